@@ -1,0 +1,55 @@
+"""What a correction reads and what it returns. Shape letters: B sequences, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_trm.ratios import LogRatios
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything a rule may look at, all of shape `[B, T]` and read only where `ratios.mask` is True.
+
+    Attributes:
+        ratios: the decomposed log-ratios; rules detach what they read.
+        advantages: advantage of each token.
+        turn_ids: turn of each token, or None for single-turn data.
+        versions: weight version that sampled each token, or None.
+        exact_kl: KL(mu || pi_theta) of each context over the recorded support, or None when only sampled tokens are known.
+    """
+
+    ratios: LogRatios
+    advantages: Tensor
+    turn_ids: Tensor | None = None
+    versions: Tensor | None = None
+    exact_kl: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        return self.ratios.mask
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A rule's decision.
+
+    Attributes:
+        weights: `[B, T]` float32, detached, 0 off-mask: multiplies the policy term of the loss.
+        keep: `[B, T]` bool: False removes the token from the gradient. Denominators never change.
+        metrics: scalars (0-d tensors, not synchronised with the host).
+    """
+
+    weights: Tensor
+    keep: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+class Rule(Protocol):
+    """A correction: `rule(evidence, **thresholds) -> Correction`. `ratio` and `scope` are attributes of the registered rule."""
+
+    def __call__(self, evidence: Evidence, **thresholds: float) -> Correction: ...

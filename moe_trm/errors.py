@@ -1,0 +1,57 @@
+"""Typed errors. Each tells what is wrong, where, what was got and expected, and what to do about it."""
+
+from __future__ import annotations
+
+
+class MoeTrmError(Exception):
+    """Base of every error a user can meet.
+
+    Args:
+        what: the fact, in one clause ("expert id out of range").
+        where: the place in the user's terms ("sample 17, row 4, layer 2", "config key replay.mode").
+        got: the offending value, as it was.
+        expected: what would have been accepted.
+        fix: what the user can do now.
+    """
+
+    def __init__(self, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = "") -> None:
+        self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
+        lines = [what + (f" ({where})" if where else "")]
+        if got is not None or expected is not None:
+            lines.append(f"  got:      {got}")
+            lines.append(f"  expected: {expected}")
+        if fix:
+            lines.append(f"  do:       {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(MoeTrmError):
+    """A config key, value or combination that cannot work; raised before anything is loaded."""
+
+
+class CheckpointError(MoeTrmError):
+    """A checkpoint folder that is missing, incomplete, or does not fit the model or the tokenizer."""
+
+
+class EngineError(MoeTrmError):
+    """The rollout engine cannot be started or reached, or answered with an error."""
+
+
+class RecordRejected(MoeTrmError):
+    """One rollout record violates an invariant. Counted under `reason`; the run goes on without the record."""
+
+    def __init__(self, reason: str, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = "") -> None:
+        super().__init__(what, where=where, got=got, expected=expected, fix=fix)
+        self.reason = reason
+
+
+class SyncError(MoeTrmError):
+    """A weight push is incomplete or wrong: the engine's own checksums differ from what the learner sent."""
+
+
+class BundleError(MoeTrmError):
+    """A recorded bundle is damaged, truncated, or of another format version."""
+
+
+class ControllerError(MoeTrmError):
+    """The rollout controller died, refused a request, or broke the wire protocol."""

@@ -1,0 +1,159 @@
+"""The contract between rollout, store, learner and correction, on one page.
+
+Shape letters: T tokens of one sequence, S tokens the policy sampled in it, B rows of a micro-batch, R forwarded rows
+(`T - 1`; in a padded micro-batch the longest of them), L MoE layers, K experts per token.
+
+Row convention, everywhere: row `r` has input token `r`, the routes of that token, and the log-prob of token `r + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moe_trm.sampling_mask.record import SamplingMask
+from routing import RouteRecord
+
+WeightVersion = int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the behaviour policy samples. `top_k` is always finite: the engine needs that to return its sampling mask."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 1
+    min_p: float = 0.0
+    max_new_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task instance. `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them."""
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    text: str = ""
+    answer: str = ""
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """What the rollout engine really did for one sequence.
+
+    Attributes:
+        sample_id: unique within a run; `group_id` is shared by the samples of one prompt.
+        tokens: `[T]` int32, prompt and everything after it.
+        sampled: `[T]` bool, True on the `S` tokens the policy sampled (never on prompt or tool tokens).
+        turn_ids: `[T]` int16, 0 on the prompt and the first answer, rising by one with each later turn.
+        rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over the
+            kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
+        full_logprobs: `[S]` float32, the same over the whole vocabulary at the sampling temperature. The difference is the log kept mass.
+        versions: `[S]` int32, the weight version that sampled each token.
+        routes: expert ids of the `T - 1` forwarded tokens, or None when routes were not asked for.
+        sampling_mask: kept ids of each of the `S` sampled tokens, or None when masks were not asked for.
+        finish_reason: `stop`, `length` or `abort`.
+        reward: set by the task; None until then.
+    """
+
+    sample_id: int
+    group_id: int
+    prompt_id: str
+    tokens: np.ndarray
+    sampled: np.ndarray
+    turn_ids: np.ndarray
+    rollout_logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    versions: np.ndarray
+    routes: RouteRecord | None
+    sampling_mask: SamplingMask | None
+    finish_reason: str
+    reward: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.rollout_logprobs.shape[0])
+
+
+@dataclass(frozen=True)
+class TrainRow:
+    """One accepted record on its way to a learner rank, with its advantage. Arrays as in `RolloutRecord`."""
+
+    record: RolloutRecord
+    advantage: float
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are forwarded together on one rank. An empty micro-batch (no rows) keeps ranks in step and trains nothing."""
+
+    rows: tuple[TrainRow, ...]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The micro-batches of one optimizer step on one rank, with the denominators of the *global* minibatch.
+
+    Denominators count what survived validity rejection, before any correction.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One rank's share of one training step: the minibatches, and the facts of the whole step that metrics need."""
+
+    step: int
+    mini_batches: tuple[MiniBatch, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A micro-batch as padded tensors. Padding rows have `valid` False, never count, and carry arbitrary legal values.
+
+    Attributes:
+        input_ids: `[B, R]` int64 tokens fed to the model.
+        target_ids: `[B, R]` int64 token `r + 1`.
+        valid: `[B, R]` bool, a real forwarded token.
+        mask: `[B, R]` bool, the target was sampled by the policy: only these are scored and trained.
+        rollout_logprobs, full_logprobs: `[B, R]` float32, 0 where `mask` is False.
+        versions: `[B, R]` int32, -1 where `mask` is False.
+        turn_ids: `[B, R]` int16 turn of the target.
+        advantages: `[B, R]` float32, 0 where `mask` is False.
+        routes: the records of the B rows in order (None without replay); cut to tensors by `routing.layout`.
+        kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]` offsets; None in `off` mode.
+    """
+
+    input_ids: torch.Tensor
+    target_ids: torch.Tensor
+    valid: torch.Tensor
+    mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    full_logprobs: torch.Tensor
+    versions: torch.Tensor
+    turn_ids: torch.Tensor
+    advantages: torch.Tensor
+    routes: tuple[RouteRecord, ...] | None
+    kept_ids: torch.Tensor | None
+    kept_offsets: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did on this rank, reduced over all ranks."""
+
+    metrics: Mapping[str, float]

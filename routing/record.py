@@ -1,0 +1,78 @@
+"""What the rollout engine's routers chose, for one sequence.
+
+Shape letters: T tokens, L MoE layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from routing.errors import RouteError
+
+
+def token_digest(tokens: np.ndarray) -> bytes:
+    """16-byte digest that binds routes to the token ids `[T]` they belong to (blake2b over little-endian int32)."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), digest_size=16).digest()
+
+
+def expert_dtype(num_experts: int) -> np.dtype:
+    """Smallest unsigned integer type that holds every expert id: uint8 up to 256 experts, else uint16."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@dataclass(frozen=True)
+class RouteRecord:
+    """Expert ids chosen for one sequence of `T` tokens.
+
+    Row `r` is the routing of input token `r`, which predicts token `r + 1`; the last token is never forwarded, so there are `T - 1` rows.
+
+    Attributes:
+        experts: `[T-1, L, K]` expert ids in the engine's order, uint8 or uint16 (see `expert_dtype`).
+        layer_ids: the model's 0-based decoder layer of each of the `L` recorded MoE layers, ascending. Dense layers are absent.
+        num_experts: `E`, routed experts per layer.
+        token_digest: `token_digest(tokens)` of the sequence, or None where the tokens are not known yet.
+    """
+
+    experts: np.ndarray
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    token_digest: bytes | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.experts.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
+    def validate(self, num_tokens: int | None = None) -> None:
+        """Raise `RouteError` unless every invariant holds; with `num_tokens`, also that there are `num_tokens - 1` rows."""
+        experts = self.experts
+        if experts.ndim != 3:
+            raise RouteError("shape", "routes need three dimensions", got=experts.shape, expected="[T-1, L, K]")
+        rows, layers, top_k = experts.shape
+        if experts.dtype != expert_dtype(self.num_experts):
+            raise RouteError("dtype", "wrong integer type for routes", got=experts.dtype, expected=expert_dtype(self.num_experts))
+        if layers != len(self.layer_ids) or list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise RouteError("layers", "layer ids do not describe the recorded layers", got=self.layer_ids, expected=f"{layers} distinct ascending ids")
+        if num_tokens is not None and rows != num_tokens - 1:
+            raise RouteError("rows", "wrong number of route rows", got=rows, expected=num_tokens - 1, fix="One row per forwarded token: all but the last.")
+        if not 1 <= top_k <= self.num_experts:
+            raise RouteError("shape", "experts per token out of range", got=top_k, expected=f"1..{self.num_experts}")
+        if experts.size and int(experts.max()) >= self.num_experts:
+            row, layer, _ = np.argwhere(experts >= self.num_experts)[0]
+            raise RouteError("range", "expert id out of range", where=f"row {row}, layer {self.layer_ids[layer]}", got=experts[row, layer].tolist(), expected=f"0..{self.num_experts - 1}")
+        ordered = np.sort(experts, axis=-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        if repeated.any():
+            row, layer = np.argwhere(repeated)[0]
+            raise RouteError("duplicate", "an expert appears twice in one row", where=f"row {row}, layer {self.layer_ids[layer]}", got=experts[row, layer].tolist(), expected="distinct ids")
+
+    def check_tokens(self, tokens: np.ndarray) -> None:
+        """Raise `RouteError` unless this record was made for exactly these token ids `[T]`."""
+        if self.token_digest is None or self.token_digest != token_digest(tokens):
+            raise RouteError("digest", "routes belong to other tokens", got=self.token_digest.hex() if self.token_digest else None, expected=token_digest(tokens).hex(), fix="The record is stale or was swapped with another sample's.")
