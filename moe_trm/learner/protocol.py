@@ -1,0 +1,73 @@
+"""What the loop needs of a learner. Implementations: `learner.megatron` (and, later, DeepSpeed).
+
+Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_trm.sync.manifest import TensorEntry
+from moe_trm.types import TokenBatch
+from routing.replay import Recorded, ReplayReport, RouteSource
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a forward pass says of one micro-batch; all `[B, R]` float32 and 0 where the batch's `mask` is False.
+
+    Attributes:
+        logprobs: of the target, over the kept support when the batch carries a sampling mask, else over the vocabulary.
+        log_kept_mass: log of the learner's probability of the kept support, or None when not asked for or no mask.
+        recorded: the routes this pass used, when the source was `Record()`; None otherwise.
+    """
+
+    logprobs: Tensor
+    log_kept_mass: Tensor | None = None
+    recorded: Recorded | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step: gradient norm before clipping, learning rate used, and whether the step was applied (finite gradients)."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Learner(Protocol):
+    """A policy that trains. All calls are collective over the learner's ranks; every rank passes the same number of micro-batches."""
+
+    data_rank: int
+    data_size: int
+    """This rank's index and the number of ranks that hold different rows."""
+    moe_layer_ids: tuple[int, ...]
+    """0-based decoder layers of the MoE layers this rank owns."""
+
+    def score(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], *, kept_mass: bool = False
+    ) -> list[Scores]:
+        """Forward without gradient. `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass."""
+
+    def update(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        objective: Callable[[int, Tensor], Tensor],
+    ) -> UpdateResult:
+        """One optimizer step.
+
+        `objective(i, current_logprobs)` returns the scalar loss contribution of batch `i`, already divided by global denominators:
+        the gradient applied is that of the plain sum over all batches of all data-parallel ranks. Replay proof is checked before the step is applied.
+        """
+
+    def replay_report(self) -> ReplayReport:
+        """Counters of every replayed forward since the last call, summed over ranks; raises `ReplayProofError` when the proof fails."""
+
+    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
+        """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""

@@ -1,0 +1,31 @@
+"""What the controller needs of a rollout engine. Implementations: `sglang` (a real server) and `bundle` (a recorded run)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """One policy that samples, at one weight version at a time."""
+
+    async def start(self) -> None:
+        """Wait until the engine answers and check that it serves the expected model. Raises `EngineError`."""
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """Sample one continuation and return what really happened.
+
+        Raises `RecordRejected` (reason and place) when the response violates an invariant, `EngineError` when there is none.
+        """
+
+    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
+        """Greedy continuations for evaluation: token ids without the stop token, one per prompt; () when not finished."""
+
+    async def load_weights(self, push: WeightPush) -> None:
+        """Make the engine serve `push.version`; verified by the engine's own checksums, prefix cache flushed. Raises `SyncError`."""
+
+    async def close(self) -> None:
+        """Release connections."""

@@ -1,0 +1,30 @@
+"""A weight push, described: what the learner meant to send, so that the receiver can prove it arrived."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One Hugging Face tensor of a push.
+
+    `file` is relative to the push folder (empty for the distributed method); `digest` is the blake2b-16 hex digest of the bytes in the engine's dtype,
+    computed by the owning rank from its memory.
+    """
+
+    name: str
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+class WeightPush(msgspec.Struct, frozen=True):
+    """Version `version` of all weights, in Hugging Face names and the engine's dtype.
+
+    `directory` holds config.json, the safetensors shards and their index (disk method).
+    """
+
+    version: int
+    directory: str
+    tensors: tuple[TensorEntry, ...]
