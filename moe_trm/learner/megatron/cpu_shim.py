@@ -1,0 +1,166 @@
+"""Makes Megatron-Core run where there is no CUDA. The one module of this project that patches third-party state.
+
+Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the CPU. Every patch below names the
+line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_trm.errors import ConfigError
+
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Install the patches for this process; a second call does nothing.
+
+    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a thread-local torch mode).
+
+    Raises:
+        ConfigError: CUDA is present, where Megatron must run unpatched.
+    """
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "the CPU shim was asked for on a machine with CUDA",
+            got="CUDA device",
+            expected="no CUDA device",
+            fix="Do not install it: Megatron-Core runs unpatched on CUDA.",
+        )
+    if getattr(torch.cuda, "current_device", None) is _current_device:
+        return
+    _install_torch_cuda()
+    _install_random_state()
+    _install_router_gemm()
+    _install_dispatcher()
+    _install_tensor_type()
+    _CudaLiteralsToCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _install_torch_cuda() -> None:
+    # `device=torch.cuda.current_device()`: tensor_parallel/layers.py:261,873; distributed/param_and_grad_buffer.py:783; transformer/moe/router.py:79.
+    torch.cuda.current_device = _current_device  # type: ignore[assignment]
+    # `torch.cuda.synchronize()`: pipeline_parallel/p2p_communication.py:242,398; distributed/distributed_data_parallel.py:588.
+    torch.cuda.synchronize = _nothing
+    # `torch.cuda.empty_cache()`: optimizer/optimizer.py:362.
+    torch.cuda.empty_cache = _nothing
+    # `torch.cuda.current_stream()`: DistributedDataParallel of 0.19 asks for it; its only uses are waits, which have no meaning here.
+    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    # `.cuda()` on tensors and modules: optimizer/optimizer.py:375,380.
+    torch.Tensor.cuda = _identity  # type: ignore[method-assign]
+    torch.nn.Module.cuda = _identity  # type: ignore[method-assign]
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _identity(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return self
+
+
+class _NoStream:
+    """Stands for a CUDA stream: there is one queue, so waiting on it is already done."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, _stream: Any) -> None:
+        """Work is already in order."""
+
+    def synchronize(self) -> None:
+        """Work is already finished."""
+
+
+def _install_random_state() -> None:
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    def get_state(*_args: Any, **_kwargs: Any) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: Tensor, *_args: Any, **_kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    # The generator tracker and activation recompute save and restore "the CUDA generator": tensor_parallel/random.py:55,235-240,447.
+    torch.cuda.manual_seed = manual_seed
+    torch.cuda.get_rng_state = get_state
+    torch.cuda.set_rng_state = set_state
+    torch.cuda.random.get_rng_state = get_state
+    # tensor_parallel/random.py:41,72 reach for CUDA's generators directly.
+    mcore_random._get_cuda_rng_state = get_state
+    mcore_random._set_cuda_rng_state = set_state
+
+
+def _install_router_gemm() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    # moe_utils.py:1192 tests `te_general_gemm is not None`, but :34 defines it only when Transformer Engine imports.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _install_dispatcher() -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
+
+    def splits_to_numpy(self: Any, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        if not self.drop_and_pad and point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                value = getattr(self, name)
+                if torch.is_tensor(value):
+                    setattr(self, name, value.numpy())
+        return tokens_per_expert
+
+    # token_dispatcher.py:444 creates a CUDA stream unless one is there; :862 copies the splits to the host on it.
+    Dispatcher.cuda_dtoh_stream = _NoStream()
+    Dispatcher._maybe_dtoh_and_synchronize = splits_to_numpy
+
+
+def _install_tensor_type() -> None:
+    plain_type: Callable[..., Any] = torch.Tensor.type
+
+    def tensor_type(self: Tensor, dtype: Any = None, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return plain_type(self, dtype, **kwargs)
+        name: str = plain_type(self)
+        if "megatron/core/optimizer" in sys._getframe(1).f_code.co_filename:
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    # The optimizer sorts parameters by comparing `param.type()` with 'torch.cuda.FloatTensor' and its kin: optimizer/optimizer.py:671,690;
+    # optimizer/distrib_optimizer.py:361,420; optimizer/clip_grads.py:167. Other callers still get the true name.
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
+
+
+class _CudaLiteralsToCpu(TorchFunctionMode):
+    """Rewrites `device='cuda'` and `pin_memory=True` in torch calls.
+
+    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115; distributed/param_and_grad_buffer.py:768.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not kwargs:
+            return func(*args)
+        device = kwargs.get("device")
+        if (isinstance(device, str) and device.startswith("cuda")) or (
+            isinstance(device, torch.device) and device.type == "cuda"
+        ):
+            kwargs = dict(kwargs, device=_CPU)
+        if kwargs.get("pin_memory"):
+            kwargs = dict(kwargs, pin_memory=False)
+        return func(*args, **kwargs)
