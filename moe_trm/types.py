@@ -134,7 +134,7 @@ class TokenBatch:
         versions: `[B, R]` int32, -1 where `mask` is False.
         turn_ids: `[B, R]` int16 turn of the target.
         advantages: `[B, R]` float32, 0 where `mask` is False.
-        routes: the records of the B rows in order (None without replay); cut to tensors by `routing.layout`.
+        routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to tensors by `routing.layout`.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]` offsets; None in `off` mode.
     """
 
@@ -147,7 +147,7 @@ class TokenBatch:
     versions: torch.Tensor
     turn_ids: torch.Tensor
     advantages: torch.Tensor
-    routes: tuple[RouteRecord, ...] | None
+    routes: tuple[RouteRecord | None, ...]
     kept_ids: torch.Tensor | None
     kept_offsets: torch.Tensor | None
 

@@ -6,7 +6,8 @@ Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +49,14 @@ class RouteRecord:
     @property
     def top_k(self) -> int:
         return int(self.experts.shape[2])
+
+    def select(self, layer_ids: Sequence[int]) -> RouteRecord:
+        """The same record with only `layer_ids`, e.g. those of one pipeline stage. Raises `RouteError` on a layer that was not recorded."""
+        missing = [layer for layer in layer_ids if layer not in self.layer_ids]
+        if missing:
+            raise RouteError("layers", "layers were not recorded", got=self.layer_ids, expected=tuple(layer_ids))
+        columns = [self.layer_ids.index(layer) for layer in layer_ids]
+        return replace(self, experts=self.experts[:, columns], layer_ids=tuple(layer_ids))
 
     def validate(self, num_tokens: int | None = None) -> None:
         """Raise `RouteError` unless every invariant holds; with `num_tokens`, also that there are `num_tokens - 1` rows."""

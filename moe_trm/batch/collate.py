@@ -1,0 +1,57 @@
+"""A micro-batch of records as padded tensors. Shape letters: B rows, R forwarded tokens of the longest row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from moe_trm.types import MicroBatch, TokenBatch, TrainRow
+
+
+def collate(micro: MicroBatch, *, keep_mask: bool, pad_token_id: int) -> TokenBatch:
+    """Right-pad the rows of `micro`. An empty micro-batch becomes one row of padding, so that all ranks make the same forwards.
+
+    With `keep_mask` the kept ids of the scored positions are concatenated in row-major order, which is the order of `mask.nonzero()`.
+    """
+    rows = micro.rows
+    b, r = max(1, len(rows)), max([2, *(row.record.num_tokens - 1 for row in rows)])
+    input_ids = np.full((b, r), pad_token_id, np.int64)
+    target_ids = np.full((b, r), pad_token_id, np.int64)
+    valid, mask = np.zeros((b, r), bool), np.zeros((b, r), bool)
+    rollout, full, advantages = (np.zeros((b, r), np.float32) for _ in range(3))
+    versions, turn_ids = np.full((b, r), -1, np.int32), np.zeros((b, r), np.int16)
+    for i, row in enumerate(rows):
+        record, n = row.record, row.record.num_tokens - 1
+        scored = record.sampled[1:]
+        input_ids[i, :n], target_ids[i, :n] = record.tokens[:-1], record.tokens[1:]
+        valid[i, :n], mask[i, :n], turn_ids[i, :n] = True, scored, record.turn_ids[1:]
+        rollout[i, :n][scored] = record.rollout_logprobs
+        full[i, :n][scored] = record.full_logprobs
+        versions[i, :n][scored] = record.versions
+        advantages[i, :n][scored] = row.advantage
+    kept_ids, kept_offsets = _kept(rows) if keep_mask else (None, None)
+    return TokenBatch(
+        input_ids=torch.from_numpy(input_ids),
+        target_ids=torch.from_numpy(target_ids),
+        valid=torch.from_numpy(valid),
+        mask=torch.from_numpy(mask),
+        rollout_logprobs=torch.from_numpy(rollout),
+        full_logprobs=torch.from_numpy(full),
+        versions=torch.from_numpy(versions),
+        turn_ids=torch.from_numpy(turn_ids),
+        advantages=torch.from_numpy(advantages),
+        routes=tuple(row.record.routes for row in rows) or (None,),
+        kept_ids=kept_ids,
+        kept_offsets=kept_offsets,
+    )
+
+
+def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    masks = [row.record.sampling_mask for row in rows]
+    if any(mask is None for mask in masks):
+        raise AssertionError("a record without sampling mask was admitted in keep mode")
+    ids = [mask.ids for mask in masks if mask is not None]
+    sizes = [np.diff(mask.offsets) for mask in masks if mask is not None]
+    flat = np.concatenate([np.zeros(0, np.int64), *ids]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))]).astype(np.int64)
+    return torch.from_numpy(flat), torch.from_numpy(offsets)

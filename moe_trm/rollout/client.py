@@ -1,0 +1,107 @@
+"""The learner rank's side of the controller: start it, ask it, stop it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from moe_trm import wire
+from moe_trm.config.schema import Config
+from moe_trm.errors import ControllerError
+from moe_trm.rollout.service import Reply, Request, Start
+from moe_trm.sync.manifest import TensorEntry
+from moe_trm.types import TrainBatch
+
+_POLL_MS = 500
+
+
+class ControllerProcess:
+    """The controller of this node, started by its first rank. `endpoint` and `key` go to the node's other ranks.
+
+    The socket is a file in a private folder (mode 0700), so that only this user reaches it.
+    """
+
+    def __init__(self, config: Config, key: str, api_key: str | None, log_path: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="moe-trm-")
+        self.endpoint = f"ipc://{self._folder.name}/controller"
+        self._log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moe_trm.rollout.service"], stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        assert self._process.stdin is not None
+        start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key)
+        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.close()
+
+    def check(self) -> None:
+        """Raise `ControllerError` with the end of its log when the process is gone."""
+        if self._process.poll() is not None:
+            tail = self._log_path.read_text(errors="replace").strip().splitlines()[-30:]
+            raise ControllerError(
+                f"the rollout controller ended with exit code {self._process.returncode}",
+                where=str(self._log_path),
+                fix="Its last words:\n" + "\n".join(f"    {line}" for line in tail),
+            )
+
+    def wait(self, timeout_s: float = 30.0) -> None:
+        """Let it finish after `stop`; end it when it does not."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+class RolloutClient:
+    """One rank's requests to its controller. Use as a context manager: leaving it stops the controller that this rank started."""
+
+    def __init__(
+        self, endpoint: str, key: str, *, data_rank: int, data_size: int, process: ControllerProcess | None = None
+    ) -> None:
+        self._key, self._rank, self._size, self._process = key, data_rank, data_size, process
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+
+    def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
+        """This rank's rows of `step`, with the routes of `layer_ids` only."""
+        batch = self._ask("batch", step=step, layer_ids=layer_ids).batch
+        assert batch is not None
+        return batch
+
+    def push(self, version: int, directory: str, entries: tuple[TensorEntry, ...]) -> None:
+        """Report this rank's shard of `version`; returns when the engine serves that version, proved. Raises `ControllerError`."""
+        self._ask("push", version=version, directory=directory, entries=entries)
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy accuracy on held-out prompts."""
+        return self._ask("evaluate").metrics
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process is not None:
+            if kind is None:
+                self._ask("stop")
+            self._process.wait(30.0 if kind is None else 0.0)
+        self._socket.close()
+
+    def _ask(self, op: str, **fields: object) -> Reply:
+        request = Request(key=self._key, op=op, data_rank=self._rank, data_size=self._size, **fields)  # type: ignore[arg-type]
+        self._socket.send_multipart(wire.encode(request))
+        while not self._socket.poll(_POLL_MS):
+            if self._process is not None:
+                self._process.check()
+        reply = wire.decode(self._socket.recv_multipart(), Reply)
+        if reply.error:
+            raise ControllerError(f"the controller refused '{op}'", got=reply.error)
+        return reply

@@ -1,0 +1,155 @@
+"""The controller as a process: a local socket in front of `RolloutController`.
+
+Requests and replies are `wire` messages on a ZeroMQ socket. Every request carries the run's key, compared in constant time.
+Started by the first learner rank of a node: `python -m moe_trm.rollout.service`, configuration and key on standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from moe_trm import wire
+from moe_trm.config.schema import Config
+from moe_trm.errors import ControllerError, MoeTrmError
+from moe_trm.rollout.controller import RolloutController, rank_share
+from moe_trm.sync.disk import finish_push
+from moe_trm.sync.manifest import TensorEntry
+from moe_trm.types import TrainBatch
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the parent writes to the service's standard input, as one line of JSON."""
+
+    endpoint: str
+    key: str
+    config: dict[str, Any]
+    api_key: str | None
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy. `stop`: end the process."""
+
+    key: str
+    op: str
+    step: int = 0
+    data_rank: int = 0
+    data_size: int = 1
+    layer_ids: tuple[int, ...] = ()
+    version: int = 0
+    directory: str = ""
+    entries: tuple[TensorEntry, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """`error` is empty when the request succeeded."""
+
+    error: str = ""
+    batch: TrainBatch | None = None
+    metrics: dict[str, float] = {}
+
+
+class ControllerService:
+    """Answers the ranks. Work that all ranks ask for (a step, a push) runs once; everyone waits for the same result."""
+
+    def __init__(self, controller: RolloutController, start: Start, checkpoint: str) -> None:
+        self._controller, self._key, self._endpoint, self._checkpoint = controller, start.key, start.endpoint, checkpoint
+        self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
+        self._shards: dict[int, dict[int, tuple[TensorEntry, ...]]] = {}
+        self._pushed: dict[int, asyncio.Event] = {}
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Answer until a rank asks to stop."""
+        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.bind(self._endpoint)
+        pending: set[asyncio.Task[None]] = set()
+        stop = asyncio.ensure_future(self._stop.wait())
+        while not self._stop.is_set():
+            received = asyncio.ensure_future(socket.recv_multipart())
+            await asyncio.wait({received, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if received.done():
+                identity, *frames = received.result()
+                task = asyncio.create_task(self._answer(socket, identity, frames))
+                pending.add(task)
+                task.add_done_callback(pending.discard)
+            else:
+                received.cancel()
+        await asyncio.gather(*pending)
+        await self._controller.close()
+        socket.close()
+
+    async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            request = wire.decode(frames, Request)
+            if not hmac.compare_digest(request.key, self._key):
+                raise ControllerError("wrong controller key", fix="Only the ranks of this run may talk to its controller.")
+            reply = await self._handlers[request.op](self, request)
+        except KeyError as error:
+            reply = Reply(error=f"unknown request {error}")
+        except MoeTrmError as error:
+            reply = Reply(error=f"{type(error).__name__}: {error}")
+        await socket.send_multipart([identity, *wire.encode(reply)])
+
+    async def _batch(self, request: Request) -> Reply:
+        shares = await self._once("batch", request.step, lambda: self._controller.plan(request.step, request.data_size))
+        return Reply(batch=rank_share(shares[request.data_rank], request.layer_ids))
+
+    async def _push(self, request: Request) -> Reply:
+        shards = self._shards.setdefault(request.version, {})
+        shards[request.data_rank] = request.entries
+        complete = self._pushed.setdefault(request.version, asyncio.Event())
+        if len(shards) == request.data_size:
+            complete.set()
+        await complete.wait()
+        await self._once("push", request.version, lambda: self._load(request))
+        return Reply()
+
+    async def _load(self, request: Request) -> None:
+        shards = self._shards.pop(request.version)
+        entries = tuple(entry for rank in sorted(shards) for entry in shards[rank])
+        await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
+
+    async def _evaluate(self, request: Request) -> Reply:
+        return Reply(metrics=dict(await self._controller.evaluate()))
+
+    async def _end(self, request: Request) -> Reply:
+        self._stop.set()
+        return Reply()
+
+    async def _once(self, op: str, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        for key in [key for key in self._shared if key[0] == op and key[1] < number]:
+            del self._shared[key]
+        if (op, number) not in self._shared:
+            self._shared[op, number] = asyncio.ensure_future(work())
+        return await asyncio.shield(self._shared[op, number])
+
+    _handlers: Mapping[str, Callable[[ControllerService, Request], Coroutine[Any, Any, Reply]]] = {
+        "batch": _batch,
+        "push": _push,
+        "evaluate": _evaluate,
+        "stop": _end,
+    }
+
+
+async def _main(start: Start) -> None:
+    from moe_trm.rollout.build import build_controller
+
+    config = Config.model_validate(start.config)
+    controller = await build_controller(config, start.api_key)
+    await ControllerService(controller, start, config.model.checkpoint).serve()
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(_main(msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)))
+    except MoeTrmError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -1,0 +1,61 @@
+"""Where every issued sample is. The books must balance at every step: nothing is lost, nothing counted twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Ledger:
+    """`issued = queued + in_flight + trained + rejected + dropped`.
+
+    rejected: violated an invariant (counted by reason). dropped: valid, but refused by policy, such as age (counted by reason).
+    """
+
+    issued: int = 0
+    in_flight: int = 0
+    queued: int = 0
+    trained: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def issue(self) -> None:
+        self.issued += 1
+        self.in_flight += 1
+
+    def reject(self, reason: str) -> None:
+        self.in_flight -= 1
+        self.rejected[reason] += 1
+
+    def queue(self) -> None:
+        self.in_flight -= 1
+        self.queued += 1
+
+    def drop(self, reason: str) -> None:
+        self.queued -= 1
+        self.dropped[reason] += 1
+
+    def train(self) -> None:
+        self.queued -= 1
+        self.trained += 1
+
+    @property
+    def balanced(self) -> bool:
+        places = (self.in_flight, self.queued, self.trained, self.rejected.total(), self.dropped.total())
+        return min(places) >= 0 and sum(places) == self.issued
+
+    def metrics(self) -> Mapping[str, float]:
+        """`ledger/*` totals since the start, and one `records/rejected/*` or `records/dropped/*` per reason met so far."""
+        totals = {
+            "issued": self.issued,
+            "in_flight": self.in_flight,
+            "queued": self.queued,
+            "trained": self.trained,
+            "rejected": self.rejected.total(),
+            "dropped": self.dropped.total(),
+        }
+        reasons = {f"records/rejected/{reason}": float(n) for reason, n in sorted(self.rejected.items())}
+        reasons |= {f"records/dropped/{reason}": float(n) for reason, n in sorted(self.dropped.items())}
+        return {f"ledger/{name}": float(n) for name, n in totals.items()} | reasons
