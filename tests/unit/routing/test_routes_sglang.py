@@ -1,0 +1,99 @@
+"""SGLang's payload: what is decoded, and every structural violation refused with its reason."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from routing import RouteError, token_digest
+from routing.sglang import decode_payload
+
+T, D, K, E = 6, 4, 2, 8
+LAYERS = (1, 3)
+TOKENS = np.arange(T, dtype=np.int32) + 100
+
+
+def engine_routes(seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.argsort(rng.random((T - 1, D, E)), axis=-1)[..., :K].astype("<i4")
+
+
+def decode(routes: np.ndarray, **changes: object):
+    arguments = {"tokens": TOKENS, "num_layers": D, "layer_ids": LAYERS, "num_experts": E, "top_k": K} | changes
+    return decode_payload(base64.b64encode(routes.tobytes()).decode(), **arguments)
+
+
+def test_decodes_moe_columns_in_engine_order_and_binds_tokens():
+    routes = engine_routes()
+    record = decode(routes)
+    assert record.experts.dtype == np.uint8
+    np.testing.assert_array_equal(record.experts, routes[:, [1, 3]])
+    assert record.layer_ids == LAYERS
+    assert record.token_digest == token_digest(TOKENS)
+
+
+def test_dense_columns_are_never_validated():
+    routes = engine_routes()
+    routes[:, [0, 2]] = -1
+    np.testing.assert_array_equal(decode(routes).experts, routes[:, [1, 3]])
+
+
+def test_more_than_256_experts_need_uint16():
+    routes = engine_routes()
+    routes[0, 1] = [300, 7]
+    record = decode(routes, num_experts=512)
+    assert record.experts.dtype == np.uint16
+    assert record.experts[0, 0].tolist() == [300, 7]
+
+
+@pytest.mark.parametrize("bad", [-1, E, 256, 2**31 - 1, -(2**31), 256 + 3])
+def test_out_of_range_ids_are_refused_before_narrowing(bad: int):
+    routes = engine_routes()
+    routes[2, 3, 1] = bad
+    with pytest.raises(RouteError, match="row 2, layer 3") as error:
+        decode(routes)
+    assert error.value.reason == "range"
+
+
+def test_duplicate_experts_are_refused():
+    routes = engine_routes()
+    routes[4, 1] = 5
+    with pytest.raises(RouteError, match="row 4, layer 1") as error:
+        decode(routes)
+    assert error.value.reason == "duplicate"
+
+
+@pytest.mark.parametrize(("cut", "reason"), [(1, "payload"), (4, "payload"), (4 * K, "payload"), (4 * K * D, "rows")])
+def test_short_payload_is_refused(cut: int, reason: str):
+    payload = base64.b64encode(engine_routes().tobytes()[:-cut])
+    with pytest.raises(RouteError) as error:
+        decode_payload(payload, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize("payload", ["not base64!", "abc", "AAAA\n", "ünïcode"])
+def test_text_that_is_not_base64_is_refused(payload: str):
+    with pytest.raises(RouteError) as error:
+        decode_payload(payload, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
+    assert error.value.reason == "payload"
+
+
+def test_missing_payload_is_refused():
+    with pytest.raises(RouteError) as error:
+        decode_payload(None, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)  # type: ignore[arg-type]
+    assert error.value.reason == "payload"
+
+
+def test_extra_rows_and_wrong_tokens_are_refused():
+    with pytest.raises(RouteError) as error:
+        decode(engine_routes(), tokens=TOKENS[:-1])
+    assert error.value.reason == "rows"
+
+
+@pytest.mark.parametrize("layers", [(), (3, 1), (1, 1), (1, 4), (-1, 2)])
+def test_layer_ids_must_fit_the_payload(layers: tuple[int, ...]):
+    with pytest.raises(RouteError) as error:
+        decode(engine_routes(), layer_ids=layers)
+    assert error.value.reason == "layers"
