@@ -1,0 +1,128 @@
+"""The CPU support package is inert without SGLang's switch and gives way to anything real. Every case is a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
+
+
+def python(code: str, *, enabled: bool, path: Path | None = None) -> str:
+    env = {name: value for name, value in os.environ.items() if name not in ("SGLANG_USE_CPU_ENGINE", "PYTHONPATH")}
+    env |= {"OMP_NUM_THREADS": "1"}
+    if enabled:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_nothing_of_it_is_imported_without_the_switch() -> None:
+    out = python(
+        "import sys; print([name for name in sys.modules if name.startswith('moe_trm_sglang_cpu')])", enabled=False
+    )
+    assert out == "[]"
+
+
+def test_stand_ins_appear_with_the_switch() -> None:
+    code = """
+import triton, triton.language as tl, sgl_kernel
+@triton.jit
+def one(): return 1
+@triton.autotune(configs=[triton.Config({}, num_warps=4)], key=['n'])
+def two(): return 2
+print(one(), two(), triton.cdiv(7, 2), triton.next_power_of_2(5), tl.constexpr(3).value, sgl_kernel.__file__.rpartition('/')[2])
+"""
+    assert python(code, enabled=True) == "1 2 4 8 3 sgl_kernel_stub.py"
+
+
+@pytest.mark.parametrize("name", ["triton", "sgl_kernel"])
+def test_a_real_package_on_the_path_wins(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("REAL = 'real'\n")
+    (tmp_path / name / "part.py").write_text("REAL = 'part'\n")
+    assert (
+        python(f"import {name}, {name}.part; print({name}.REAL, {name}.part.REAL)", enabled=True, path=tmp_path)
+        == "real part"
+    )
+
+
+@pytest.mark.parametrize("name", ["triton", "sgl_kernel"])
+def test_a_finder_installed_later_wins(tmp_path: Path, name: str) -> None:
+    (tmp_path / "real.py").write_text("REAL = 'real'\n")
+    code = f"""
+import sys
+from importlib.util import spec_from_file_location
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return spec_from_file_location(name, {str(tmp_path / "real.py")!r}) if name == {name!r} else None
+sys.meta_path.append(Editable)
+import {name}
+print({name}.REAL)
+"""
+    assert python(code, enabled=True) == "real"
+
+
+def test_missing_kernels_are_loud() -> None:
+    code = """
+from sgl_kernel import silu_and_mul
+try:
+    silu_and_mul()
+except RuntimeError as error:
+    print(error)
+try:
+    import sgl_kernel.flash_attn
+except ImportError:
+    print('no submodule')
+"""
+    assert python(code, enabled=True).splitlines() == [
+        "sgl_kernel.silu_and_mul has no CPU stand-in in moe-trm-sglang-cpu; install a real sgl_kernel to use it",
+        "no submodule",
+    ]
+
+
+def test_murmur_hash_matches_the_published_algorithm() -> None:
+    def mix(state: int, word: int) -> int:
+        word = word * 0xCC9E2D51 & 0xFFFFFFFF
+        word = ((word << 15 | word >> 17) & 0xFFFFFFFF) * 0x1B873593 & 0xFFFFFFFF
+        state ^= word
+        return ((state << 13 | state >> 19) & 0xFFFFFFFF) * 5 + 0xE6546B64 & 0xFFFFFFFF
+
+    def murmur(words: list[int]) -> int:
+        state = 0
+        for word in words:
+            state = mix(state, word)
+        state ^= 4 * len(words)
+        state = (state ^ state >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        state = (state ^ state >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        return state ^ state >> 16
+
+    seed, position, columns = 0x1234_5678_9ABC_DEF0, 7, [0, 1, 31999]
+    expected = [murmur([seed & 0xFFFFFFFF, seed >> 32, position, column]) for column in columns]
+    code = f"""
+import torch, sgl_kernel
+print(torch.ops.sgl_kernel.murmur_hash32_cpu(torch.tensor([{seed}]), torch.tensor([{position}]), torch.tensor({columns})).tolist()[0])
+"""
+    assert python(code, enabled=True) == str(expected)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+def test_torchvision_imports_beside_a_cpu_torch_only_when_asked() -> None:
+    code = """
+from moe_trm_sglang_cpu import torchvision_ops
+torchvision_ops.install()
+import torch, torchvision
+print(hasattr(torch.ops.torchvision, 'nms'))
+"""
+    assert python(code, enabled=False) == "True"
