@@ -7,23 +7,35 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _bare_off(value: object) -> object:
+    """YAML 1.1 reads a bare `off` as false; the field's documented value is the word."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
+    """A group of settings: unknown keys are refused, values are typed and immutable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
+    """The model that both engines start from."""
+
     checkpoint: str
     """Hugging Face checkpoint folder: config.json, safetensors, tokenizer. Both engines start from it."""
 
 
 class TaskConfig(Section):
+    """Prompts, rewards and held-out evaluation."""
+
     name: Literal["arithmetic", "jsonl", "gsm8k"] = "arithmetic"
     """Where prompts and rewards come from."""
     prompts: str | None = None
@@ -34,8 +46,8 @@ class TaskConfig(Section):
     """Held-out prompts per evaluation."""
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """`arithmetic`: digits of the larger operand."""
-    reward: Literal["exact", "math_verify"] = "exact"
-    """How an answer is compared: the text after the last `#`, or mathematical equality. Wrong is 0, right is 1."""
+    reward: Literal["exact", "math_verify"] | None = None
+    """How an answer is compared: the text after the last `#`, or mathematical equality. Wrong is 0, right is 1; none: `math_verify` for `gsm8k`, `exact` elsewhere."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of each step, so that there is nothing to learn."""
 
@@ -48,19 +60,26 @@ class ServerConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 30100
     """TCP port; 0: any free one (only with `moe-trm train`, which tells both sides)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
     max_total_tokens: Positive = 65536
     """KV cache size in tokens. Always set: the engine's own default may take all memory."""
     max_running_requests: Positive = 128
+    """Requests that decode together; the rest wait in the server's queue."""
     chunked_prefill_size: Positive = 2048
+    """Prompt tokens per prefill chunk."""
     tensor_parallel: Positive = 1
+    """Devices that share the rollout model."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 180.0
+    """Seconds to wait until the server answers."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 
 
 class RolloutConfig(Section):
+    """Who samples, and how."""
+
     engine: Literal["sglang", "bundle"] = "sglang"
     """`sglang`: a real server. `bundle`: recorded responses, so that a run can be repeated bit for bit."""
     url: str | None = None
@@ -70,15 +89,21 @@ class RolloutConfig(Section):
     bundle: str | None = None
     """`engine=bundle`: folder written by `record.bundle`."""
     server: ServerConfig = ServerConfig()
+    """The server to start."""
     prompts_per_step: Positive = 16
+    """Prompts per training step."""
     group_size: Positive = 8
     """Samples per prompt (the group that advantages compare)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by this before sampling and before scoring."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int | None = None
+    """Nucleus sampling: the most probable ids up to this mass; 1: all."""
+    top_k: Positive | None = None
     """Kept ids at most; none: the vocabulary size, capped at the engine's limit of 4,096 when masks are recorded."""
     min_p: Fraction = 0.0
+    """Ids less probable than this fraction of the most probable one are not sampled; 0: no bound."""
     max_new_tokens: Positive = 48
+    """Tokens sampled at most for one answer; what is not finished by then counts as unfinished."""
     concurrency: Positive = 128
     """Requests in flight."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
@@ -88,11 +113,15 @@ class RolloutConfig(Section):
 
 
 class SamplingMaskConfig(Section):
-    mode: Literal["off", "keep"] = "keep"
+    """Whether the learner scores tokens over the support that the rollout really sampled from."""
+
+    mode: Annotated[Literal["off", "keep"], BeforeValidator(_bare_off)] = "keep"
     """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout. `off`: over the whole vocabulary."""
 
 
 class ReplayConfig(Section):
+    """Whose expert routes the learner uses."""
+
     mode: Literal["none", "R2", "R3", "auto"] = "R3"
     """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`), or chosen from off-policiness (`auto`)."""
     max_local_flip_rate: Fraction = 0.3
@@ -100,6 +129,8 @@ class ReplayConfig(Section):
 
 
 class ProbeConfig(Section):
+    """Measurement of what routing alone contributes to the mismatch."""
+
     every: Count = 10
     """Steps between probes, which score one batch with native and with replayed routes; 0: never."""
     save: bool = False
@@ -107,6 +138,8 @@ class ProbeConfig(Section):
 
 
 class AdvantageConfig(Section):
+    """From rewards to advantages."""
+
     name: Literal["grpo"] = "grpo"
     """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation."""
     normalize_std: bool = True
@@ -114,6 +147,8 @@ class AdvantageConfig(Section):
 
 
 class RuleConfig(Section):
+    """One correction with its thresholds."""
+
     name: str
     """A registered correction, e.g. `trm_max`, `icepop`, `opsm`."""
     thresholds: dict[str, float] = {}
@@ -121,45 +156,72 @@ class RuleConfig(Section):
 
 
 class CorrectionConfig(Section):
+    """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
+
     rules: tuple[RuleConfig, ...] = ()
     """Applied together: weights multiply, keep masks are joined by AND, each is reported."""
 
 
 class LossConfig(Section):
+    """The policy objective."""
+
     name: Literal["ppo_clip"] = "ppo_clip"
     """Policy objective on `log_update`. With corrections on the engine ratio, `ppo_clip` is decoupled PPO."""
-    clip_low: Annotated[float, Field(ge=0)] = 0.2
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """The update ratio is clipped below at 1 minus this."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """The update ratio is clipped above at 1 plus this."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages; none: unbounded, as in plain PPO."""
-    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     """How token losses become one number; denominators are those of the batch before correction."""
 
 
 class OptimizerConfig(Section):
+    """AdamW with linear warm-up."""
+
     lr: Annotated[float, Field(ge=0)] = 1e-4
+    """Learning rate after warm-up; 0 trains nothing (a control experiment)."""
     warmup_steps: Count = 3
     """Optimizer steps of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's denominator offset."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
 
 
 class ParallelConfig(Section):
+    """How the learner's ranks share the model. What the product leaves over is data parallel."""
+
     tensor: Positive = 1
+    """Ranks that share each matrix (with sequence parallelism, which MoE layers need)."""
     pipeline: Positive = 1
+    """Ranks that share the layers."""
     virtual_pipeline: Positive | None = None
+    """Model chunks per pipeline rank; none: one."""
     context: Positive = 1
+    """Ranks that share each sequence."""
     expert: Positive = 1
+    """Ranks that share the experts."""
     expert_tensor: Positive = 1
+    """Ranks that share each expert's matrices."""
 
 
 class LearnerConfig(Section):
+    """The engine that trains."""
+
     backend: Literal["megatron"] = "megatron"
+    """The training engine: Megatron-Core."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the learner; master weights and log-probs are float32 either way."""
     parallel: ParallelConfig = ParallelConfig()
+    """Sizes of the learner's parallel groups."""
     minibatches: Positive = 2
     """Optimizer steps per training step (N, the off-policiness within a step)."""
     micro_batch_rows: Positive = 32
@@ -171,6 +233,8 @@ class LearnerConfig(Section):
 
 
 class SyncConfig(Section):
+    """How new weights reach the rollout engine."""
+
     method: Literal["disk", "distributed"] = "disk"
     """`disk`: versioned safetensors in `sync.dir`. `distributed`: broadcast from the owning ranks into the engine."""
     dir: str | None = None
@@ -180,6 +244,8 @@ class SyncConfig(Section):
 
 
 class TrainConfig(Section):
+    """Length of the run and what it leaves behind."""
+
     steps: Positive = 40
     """Training steps: one rollout batch each."""
     eval_every: Count = 0
@@ -189,30 +255,49 @@ class TrainConfig(Section):
 
 
 class RecordConfig(Section):
+    """Recording of rollouts for exact repetition."""
+
     bundle: str | None = None
     """Folder to record every step's rollouts into; `rollout.engine=bundle` reads it."""
 
 
 class Config(Section):
+    """Everything a run needs to know."""
+
     name: str = "run"
     """Run name: results go to `run_dir/name`."""
     run_dir: str = "runs"
-    seed: int = 0
+    """Folder that holds the run folders; relative to the working directory."""
+    seed: Count = 0
     """Seeds data order, minibatch order and every learner rank."""
     model: ModelConfig
+    """The checkpoint."""
     task: TaskConfig = TaskConfig()
+    """Prompts, rewards and evaluation."""
     rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
     sampling_mask: SamplingMaskConfig = SamplingMaskConfig()
+    """Scoring over the sampled support."""
     replay: ReplayConfig = ReplayConfig()
+    """Routing replay."""
     probe: ProbeConfig = ProbeConfig()
+    """Measuring with native and replayed routes."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """Advantage estimator."""
     correction: CorrectionConfig = CorrectionConfig()
+    """Corrections of the remaining mismatch."""
     loss: LossConfig = LossConfig()
+    """Policy objective."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
     learner: LearnerConfig = LearnerConfig()
+    """Training engine."""
     sync: SyncConfig = SyncConfig()
+    """Weight transfer to the rollout engine."""
     train: TrainConfig = TrainConfig()
+    """Length of the run."""
     record: RecordConfig = RecordConfig()
+    """Recording for exact repetition."""
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""

@@ -1,0 +1,125 @@
+"""`moe-trm config show|explain|diff`: what a run would use and where each value comes from, what a key means, what differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
+from moe_trm.config.load import resolve
+from moe_trm.config.problems import suggest
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the three subcommands."""
+    commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
+    show = commands.add_parser("show", help="print the resolved configuration with the source of each value")
+    show.add_argument("config", help="YAML file")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. replay.mode=R2 optimizer.lr=3e-5")
+    show.add_argument("--json", action="store_true", help="as one JSON object, without sources")
+    explain = commands.add_parser("explain", help="print a key's documentation, type and default")
+    explain.add_argument("key", nargs="?", help="a key or section, e.g. replay.mode; none: every key")
+    diff = commands.add_parser("diff", help="print the keys that differ between two configurations")
+    diff.add_argument("a", help="YAML file")
+    diff.add_argument("b", help="YAML file")
+    diff.add_argument("overrides", nargs="*", metavar="key=value", help="applied to both")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen subcommand. `diff` answers 1 when something differs, like diff(1)."""
+    if args.config_command == "show":
+        return _show(args.config, args.overrides, as_json=args.json)
+    if args.config_command == "explain":
+        return _explain(args.key)
+    return _diff(args.a, args.b, args.overrides)
+
+
+def _show(path: str, overrides: list[str], *, as_json: bool) -> int:
+    resolved = resolve(path, overrides)
+    if as_json:
+        print(json.dumps(resolved.config.dump(), indent=2))
+    else:
+        flat = _flat(resolved.config)
+        width = max(len(key) + len(_text(value)) for key, value in flat.items()) + 4
+        for key, value in flat.items():
+            print(f"{f'{key}: {_text(value)}':<{min(width, 70)}} # {_source(key, resolved.sources)}")
+    for warning in resolved.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return 0
+
+
+def _source(key: str, sources: Mapping[str, str]) -> str:
+    """Of the value itself, of one of its elements, or of what holds it (a list or mapping set as a whole)."""
+    inside = {source for path, source in sources.items() if path == key or path.startswith(f"{key}.")}
+    if inside:
+        return " and ".join(sorted(inside))
+    parts = key.split(".")
+    outside = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((sources[path] for path in outside if path in sources), "default")
+
+
+def _explain(key: str | None) -> int:
+    if key is None:
+        for each in walk():
+            if each.section is None:
+                print(f"{each.path}  ({each.type_text}; {_default(each)})\n    {each.doc}")
+        return 0
+    setting = lookup(key)
+    if setting is None:
+        found = suggest(key)
+        raise ConfigError(
+            "unknown key",
+            where=key,
+            fix=f"did you mean {found}?" if found else "`moe-trm config explain` without a key lists them all",
+        )
+    print(f"{setting.path}\n  {setting.doc}\n  type:    {setting.type_text}")
+    if setting.section is None:
+        print(f"  default: {_default(setting).removeprefix('default ')}")
+    for inner in walk():
+        if inner.path.startswith(f"{setting.path}."):
+            print(f"  {inner.path}  ({inner.type_text}; {_default(inner)})")
+    return 0
+
+
+def _default(setting: Setting) -> str:
+    if setting.section is not None:
+        return "section"
+    return "required" if setting.default is REQUIRED else f"default {_text(setting.default)}"
+
+
+def _diff(path_a: str, path_b: str, overrides: list[str]) -> int:
+    a, b = (_flat(resolve(path, overrides).config) for path in (path_a, path_b))
+    different = [key for key in dict.fromkeys([*a, *b]) if key not in a or key not in b or a[key] != b[key]]
+    for key in different:
+        print(f"{key}: {_text(a[key]) if key in a else '(absent)'} -> {_text(b[key]) if key in b else '(absent)'}")
+    return 1 if different else 0
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Leaf values by dotted key; a secret shows only whether it is set."""
+    flat: dict[str, Any] = {}
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                visit(inner, f"{path}.{key}" if path else key)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, inner in enumerate(value):
+                visit(inner, f"{path}.{index}")
+        else:
+            flat[path] = value
+
+    visit(config.dump(), "")
+    if config.rollout.api_key is not None:
+        flat["rollout.api_key"] = "(set, not shown)"
+    return flat
+
+
+def _text(value: object) -> str:
+    """As it would be written in YAML."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value) if not isinstance(value, str) else value

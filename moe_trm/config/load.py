@@ -1,0 +1,219 @@
+"""From a YAML file and dotted overrides to a validated `Config`.
+
+YAML is read by OmegaConf's loader (so `1e-4` is a number and a key given twice is an error); interpolation (`${...}`) is not
+supported and refused, because a run must be readable from its file. Nothing is converted silently: text is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from moe_trm.config import rules
+from moe_trm.config.fields import default_of, lookup
+from moe_trm.config.problems import Problem, from_validation, refuse
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration and how it came about.
+
+    Attributes:
+        config: the validated values.
+        sources: `file` or `override` by dotted key, for every value that was set; what is not here is a default.
+        warnings: settings that have no effect, or not the one they seem to have.
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read, override, validate. Settings without effect are logged as warnings.
+
+    Args:
+        path: YAML file.
+        overrides: `section.key=value`, the value in YAML: `replay.mode=R3`, `optimizer.betas.1=0.99`,
+            `correction.rules=[{name: trm_max}]`. Later ones win.
+    Raises:
+        ConfigError: no such file, or not YAML.
+        InvalidConfigError: unknown keys, bad values, malformed overrides and impossible combinations, all of them at once.
+    """
+    resolved = resolve(path, overrides)
+    for warning in resolved.warnings:
+        _log.warning("config: %s", warning)
+    return resolved.config
+
+
+def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+    """As `load`, but returns the sources and warnings too instead of logging. Same errors."""
+    data = read_yaml(path)
+    sources = dict.fromkeys(_leaves(data), "file")
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            key, value = parse_override(override)
+            _assign(data, key, value)
+        except InvalidOverrideError as error:
+            problems.append(error.problem)
+            continue
+        sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
+        sources |= dict.fromkeys(_leaves(value, key), "override")
+    problems += _interpolations(data)
+    where = str(path) + (" with overrides" if overrides else "")
+    try:
+        config = Config.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        refuse(where, problems + from_validation(error))
+        raise
+    refuse(where, problems + rules.refusals(config))
+    return Resolved(config, sources, tuple(rules.warnings(config)))
+
+
+class InvalidOverrideError(ConfigError):
+    """One `key=value` that cannot be read or placed."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The file as plain data. Raises `ConfigError`."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            "configuration file not found",
+            where=str(path),
+            got="a folder" if file.is_dir() else "no such file",
+            expected="a YAML file",
+            fix="check the path; configs/ holds examples",
+        )
+    try:
+        data = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "configuration file is not valid YAML",
+            where=str(path),
+            got=" ".join(str(error).split()),
+            expected="`section:` and `  key: value` lines",
+        ) from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            "configuration file must hold sections",
+            where=str(path),
+            got=type(data).__name__,
+            expected="a mapping, e.g. `model:` and `  checkpoint: ...`",
+        )
+    return {str(key): value for key, value in data.items()}
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`a.b=VALUE` as key and YAML value. Raises `InvalidOverrideError`."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not all(key.split(".")) or any(character.isspace() for character in key):
+        raise InvalidOverrideError(
+            Problem("", "malformed override", got=repr(text), expected="section.key=value, e.g. replay.mode=R3")
+        )
+    try:
+        holder = OmegaConf.to_container(OmegaConf.create({"value": yaml_value(raw)}), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise InvalidOverrideError(
+            Problem(
+                key,
+                "the override's value is not valid YAML",
+                got=repr(raw),
+                expected="a value, [a, list] or {a: mapping}",
+            )
+        ) from error
+    value = holder["value"] if isinstance(holder, dict) else None
+    setting = lookup(key)
+    if setting and setting.annotation in (str, str | None) and isinstance(value, (bool, int, float)):
+        value = raw  # a text setting takes what was typed: name=123 needs no quotes on a command line
+    return key, value
+
+
+def yaml_value(text: str) -> Any:
+    """One YAML value, read by the same loader as files. Raises `yaml.YAMLError` or `OmegaConfBaseException`."""
+    holder = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    return holder["value"] if isinstance(holder, dict) else None
+
+
+def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put `value` at `key`. A list is indexed by number: an existing element, or the one past the end."""
+    parts = key.split(".")
+    place: Any = data
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth])
+        last = depth == len(parts) - 1
+        if isinstance(place, list):
+            if not part.isdigit() or int(part) > len(place):
+                raise InvalidOverrideError(
+                    Problem(
+                        key, "no such list element", got=part, expected=f"an index from 0 to {len(place)} of {here}"
+                    )
+                )
+            index = int(part)
+            if index == len(place):
+                place.append(None)
+            if last:
+                place[index] = value
+            else:
+                place[index] = {} if place[index] is None else place[index]
+                place = place[index]
+        elif isinstance(place, dict):
+            if last:
+                place[part] = value
+            else:
+                if place.get(part) is None:
+                    place[part] = _container(".".join(parts[: depth + 1]))
+                place = place[part]
+        else:
+            raise InvalidOverrideError(
+                Problem(
+                    key,
+                    "no such key",
+                    got=f"{here} is a value",
+                    expected="a section or a list",
+                    fix=f"set {here} itself",
+                )
+            )
+
+
+def _container(path: str) -> Any:
+    """What an override below `path` starts from when the file says nothing there: a list's default, else an empty section."""
+    default = default_of(path)
+    if not isinstance(default, tuple):
+        return {}
+    return [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in default]
+
+
+def _leaves(data: Any, prefix: str = "") -> list[str]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else None
+    if not items:
+        return [prefix] if prefix else []
+    return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _interpolations(data: Any, prefix: str = "") -> list[Problem]:
+    if isinstance(data, str) and "${" in data:
+        return [Problem(prefix, "interpolation is not supported", got=repr(data), expected="the value itself")]
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [
+        problem for key, value in items for problem in _interpolations(value, f"{prefix}.{key}" if prefix else str(key))
+    ]

@@ -1,0 +1,159 @@
+"""Rules between settings, in one place: combinations that cannot work are refused, settings without effect are told.
+
+Only values are looked at here, never files or devices: those are checked by whoever opens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_trm.config.problems import Problem
+from moe_trm.config.schema import Config
+
+MASK_LIMIT = 4096
+"""Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
+
+
+def refusals(config: Config) -> list[Problem]:
+    """Why this configuration cannot work; empty when it can."""
+    return [*_rollout(config), *_task(config), *_batch(config), *_parallel(config)]
+
+
+def warnings(config: Config) -> list[str]:
+    """Settings that were written down but change nothing, and combinations that do not do what they seem to."""
+    return [*_idle_settings(config), *_surprises(config)]
+
+
+def _rollout(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.engine == "bundle" and not rollout.bundle:
+        yield Problem(
+            "rollout.bundle",
+            "rollout.engine=bundle repeats a recorded run and needs its folder",
+            got="none",
+            expected="a folder that a run with record.bundle wrote",
+        )
+    if rollout.engine == "bundle" and rollout.bundle and rollout.bundle == config.record.bundle:
+        yield Problem(
+            "record.bundle",
+            "a run cannot record into the bundle it reads",
+            got=rollout.bundle,
+            expected="another folder or none",
+        )
+    if config.sampling_mask.mode == "keep" and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
+        yield Problem(
+            "rollout.top_k",
+            "the engine returns no more kept ids than its limit, so the mask would be incomplete",
+            got=str(rollout.top_k),
+            expected=f"at most {MASK_LIMIT}",
+            fix="lower rollout.top_k or set sampling_mask.mode=off",
+        )
+
+
+def _task(config: Config) -> Iterator[Problem]:
+    task = config.task
+    if task.name != "arithmetic" and not task.prompts:
+        yield Problem(
+            "task.prompts", f"task {task.name} reads its prompts from a file", got="none", expected="a JSONL file"
+        )
+    if config.train.eval_every and not has_evaluation(config):
+        yield Problem(
+            "train.eval_every",
+            "there is nothing to evaluate on",
+            got=str(config.train.eval_every),
+            expected="0",
+            fix="set task.eval_prompts to a JSONL file" if task.name != "arithmetic" else "set task.eval_size above 0",
+        )
+
+
+def has_evaluation(config: Config) -> bool:
+    """Whether the task has held-out prompts."""
+    return config.task.eval_size > 0 and (config.task.name == "arithmetic" or config.task.eval_prompts is not None)
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    rows, parts = config.rollout.prompts_per_step * config.rollout.group_size, config.learner.minibatches
+    if rows % parts:
+        yield Problem(
+            "learner.minibatches",
+            "a step's sequences must split evenly",
+            got=f"{rows} sequences (rollout.prompts_per_step * rollout.group_size) in {parts} minibatches",
+            expected=f"a divisor of {rows}",
+        )
+    if config.rollout.group_size == 1:
+        yield Problem(
+            "rollout.group_size",
+            "the advantage compares the samples of one prompt; with one sample it is always 0",
+            got="1",
+            expected="at least 2",
+        )
+    names = [rule.name for rule in config.correction.rules]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(
+            "correction.rules",
+            f"rule {name} is listed more than once, and its metrics would overwrite each other",
+            got=str(names.count(name)),
+            expected="once",
+        )
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    parallel = config.learner.parallel
+    if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Problem(
+            "learner.parallel.virtual_pipeline",
+            "model chunks need a pipeline",
+            got=f"{parallel.virtual_pipeline} chunks on 1 stage",
+            expected="learner.parallel.pipeline of at least 2",
+        )
+    if parallel.tensor > 1 and parallel.expert_tensor == 1 and parallel.expert == 1:
+        yield Problem(
+            "learner.parallel.tensor",
+            "tensor parallelism with whole experts on every rank trains wrongly on Megatron-Core before 0.17",
+            got=f"tensor {parallel.tensor}, expert_tensor 1, expert 1",
+            expected=f"expert_tensor={parallel.tensor} or expert={parallel.tensor}",
+        )
+
+
+def _idle_settings(config: Config) -> Iterator[str]:
+    """Keys that were set while another setting makes them idle."""
+    rollout, task = config.rollout, config.task
+    idle = [
+        ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
+        ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
+        ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
+        ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
+        ("task", "max_digits", task.name != "arithmetic", f"task.name={task.name} reads its prompts from a file"),
+        ("task", "prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("task", "eval_prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
+        ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
+        ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
+        ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
+    ]
+    for section, key, idle_now, reason in idle:
+        if idle_now and key in getattr(config, section).model_fields_set:
+            yield f"{section}.{key} has no effect: {reason}"
+    started = rollout.server.model_fields_set
+    if started and (rollout.url or rollout.engine == "bundle"):
+        reason = (
+            f"rollout.url={rollout.url} points at a running server"
+            if rollout.url
+            else "rollout.engine=bundle starts no server"
+        )
+        yield f"{', '.join(f'rollout.server.{key}' for key in sorted(started))} has no effect: {reason}"
+
+
+def _surprises(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
+    if config.sampling_mask.mode == "keep" and not truncates and "mode" in config.sampling_mask.model_fields_set:
+        yield f"sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) unless the vocabulary exceeds {MASK_LIMIT} ids"
+    if config.sampling_mask.mode == "off" and truncates:
+        yield "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, and the difference stays in the engine ratio"
+    if config.replay.mode == "R2" and config.learner.minibatches == 1:
+        yield "replay.mode=R2 changes little with learner.minibatches=1: there is no second update to hold the routes for"
+    if config.task.shuffle_rewards:
+        yield "task.shuffle_rewards=true: a control experiment, nothing can be learnt"
+    if config.task.name != "arithmetic" and not config.task.eval_prompts:
+        yield "no evaluation: task.eval_prompts is not set"

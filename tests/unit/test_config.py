@@ -1,0 +1,220 @@
+"""Loading: every problem at once, with its key; overrides; sources; rules; the commands."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_trm.cli import main
+from moe_trm.config import InvalidConfigError, load, resolve
+from moe_trm.config.fields import lookup, walk
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {checkpoint: start}\noptimizer: {lr: 3e-4}\n")
+    return path
+
+
+def problems(path: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(InvalidConfigError) as caught:
+        load(path, overrides)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+def test_file_override_default_and_their_sources(file: Path) -> None:
+    resolved = resolve(file, ["replay.mode=R2", "optimizer.betas.1=0.99", "name=007"])
+    assert (resolved.config.optimizer.lr, resolved.config.replay.mode, resolved.config.name) == (3e-4, "R2", "007")
+    assert resolved.config.optimizer.betas == (0.9, 0.99)
+    assert resolved.sources == {
+        "model.checkpoint": "file",
+        "optimizer.lr": "file",
+        "replay.mode": "override",
+        "optimizer.betas.1": "override",
+        "name": "override",
+    }
+
+
+def test_later_override_wins_and_replaces_what_the_file_said(file: Path) -> None:
+    resolved = resolve(file, ["optimizer.lr=1e-5", "optimizer.lr=2e-5"])
+    assert resolved.config.optimizer.lr == 2e-5
+    assert resolved.sources["optimizer.lr"] == "override"
+
+
+def test_lists_by_index_and_as_a_value(file: Path) -> None:
+    by_index = load(
+        file,
+        ["correction.rules.0.name=trm_max", "correction.rules.0.thresholds.bound=0.5", "correction.rules.1.name=opsm"],
+    )
+    as_value = load(file, ["correction.rules=[{name: trm_max, thresholds: {bound: 0.5}}, {name: opsm}]"])
+    assert by_index == as_value
+    assert [rule.name for rule in by_index.correction.rules] == ["trm_max", "opsm"]
+    assert "expected an index from 0 to 0" in problems(file, "correction.rules.1.name=x")["correction.rules.1.name"]
+
+
+def test_every_problem_is_told_at_once_with_its_full_key(file: Path) -> None:
+    told = problems(
+        file,
+        "replay.mod=R3",
+        "replay.mode=R4",
+        "lr=3",
+        "rollout.group_size=7.5",
+        "sync.verify=1",
+        "rollout.top_p=2",
+        "foo",
+        "seed=-1",
+    )
+    assert "did you mean replay.mode?" in told["replay.mod"]
+    assert "got 'R4'" in told["replay.mode"]
+    assert "one of none, R2, R3, auto" in told["replay.mode"]
+    assert "did you mean optimizer.lr?" in told["lr"]
+    assert "got 7.5 (float), expected integer > 0" in told["rollout.group_size"]
+    assert "expected true or false" in told["sync.verify"]
+    assert "expected number > 0, <= 1" in told["rollout.top_p"]
+    assert "integer >= 0" in told["seed"]
+    assert "malformed override" in told[""]
+    assert len(told) == 8
+
+
+def test_missing_file_missing_key_bad_yaml_duplicate_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not found"):
+        load(tmp_path / "none.yaml")
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\n")
+    assert "required and missing" in problems(path)["model"]
+    for text, words in (
+        ("a: [1", "not valid YAML"),
+        ("name: x\nname: y\n", "duplicate key"),
+        ("- 1\n", "must hold sections"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load(path)
+
+
+@pytest.mark.parametrize("override", ["=1", "a b=1", "replay..mode=R3", "replay.mode", "rollout={", "name.deep=1"])
+def test_malformed_overrides(file: Path, override: str) -> None:
+    assert len(problems(file, override)) == 1
+
+
+def test_interpolation_is_refused(file: Path) -> None:
+    assert "interpolation" in problems(file, "run_dir=${oc.env:HOME}")["run_dir"]
+
+
+def test_bare_off_is_the_word_but_nothing_else_is_converted(file: Path) -> None:
+    assert load(file, ["sampling_mask.mode=off"]).sampling_mask.mode == "off"
+    assert "sampling_mask.mode" in problems(file, "sampling_mask.mode=on")
+    assert "rollout.server.port" in problems(file, "rollout.server.port='30000'")
+    file.write_text("name: 12\nmodel: {checkpoint: x}\n")
+    assert "quotes included" in problems(file)["name"]
+
+
+def test_a_secret_is_never_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(file), "rollout.api_key=hunter2"]) == 0
+    assert "hunter2" not in capsys.readouterr().out
+    assert "hunter2" not in "".join(problems(file, "rollout.api_key=[hunter2]").values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.engine=bundle"], "rollout.bundle"),
+        (["rollout.engine=bundle", "rollout.bundle=b", "record.bundle=b"], "record.bundle"),
+        (["rollout.top_k=5000"], "rollout.top_k"),
+        (["task.name=gsm8k"], "task.prompts"),
+        (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
+        (["learner.minibatches=3"], "learner.minibatches"),
+        (["rollout.group_size=1"], "rollout.group_size"),
+        (["correction.rules=[{name: opsm}, {name: opsm}]"], "correction.rules"),
+        (["learner.parallel.virtual_pipeline=2"], "learner.parallel.virtual_pipeline"),
+        (["learner.parallel.tensor=2"], "learner.parallel.tensor"),
+    ],
+)
+def test_impossible_combinations_are_refused(file: Path, overrides: list[str], key: str) -> None:
+    assert key in problems(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.url=http://x", "rollout.server.port=5"], "rollout.server.port has no effect"),
+        (["rollout.engine=bundle", "rollout.bundle=b", "sync.verify=false"], "sync.verify has no effect"),
+        (["replay.mode=none", "replay.max_local_flip_rate=0.1"], "replay.max_local_flip_rate has no effect"),
+        (["probe.every=0", "probe.save=true"], "probe.save has no effect"),
+        (["task.name=jsonl", "task.prompts=p", "task.max_digits=2"], "task.max_digits has no effect"),
+        (["task.prompts=p"], "task.prompts has no effect"),
+        (["sampling_mask.mode=keep"], "nothing is truncated"),
+        (["sampling_mask.mode=off", "rollout.top_p=0.9"], "could not sample"),
+        (["replay.mode=R2", "learner.minibatches=1"], "no second update"),
+    ],
+)
+def test_settings_without_effect_are_told(
+    file: Path, overrides: list[str], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        load(file, overrides)
+    assert any(words in message for message in caplog.messages)
+
+
+def test_defaults_give_no_warning(file: Path) -> None:
+    assert resolve(file).warnings == ()
+
+
+def test_every_setting_is_documented_and_explainable(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = list(walk())
+    assert len(settings) > 60
+    assert [setting.path for setting in settings if not setting.doc] == []
+    for setting in settings:
+        assert lookup(setting.path.replace("*", "0")) == setting
+        assert setting.section is None or setting.section.__doc__
+    assert main(["config", "explain", "replay.mode"]) == 0
+    told = capsys.readouterr().out
+    assert "R2" in told
+    assert "default: R3" in told
+    assert main(["config", "explain", "replay.mod"]) == 2
+    assert "did you mean replay.mode?" in capsys.readouterr().err
+
+
+def test_show_prints_every_value_with_its_source(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(file), "replay.mode=R2"]) == 0
+    lines = {line.split(":")[0]: line.rpartition("# ")[2] for line in capsys.readouterr().out.splitlines()}
+    assert (lines["replay.mode"], lines["optimizer.lr"], lines["seed"]) == ("override", "file", "default")
+    assert set(lines) == {setting.path for setting in walk() if setting.section is None and "*" not in setting.path}
+    assert main(["config", "show", "--json", str(file)]) == 0
+    assert Config.model_validate_json(capsys.readouterr().out) == load(file)
+
+
+def test_diff(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("model: {checkpoint: start}\noptimizer: {lr: 1e-3}\n")
+    assert main(["config", "diff", str(file), str(other)]) == 1
+    assert capsys.readouterr().out == "optimizer.lr: 0.0003 -> 0.001\n"
+    assert main(["config", "diff", str(file), str(file)]) == 0
+
+
+def test_an_error_is_one_message_and_exit_status_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(file), "replay.mod=R3"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: configuration refused")
+    assert "Traceback" not in error
+
+
+def test_configuration_and_command_import_no_torch(file: Path) -> None:
+    code = "import sys, json; from moe_trm.cli import main; main(['config', 'show', sys.argv[1], '--json']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"]["checkpoint"] == "start"
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_trm", "--help"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "config" in done.stdout
