@@ -1,23 +1,37 @@
 """What replay means, engine by engine the same: whose routes a forward pass uses, and the proof that it did.
 
-Shape letters: N local tokens in router order, K experts per token, E experts.
+Replay replaces the *selection* of experts and nothing else: with recorded ids `I` the gate weights are recomputed from the
+live logits over `I`, so gradients reach the router. Order within a row is kept, which keeps reductions bitwise.
+
+Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from routing.errors import RouteError
+from routing.layout import Layout
 from routing.record import RouteRecord
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Routes one forward pass used on this rank: layer id -> `[N, K]` int64 expert ids in router order."""
+    """Routes one forward pass used on this rank.
+
+    Attributes:
+        experts: layer id -> `[N, K]` int64 expert ids in router order.
+        batch_digest: `batch_digest` of the micro-batch they were recorded on; replay on any other is refused.
+    """
 
     experts: Mapping[int, Tensor]
+    batch_digest: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -72,3 +86,136 @@ class ReplayReport:
     def local_flip_rate(self) -> float:
         """`local_flips / replayed`; about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one."""
         return self.local_flips / self.replayed if self.replayed else 0.0
+
+
+def batch_digest(input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> bytes:
+    """16 bytes that identify a micro-batch (`[B, R]` tensors): shape, valid positions, and the tokens there."""
+    hasher = hashlib.blake2b(repr(tuple(input_ids.shape)).encode(), digest_size=16)
+    real = valid.cpu()
+    for part in (real, input_ids.cpu()[real], target_ids.cpu()[real]):
+        hasher.update(np.ascontiguousarray(part.numpy(), dtype="<i8").tobytes())
+    return hasher.digest()
+
+
+def row_lengths(valid: Tensor) -> list[int]:
+    """Real tokens of each row of `valid` `[B, R]`. Raises `RouteError` (`rows`) unless they come first in their row."""
+    lengths: list[int] = valid.sum(1).tolist()
+    prefix = torch.arange(valid.shape[1], device=valid.device)[None, :] < valid.sum(1)[:, None]
+    if not torch.equal(prefix, valid.bool()):
+        raise RouteError("rows", "valid tokens are not the first of their row", expected="right padding")
+    return lengths
+
+
+def check_records(records: Sequence[RouteRecord | None], input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> None:
+    """Raise `RouteError` unless row `b` of the micro-batch is the sequence that `records[b]` was made for.
+
+    The tokens of a row are its valid `input_ids` and then its last valid `target_ids`. Swapped samples, stale records and rows cut
+    short all change the digest. Padding rows, and only those, have no record.
+
+    Args:
+        records: one per row.
+        input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut.
+
+    Raises:
+        RouteError: `rows` (count, missing or superfluous record, not right-padded), `digest`.
+    """
+    if len(records) != input_ids.shape[0]:
+        raise RouteError(
+            "rows",
+            "wrong number of route records for the micro-batch",
+            got=len(records),
+            expected=int(input_ids.shape[0]),
+        )
+    inputs, targets = input_ids.cpu().numpy(), target_ids.cpu().numpy()
+    for row, (record, length) in enumerate(zip(records, row_lengths(valid), strict=True)):
+        if record is None or length == 0:
+            if record is None and length == 0:
+                continue
+            raise RouteError(
+                "rows",
+                "route records and tokens disagree",
+                where=f"row {row}",
+                got="no record" if record is None else "a record",
+                expected=f"routes of {length} tokens",
+                fix="Only padding rows go without routes.",
+            )
+        if record.num_rows != length:
+            raise RouteError(
+                "rows", "wrong number of route rows", where=f"row {row}", got=record.num_rows, expected=length
+            )
+        tokens = np.append(inputs[row, :length], targets[row, length - 1])
+        try:
+            record.check_tokens(tokens)
+        except RouteError as error:
+            raise RouteError(
+                error.reason,
+                error.what,
+                where=f"row {row} of the micro-batch",
+                got=error.got,
+                expected=error.expected,
+                fix=error.fix,
+            ) from error
+
+
+def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> list[int]:
+    """Columns of `record.experts` that hold `layer_ids`. Raises `RouteError` when the record is of another model."""
+    missing = sorted(set(layer_ids) - set(record.layer_ids))
+    if missing:
+        raise RouteError(
+            "layers",
+            "the record lacks routes of some MoE layers",
+            got=record.layer_ids,
+            expected=f"also layers {missing}",
+        )
+    if (record.num_experts, record.top_k) != (num_experts, top_k):
+        raise RouteError(
+            "shape",
+            "the record is of another model",
+            got=f"{record.top_k} of {record.num_experts} experts",
+            expected=f"{top_k} of {num_experts}",
+        )
+    return [record.layer_ids.index(layer) for layer in layer_ids]
+
+
+def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    """`[num_tokens, K]` int64 legal routes for padding: distinct within a row, spread evenly over experts. Never counted, never trained."""
+    return (torch.arange(num_tokens)[:, None] * top_k + torch.arange(top_k)) % num_experts
+
+
+def local_targets(
+    records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
+) -> dict[int, Tensor]:
+    """Routes each local router must use: layer id -> `[N, K]` int64 in router order, cut by the same `Layout` as the tokens.
+
+    Args:
+        records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.
+        layout: the rank's cut.
+        layer_ids: the MoE layers of the forwarded model part; a pipeline stage names its own.
+        num_experts, top_k: of the model.
+
+    Raises:
+        RouteError: `rows`, `layers`, `shape`.
+    """
+    if len(records) != layout.batch:
+        raise RouteError(
+            "rows", "wrong number of route records for the layout", got=len(records), expected=layout.batch
+        )
+    filler = padding_routes(layout.batch * layout.length, num_experts, top_k).view(
+        layout.batch, layout.length, 1, top_k
+    )
+    routes_BRLK = filler.expand(-1, -1, len(layer_ids), -1).clone()
+    for row, record in enumerate(records):
+        if record is None:
+            continue
+        if record.num_rows > layout.length:
+            raise RouteError(
+                "rows",
+                "a record is longer than the micro-batch",
+                where=f"row {row}",
+                got=record.num_rows,
+                expected=f"at most {layout.length}",
+            )
+        columns = layer_columns(record, layer_ids, num_experts, top_k)
+        routes_BRLK[row, : record.num_rows] = torch.from_numpy(record.experts[:, columns].astype(np.int64))
+    local_LNK = layout.to_router(routes_BRLK).transpose(0, 1).contiguous()
+    return dict(zip(layer_ids, local_LNK.unbind(0), strict=True))

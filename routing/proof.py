@@ -1,0 +1,64 @@
+"""The second opinion on a replayed forward: what each token should have used, cut by plain index arithmetic.
+
+Nothing here goes through the maps of `Layout`; only its sizes are read. A mistake in the shared map therefore shows as a
+mismatch between the dispatcher's routing map and the cut made here.
+
+Shape letters: B sequences, R columns, N local tokens in router order, L MoE layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routing.layout import Layout
+from routing.record import RouteRecord
+from routing.replay import layer_columns
+
+
+def locate(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """`[N]` sequence and `[N]` column of the micro-batch for each local token: local token `n` is sequence `n % B` of shard row `n // B`."""
+    columns_per_rank = layout.length // layout.cp_size
+    rows_per_shard = columns_per_rank // layout.sp_size
+    local = np.arange(layout.batch * rows_per_shard)
+    sequence = local % layout.batch
+    column = layout.sp_rank * rows_per_shard + local // layout.batch
+    if layout.cp_size > 1:
+        half = columns_per_rank // 2
+        mirrored = 2 * layout.cp_size - 1 - layout.cp_rank
+        column = np.where(column < half, layout.cp_rank * half + column, (mirrored - 1) * half + column)
+    return sequence, column
+
+
+def due_tokens(lengths: Sequence[int], layout: Layout) -> Tensor:
+    """`[N]` bool: local tokens that are real, given the real tokens of each sequence."""
+    sequence, column = locate(layout)
+    return torch.from_numpy(column < np.asarray(lengths)[sequence])
+
+
+def expected_routes(
+    records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
+) -> dict[int, Tensor]:
+    """Layer id -> `[N, K]` int64 recorded ids in router order; rows that are not due hold zeros and must not be read."""
+    sequence, column = locate(layout)
+    routes_NLK = np.zeros((len(sequence), len(layer_ids), top_k), dtype=np.int64)
+    for index, record in enumerate(records):
+        if record is None:
+            continue
+        mine = np.flatnonzero((sequence == index) & (column < record.num_rows))
+        wanted = layer_columns(record, layer_ids, num_experts, top_k)
+        routes_NLK[mine] = record.experts[column[mine]][:, wanted]
+    return {layer: torch.from_numpy(routes_NLK[:, place].copy()) for place, layer in enumerate(layer_ids)}
+
+
+def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
+    """`[N]` bool: the boolean map `[N, E]` selects exactly the ids `[N, K]` of its row, no more and no fewer."""
+    return routing_map.gather(1, experts).all(1) & (routing_map.sum(1) == experts.shape[1])
+
+
+def differs(left: Tensor, right: Tensor) -> Tensor:
+    """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
+    return ~(left[:, :, None] == right[:, None, :]).any(2).all(1)
