@@ -150,10 +150,3 @@ class TokenBatch:
     routes: tuple[RouteRecord | None, ...]
     kept_ids: torch.Tensor | None
     kept_offsets: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did on this rank, reduced over all ranks."""
-
-    metrics: Mapping[str, float]

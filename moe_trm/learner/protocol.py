@@ -5,7 +5,7 @@ Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,5 +69,11 @@ class Learner(Protocol):
     def replay_report(self) -> ReplayReport:
         """Counters of every replayed forward since the last call, summed over ranks; raises `ReplayProofError` when the proof fails."""
 
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Sum each scalar over the ranks that hold different rows; one collective. Every rank passes the same names."""
+
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""
+
+    def export_checkpoint(self, directory: str) -> None:
+        """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""

@@ -1,0 +1,72 @@
+"""A whole job on this host: the rollout server, then torchrun with the learner ranks; both stopped at the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_trm.config import load
+from moe_trm.config.schema import ParallelConfig
+from moe_trm.learner.build import check_launch
+from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+
+# Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
+SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
+    """Start what the configuration needs on this host and wait for the learner; returns its exit code.
+
+    Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
+    """
+    config = load(config_path, list(overrides))
+    ranks = num_ranks or smallest_world(config.learner.parallel)
+    check_launch(config, world_size=ranks)
+    if config.rollout.engine == "bundle" or config.rollout.url:
+        return run_learner(config_path, overrides, ranks, api_key_for(config))
+
+    from moe_trm.rollout.supervisor import start_server
+
+    api_key = api_key_for(config) or secrets.token_hex(16)
+    port = config.rollout.server.port or free_port()
+    config = load(config_path, [*overrides, f"rollout.server.port={port}"])
+    run_dir = Path(config.run_dir) / config.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    print(f"starting the rollout server on {config.rollout.server.host}:{port} (log: {run_dir / 'rollout.log'})", flush=True)
+    server = start_server(config, run_dir / "rollout.log", api_key)
+    try:
+        return run_learner(config_path, [*overrides, f"rollout.url={server.url}"], ranks, api_key)
+    finally:
+        server.stop()
+
+
+def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
+    """torchrun on this host; the API key travels in the environment, never on a command line."""
+    environment = {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", "launch.train", config_path, *overrides),
+    ]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Fewest ranks that hold one copy of the model under these parallel sizes."""
+    dense = parallel.tensor * parallel.context
+    expert = parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, expert)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+

@@ -1,0 +1,70 @@
+"""Start a rollout server and keep it until interrupted: `python -m launch.rollout CONFIG [key=value ...]`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from moe_trm.config import load
+from moe_trm.errors import EngineError, MoeTrmError
+from moe_trm.rollout.supervisor import API_KEY_VARIABLE, Server, resolve_api_key, start_server
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT arrived."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (exit status 0) or until the server fails (1)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print("usage: python -m launch.rollout CONFIG [key=value ...]", file=sys.stderr)
+        return 0 if given else 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+    try:
+        return _serve(given[0], given[1:])
+    except Interrupted:
+        return 0
+    except MoeTrmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(path: str, overrides: Sequence[str]) -> int:
+    config = load(path, overrides)
+    key, made = resolve_api_key(config.rollout.api_key, os.environ)
+    log_path = Path(config.run_dir) / config.name / "rollout.log"
+    print(f"starting the rollout server (log: {log_path})", flush=True)
+    server = start_server(config, log_path, key)
+    try:
+        print(f"rollout server ready at {server.url}", flush=True)
+        if made:
+            print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)
+        _watch(server)
+    finally:
+        server.stop()
+    return 0
+
+
+def _watch(server: Server) -> None:
+    while True:
+        status = server.poll()
+        if status is not None:
+            raise EngineError(
+                f"the rollout server stopped (exit status {status})", where=str(server.log_path), got=server.log_tail()
+            )
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

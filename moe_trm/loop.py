@@ -1,0 +1,98 @@
+"""The algorithm on one page. Every learner rank runs it; collective calls are in the same order on all of them.
+
+Synchronous training: the engine serves exactly the learner's weights while it samples, so the behaviour pass is the proximal pass
+(age 0), and the first update pass of a step must reproduce it bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_trm.batch.collate import collate
+from moe_trm.config.schema import Config
+from moe_trm.learner.protocol import Learner, UpdateResult
+from moe_trm.objective import Objective
+from moe_trm.observe.phases import Phases
+from moe_trm.observe.sinks import Sink
+from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
+from moe_trm.probe import Probe
+from moe_trm.rollout.client import RolloutClient
+from moe_trm.types import TrainBatch
+
+
+def train(
+    config: Config, learner: Learner, rollouts: RolloutClient, sinks: Sequence[Sink], *, mode: ReplayMode, run_dir: Path, pad_token_id: int
+) -> None:
+    """Run `config.train.steps` steps. Raises on the first broken proof or failed push; nothing unproved is trained on."""
+    objective, probe, phases = Objective(config), Probe(config.probe, run_dir), Phases()
+    steps, every = config.train.steps, config.train.eval_every
+    push_weights(learner, rollouts, config, run_dir, version=0)
+    emit(sinks, 0, rollouts.evaluate(0))
+
+    for step in range(1, steps + 1):
+        with phases.time("step"):
+            with phases.time("wait"):
+                batch = rollouts.next_batch(step, learner.moe_layer_ids)
+            with phases.time("score"):
+                anchored = score_anchors(learner, batch, config, mode, pad_token_id)
+            with phases.time("probe"):
+                probed = probe.run(step, learner, anchored, mode)
+            with phases.time("update"):
+                updates = [
+                    learner.update(part.batches, part.sources, objective.bind(part, first=index == 0))
+                    for index, part in enumerate(anchored)
+                ]
+            report = learner.replay_report()
+            with phases.time("sync"):
+                push_weights(learner, rollouts, config, run_dir, version=step)
+        with phases.time("eval"):
+            evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
+        measured = objective.take(learner.reduce) | probed
+        emit(sinks, step, {**batch.metrics, **measured, **update_metrics(updates), **report.metrics(), **phases.take(), "weights/version": step, **evaluation})
+
+
+def score_anchors(learner: Learner, batch: TrainBatch, config: Config, mode: ReplayMode, pad_token_id: int) -> list[Anchored]:
+    """The behaviour pass over the whole step, in exactly the micro-batches that the updates will use."""
+    keep = config.sampling_mask.mode == "keep"
+    batches = [
+        [collate(micro, keep_mask=keep, pad_token_id=pad_token_id) for micro in mini.micro_batches]
+        for mini in batch.mini_batches
+    ]
+    flat = [item for part in batches for item in part]
+    scores = iter(learner.score(flat, [anchor_source(mode, item) for item in flat]))
+    anchored = []
+    for mini, part in zip(batch.mini_batches, batches, strict=True):
+        own = [next(scores) for _ in part]
+        sources = [update_source(mode, item, score.recorded) for item, score in zip(part, own, strict=True)]
+        anchored.append(Anchored(mini, part, own, sources))
+    return anchored
+
+
+def push_weights(learner: Learner, rollouts: RolloutClient, config: Config, run_dir: Path, *, version: int) -> None:
+    """Every rank writes the tensors it owns; the controller loads them and proves by checksum that the engine has them."""
+    directory = push_directory(config, run_dir, version)
+    rollouts.push(version, str(directory), learner.export_shard(str(directory), config.rollout.server.dtype))
+
+
+def push_directory(config: Config, run_dir: Path, version: int) -> Path:
+    """Where the push of `version` goes: `sync.dir`, or shared memory where it exists, or the run directory."""
+    shared = Path("/dev/shm")
+    root = Path(config.sync.dir) if config.sync.dir else (shared if shared.is_dir() else run_dir)
+    directory = root / f"moe-trm-{run_dir.name}" / f"v{version:06d}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    return {
+        "optimizer/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "optimizer/lr": updates[-1].lr,
+        "optimizer/steps": float(len(updates)),
+        "optimizer/skipped": float(sum(not update.applied for update in updates)),
+    }
+
+
+def emit(sinks: Sequence[Sink], step: int, metrics: dict[str, float]) -> None:
+    for sink in sinks:
+        sink.write(step, metrics)

@@ -1,0 +1,141 @@
+"""The probe: one batch scored with the learner's own routes and with the rollout's, at the same weights.
+
+native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
+
+Shape letters: B rows, R forwarded tokens, L MoE layers, K experts per token, N scored tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+from torch import Tensor
+
+from moe_trm.config.schema import ProbeConfig
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.passes import Anchored, ReplayMode
+from moe_trm.types import TokenBatch
+from routing import RouteRecord
+from routing.layout import Layout
+from routing.replay import Record, Recorded, ReplayRecords
+
+
+
+
+@dataclass(frozen=True)
+class ProbeTokens:
+    """Scored tokens of one rank, all `[N]`.
+
+    Attributes:
+        group_id: prompt the token answers.
+        native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed routes.
+        flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
+        log_kept_mass: log of the learner's own probability of the kept support; 0 without a sampling mask.
+    """
+
+    group_id: Tensor
+    native: Tensor
+    replayed: Tensor
+    flipped_layers: Tensor
+    log_kept_mass: Tensor
+
+
+class Probe:
+    """Runs every `config.every` steps; with `config.save` each rank keeps its tokens under `run_dir/probe`."""
+
+    def __init__(self, config: ProbeConfig, run_dir: Path) -> None:
+        self._config, self._folder = config, run_dir / "probe"
+
+    def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
+        """Probe metrics of this step, reduced over ranks; empty on steps without a probe."""
+        if not self._config.every or step % self._config.every:
+            return {}
+        batches = [batch for part in anchored for batch in part.batches]
+        anchors = [scores for part in anchored for scores in part.scores]
+        groups = [
+            [row.record.group_id for row in micro.rows] for part in anchored for micro in part.mini.micro_batches
+        ]
+        native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
+        replayed = (
+            anchors if mode == "R3" else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
+        )
+        tokens = _join([_compare(*item) for item in zip(batches, groups, native, replayed, strict=True)])
+        if self._config.save:
+            self._save(step, learner.data_rank, tokens)
+        num_layers = len(learner.moe_layer_ids)
+        return _summary(learner.reduce(_sums(tokens, num_layers)))
+
+    def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        arrays = {name: np.ascontiguousarray(value.numpy()) for name, value in vars(tokens).items()}
+        save_file(arrays, self._folder / f"step-{step:06d}-rank{rank}.safetensors")
+
+
+def _compare(batch: TokenBatch, groups: Sequence[int], native: Scores, replayed: Scores) -> ProbeTokens:
+    assert native.recorded is not None
+    rows, _ = batch.mask.nonzero(as_tuple=True)
+    flips = flipped_layers(batch.routes, native.recorded, *batch.mask.shape)
+    mass = native.log_kept_mass
+    return ProbeTokens(
+        group_id=torch.tensor([*groups, 0], dtype=torch.int64)[rows],
+        native=(native.logprobs - batch.rollout_logprobs)[batch.mask],
+        replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask],
+        flipped_layers=flips[batch.mask],
+        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask],
+    )
+
+
+def flipped_layers(
+    routes: Sequence[RouteRecord | None], recorded: Recorded, num_rows: int, length: int
+) -> Tensor:
+    """`[B, R]` int16: MoE layers in which the learner's own expert set differs from the rollout's."""
+    layout = Layout(num_rows, length)
+    count = torch.zeros(num_rows, length, dtype=torch.int16)
+    for layer, experts in recorded.experts.items():
+        own = layout.from_router(experts).sort(-1).values
+        for row, record in enumerate(routes):
+            if record is not None:
+                column = record.experts[:, record.layer_ids.index(layer)].astype(np.int64)
+                theirs = torch.from_numpy(np.sort(column, -1))
+                count[row, : len(theirs)] += (own[row, : len(theirs)] != theirs).any(-1).to(torch.int16)
+    return count
+
+
+def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:
+    return ProbeTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
+
+
+def _sums(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
+    def k3(log_ratio: Tensor) -> Tensor:
+        return (log_ratio.exp() - 1 - log_ratio).sum()
+
+    routing = tokens.native - tokens.replayed
+    return {
+        "tokens": torch.tensor(float(len(tokens.native))),
+        "token_layers": torch.tensor(float(len(tokens.native) * num_layers)),
+        "flipped_token_layers": tokens.flipped_layers.sum(),
+        "flipped_tokens": (tokens.flipped_layers > 0).sum(),
+        "native_k3": k3(tokens.native),
+        "replayed_k3": k3(tokens.replayed),
+        "numerics_abs": tokens.replayed.abs().sum(),
+        "routing_abs": routing.abs().sum(),
+        "kept_mass": tokens.log_kept_mass.exp().sum(),
+    }
+
+
+def _summary(sums: Mapping[str, float]) -> dict[str, float]:
+    n = sums["tokens"]
+    return {
+        "routing/native_flip_rate": sums["flipped_token_layers"] / sums["token_layers"],
+        "routing/native_token_flip_rate": sums["flipped_tokens"] / n,
+        "probe/native_k3_kl": sums["native_k3"] / n,
+        "probe/replayed_k3_kl": sums["replayed_k3"] / n,
+        "probe/numerics_abs_mean": sums["numerics_abs"] / n,
+        "probe/routing_abs_mean": sums["routing_abs"] / n,
+        "probe/kept_mass_mean": sums["kept_mass"] / n,
+    }
