@@ -1,6 +1,10 @@
 """The decomposition of the total log-ratio between the trained policy and the policy that sampled.
 
-`log_total = log_engine + log_lag + log_update`; staleness = lag + update. Shape letters: B sequences, T tokens.
+`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step the engine part splits further,
+`log_engine = numerics + routing`, and truncation has its own number, the log kept mass. Shape letters: B sequences, T tokens.
+
+Every tensor here is float32 (float64 for float64 inputs) and 0 where `mask` is False; what the inputs hold there, NaN and
+infinities included, reaches neither values nor gradients.
 """
 
 from __future__ import annotations
@@ -8,21 +12,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_trm.errors import ConfigError
+
 LOG_RATIO_LIMIT = 20.0
 
 
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Log-ratio within +-20 nats (e^20 = 4.85e8), as every exponential of one needs. NaN stays NaN."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+    """`left - right` where `mask` is True, else 0; float32 or float64.
+
+    Both sides are replaced before they are subtracted: a NaN that is only selected away afterwards would still spoil gradients.
+    """
+    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    return torch.where(mask, left, 0.0).to(dtype) - torch.where(mask, right, 0.0).to(dtype)
+
+
 class LogRatios:
-    """Masked log-ratios, float32 whatever comes in, 0 where `mask` is False.
+    """Masked log-ratios.
 
     engine    = behavior - rollout      same weights, two engines
     lag       = proximal - behavior     the learner's weights moved between sampling and this step
+    merged    = engine + lag            all that is known of the two when the weights that sampled are gone
     update    = current - proximal      the learner's weights moved within this step (what PPO clips)
     staleness = lag + update
-    total     = engine + staleness
+    total     = merged + update
 
     Args:
-        rollout_logprobs, behavior_logprobs, current_logprobs: `[B, T]`.
-        mask: `[B, T]` bool, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.
+        rollout_logprobs, current_logprobs: `[B, T]`.
+        behavior_logprobs: `[B, T]`, or None when the weights that sampled are gone; then `proximal_logprobs` is needed and
+            `engine`, `lag` and `staleness` raise `ConfigError`, because they cannot be told apart.
+        mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.
         proximal_logprobs: `[B, T]`, or None at age 0, where it equals `behavior_logprobs`.
 
     Every ratio is detached except `update`, and through it `staleness` and `total`: they carry the gradient of `current_logprobs`.
@@ -31,26 +54,98 @@ class LogRatios:
     def __init__(
         self,
         rollout_logprobs: Tensor,
-        behavior_logprobs: Tensor,
+        behavior_logprobs: Tensor | None,
         current_logprobs: Tensor,
         mask: Tensor,
         proximal_logprobs: Tensor | None = None,
     ) -> None:
+        proximal_given = behavior_logprobs if proximal_logprobs is None else proximal_logprobs
+        if proximal_given is None:
+            raise ConfigError(
+                "neither behavior_logprobs nor proximal_logprobs is known",
+                where="LogRatios",
+                fix="score the batch with the weights at the start of the step and pass them as proximal_logprobs",
+            )
         self.mask = mask.bool()
-        rollout, behavior = rollout_logprobs.detach().float(), behavior_logprobs.detach().float()
-        proximal = behavior if proximal_logprobs is None else proximal_logprobs.detach().float()
-        self.engine = self._masked(behavior - rollout)
-        self.lag = self._masked(proximal - behavior)
-        self.update = self._masked(current_logprobs.float() - proximal)
-        self.staleness = self.lag + self.update
-        self.total = self.engine + self.staleness
+        rollout, proximal = rollout_logprobs.detach(), proximal_given.detach()
+        self._engine: Tensor | None = None
+        self._lag: Tensor | None = None
+        if behavior_logprobs is None:
+            self.merged = masked_difference(proximal, rollout, self.mask)
+        else:
+            behavior = behavior_logprobs.detach()
+            self._engine = masked_difference(behavior, rollout, self.mask)
+            self._lag = masked_difference(proximal, behavior, self.mask)
+            self.merged = self._engine + self._lag
+        self.update = masked_difference(current_logprobs, proximal, self.mask)
+        self.total = self.merged + self.update
 
-    def _masked(self, log_ratio: Tensor) -> Tensor:
-        return torch.where(self.mask, log_ratio, torch.zeros((), device=log_ratio.device))
+    @property
+    def split(self) -> bool:
+        """Whether `engine` and `lag` are known apart."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Tensor:
+        return self._known(self._engine, "engine")
+
+    @property
+    def lag(self) -> Tensor:
+        return self._known(self._lag, "lag")
+
+    @property
+    def staleness(self) -> Tensor:
+        return self._known(self._lag, "staleness") + self.update
 
     def get(self, name: str) -> Tensor:
-        """The ratio a rule names: `engine`, `lag`, `update`, `staleness` or `total`."""
-        if name not in ("engine", "lag", "update", "staleness", "total"):
-            raise KeyError(name)
+        """The ratio a rule names: one of `RATIO_NAMES`."""
+        if name not in RATIO_NAMES:
+            raise ConfigError("unknown ratio", where="LogRatios.get", got=name, expected=", ".join(RATIO_NAMES))
         value: Tensor = getattr(self, name)
         return value
+
+    def _known(self, ratio: Tensor | None, name: str) -> Tensor:
+        if ratio is None:
+            raise ConfigError(
+                f"the {name} ratio is unknown because the weights that sampled are gone",
+                where="LogRatios",
+                got="behavior_logprobs=None",
+                expected="log-probs under the weights that sampled",
+                fix="let the rule read `merged` (engine and lag together) or `total`, or keep behaviour weights longer",
+            )
+        return ratio
+
+
+RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
+
+
+class ProbeSplit:
+    """The engine ratio of a probe step, split by cause without remainder: `engine = numerics + routing`.
+
+    numerics = replayed - rollout     same weights, same expert routes: rounding, kernels, precision
+    routing  = native - replayed      same weights, same engine: only the routes differ
+    engine   = native - rollout
+
+    Args:
+        rollout_logprobs: `[B, T]` of the rollout engine.
+        native_logprobs: `[B, T]` of the learner with the sampling weights under its own routes.
+        replayed_logprobs: `[B, T]` of the learner with the sampling weights under the rollout's routes.
+        mask: `[B, T]`, True on tokens the policy sampled.
+    """
+
+    def __init__(
+        self, rollout_logprobs: Tensor, native_logprobs: Tensor, replayed_logprobs: Tensor, mask: Tensor
+    ) -> None:
+        self.mask = mask.bool()
+        rollout, native, replayed = rollout_logprobs.detach(), native_logprobs.detach(), replayed_logprobs.detach()
+        self.numerics = masked_difference(replayed, rollout, self.mask)
+        self.routing = masked_difference(native, replayed, self.mask)
+        self.engine = self.numerics + self.routing
+
+
+def log_kept_mass(kept_logprobs: Tensor, full_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Log of the probability that top-k, top-p and min-p kept, `[B, T]`, from one token's log-prob over both supports.
+
+    log p_full(y) = log p_kept(y) + log mass, so log mass = full - kept; 0 without truncation, negative with it.
+    """
+    return masked_difference(full_logprobs.detach(), kept_logprobs.detach(), mask.bool())

@@ -1,0 +1,42 @@
+"""Summed parts finish into the same numbers as the whole, and nothing finishes into nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from moe_trm.summable import add, correlation, finalize, fraction, mean, moments
+
+
+def build(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return mean("m", x, mask) | moments("w", y.exp(), mask) | correlation("r", x, y, mask) | fraction("f", x > 0, mask)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, 40, generator=gen)
+    y, mask = x + noise, torch.rand(40, generator=gen) < 0.7
+    x[~mask] = torch.nan
+    got = finalize(add([build(x[part], y[part], mask[part]) for part in (slice(0, 13), slice(13, 40), slice(40, 40))]))
+    a, b = x[mask].double().numpy(), y[mask].double().exp().numpy()
+    assert got["m"] == pytest.approx(a.mean())
+    assert got["w_mean"] == pytest.approx(b.mean())
+    assert got["w_std"] == pytest.approx(b.std(), rel=1e-6)
+    assert got["w_eff_sample_size"] == pytest.approx(b.mean() ** 2 / (b**2).mean(), rel=1e-6)
+    assert got["r"] == pytest.approx(np.corrcoef(a, y[mask].double().numpy())[0, 1], rel=1e-9)
+    assert got["f"] == pytest.approx((a > 0).mean())
+
+
+def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
+    full, empty = build(*torch.ones(3, 4).unbind()[:2], torch.ones(4, dtype=torch.bool)), None
+    empty = build(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    assert full.keys() == empty.keys()
+    assert finalize(empty) == {}
+
+
+def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:
+    same, mask = torch.full((3,), -0.3), torch.ones(3, dtype=torch.bool)
+    assert finalize(correlation("r", same, same, mask)) == {"r": 1.0}
+    assert finalize(correlation("r", same, torch.arange(3.0), mask)) == {}
+    assert finalize({"plain": 2.0}) == {"plain": 2.0}
