@@ -1,0 +1,48 @@
+"""Small valid records for unit tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.types import RolloutRecord
+from routing import RouteRecord, token_digest
+
+VOCAB, EXPERTS, TOP_K, LAYERS = 32, 8, 2, (0, 1, 2)
+
+
+def make_record(
+    *,
+    sample_id: int = 0,
+    group_id: int = 0,
+    num_prompt: int = 4,
+    num_sampled: int = 5,
+    version: int = 0,
+    reward: float | None = 1.0,
+) -> RolloutRecord:
+    """A valid record with random tokens, distinct experts and three kept ids per position; deterministic in `sample_id`."""
+    rng = np.random.default_rng(sample_id)
+    total = num_prompt + num_sampled
+    tokens = rng.integers(0, VOCAB, total).astype(np.int32)
+    experts = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range((total - 1) * len(LAYERS))])
+    kept = np.stack([[token, (token + 1) % VOCAB, (token + 2) % VOCAB] for token in tokens[num_prompt:]])
+    support = np.log(np.tile([0.5, 0.25, 0.25], (num_sampled, 1))).astype(np.float32)
+    return RolloutRecord(
+        sample_id=sample_id,
+        group_id=group_id,
+        prompt_id=f"prompt-{group_id}",
+        tokens=tokens,
+        sampled=np.arange(total) >= num_prompt,
+        turn_ids=np.zeros(total, np.int16),
+        rollout_logprobs=support[:, 0].copy(),
+        full_logprobs=support[:, 0] + np.float32(np.log(0.9)),
+        versions=np.full(num_sampled, version, np.int32),
+        routes=RouteRecord(
+            experts.reshape(total - 1, len(LAYERS), TOP_K).astype(np.uint8), LAYERS, EXPERTS, token_digest(tokens)
+        ),
+        sampling_mask=SamplingMask(
+            kept.reshape(-1).astype(np.int32), np.arange(num_sampled + 1, dtype=np.int64) * 3, support.reshape(-1)
+        ),
+        finish_reason="stop",
+        reward=reward,
+    )

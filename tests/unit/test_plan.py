@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_trm.batch.collate import collate
+from moe_trm.batch.plan import plan_step
+from moe_trm.types import MicroBatch, TrainRow
+from tests.unit.records import make_record
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    minibatches=st.integers(1, 4),
+    data_size=st.integers(1, 4),
+    micro_batch_rows=st.integers(1, 8),
+    step=st.integers(1, 5),
+)
+def test_every_row_is_planned_exactly_once(
+    lengths: list[int], minibatches: int, data_size: int, micro_batch_rows: int, step: int
+) -> None:
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
+    sizes = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
+    plan = plan_step(rows, seed=0, step=step, **sizes)
+    assert len(plan) == data_size
+    seen = []
+    for index in range(minibatches):
+        parts = [share[index] for share in plan]
+        assert len({len(part.micro_batches) for part in parts}) == 1
+        own = [row for part in parts for micro in part.micro_batches for row in micro.rows]
+        assert {part.num_sequences for part in parts} == {len(own)}
+        assert {part.num_tokens for part in parts} == {sum(row.record.num_sampled for row in own)}
+        assert all(len(micro.rows) <= micro_batch_rows for part in parts for micro in part.micro_batches)
+        seen += [row.record.sample_id for row in own]
+    assert sorted(seen) == list(range(len(lengths)))
+    again = plan_step(rows, seed=0, step=step, **sizes)
+    assert [[m.num_tokens for m in share] for share in again] == [[m.num_tokens for m in share] for share in plan]
+
+
+def test_ranks_get_like_numbers_of_tokens() -> None:
+    rng = np.random.default_rng(0)
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=int(n)), 0.0) for i, n in enumerate(rng.integers(1, 100, 64))]
+    plan = plan_step(rows, seed=0, step=1, minibatches=2, data_size=2, micro_batch_rows=16)
+    for index in range(2):
+        tokens = [
+            sum(row.record.num_tokens for micro in share[index].micro_batches for row in micro.rows) for share in plan
+        ]
+        assert max(tokens) / min(tokens) < 1.05
+
+
+def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
+    first = make_record(sample_id=1, num_prompt=3, num_sampled=2)
+    second = make_record(sample_id=2, num_prompt=2, num_sampled=6)
+    batch = collate(MicroBatch((TrainRow(first, 1.5), TrainRow(second, -2.0))), keep_mask=True, pad_token_id=0)
+    assert batch.input_ids.shape == (2, 7)
+    for row, (record, advantage) in enumerate([(first, 1.5), (second, -2.0)]):
+        n = record.num_tokens - 1
+        assert batch.valid[row].tolist() == [True] * n + [False] * (7 - n)
+        assert batch.input_ids[row, :n].tolist() == record.tokens[:-1].tolist()
+        assert batch.target_ids[row, :n].tolist() == record.tokens[1:].tolist()
+        scored = batch.mask[row].nonzero().flatten().tolist()
+        assert scored == list(range(n - record.num_sampled, n))
+        assert batch.rollout_logprobs[row, scored].tolist() == record.rollout_logprobs.tolist()
+        assert batch.advantages[row].tolist() == [advantage if i in scored else 0.0 for i in range(7)]
+    assert batch.kept_ids is not None
+    assert batch.kept_offsets is not None
+    targets = batch.target_ids[batch.mask].tolist()
+    for i, target in enumerate(targets):
+        start, end = batch.kept_offsets[i : i + 2].tolist()
+        assert target in batch.kept_ids[start:end].tolist()
+    assert len(batch.kept_offsets) == len(targets) + 1
+
+
+def test_an_empty_micro_batch_is_padding_only() -> None:
+    batch = collate(MicroBatch(()), keep_mask=True, pad_token_id=0)
+    assert batch.input_ids.shape[0] == 1
+    assert not batch.valid.any()
+    assert not batch.mask.any()
+    assert batch.routes == (None,)
+    assert batch.kept_offsets is not None
+    assert batch.kept_offsets.tolist() == [0]
