@@ -1,6 +1,7 @@
 """Expert routes as a thing of their own: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
-from routing.errors import ReplayProofError, RouteError
+from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, token_digest
 
-__all__ = ["ReplayProofError", "RouteError", "RouteRecord", "expert_dtype", "token_digest"]
+__all__ = ["Layout", "ReplayProofError", "ReplayRefusedError", "RouteError", "RouteRecord", "expert_dtype", "token_digest"]

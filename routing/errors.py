@@ -9,7 +9,9 @@ class RouteError(ValueError):
     `reason` is a short stable word for counting: `shape`, `dtype`, `range`, `duplicate`, `layers`, `payload`, `digest`, `rows`.
     """
 
-    def __init__(self, reason: str, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = "") -> None:
+    def __init__(
+        self, reason: str, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = ""
+    ) -> None:
         self.reason, self.what, self.where, self.got, self.expected, self.fix = reason, what, where, got, expected, fix
         text = what + (f" ({where})" if where else "")
         if got is not None or expected is not None:
@@ -21,3 +23,7 @@ class RouteError(ValueError):
 
 class ReplayProofError(RuntimeError):
     """A replayed forward did not use the recorded routes. The step must not be trained on."""
+
+
+class ReplayRefusedError(ValueError):
+    """Replay cannot work on this model or with this setting; the message says why and what to change."""

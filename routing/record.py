@@ -65,23 +65,54 @@ class RouteRecord:
             raise RouteError("shape", "routes need three dimensions", got=experts.shape, expected="[T-1, L, K]")
         rows, layers, top_k = experts.shape
         if experts.dtype != expert_dtype(self.num_experts):
-            raise RouteError("dtype", "wrong integer type for routes", got=experts.dtype, expected=expert_dtype(self.num_experts))
+            raise RouteError(
+                "dtype", "wrong integer type for routes", got=experts.dtype, expected=expert_dtype(self.num_experts)
+            )
         if layers != len(self.layer_ids) or list(self.layer_ids) != sorted(set(self.layer_ids)):
-            raise RouteError("layers", "layer ids do not describe the recorded layers", got=self.layer_ids, expected=f"{layers} distinct ascending ids")
+            raise RouteError(
+                "layers",
+                "layer ids do not describe the recorded layers",
+                got=self.layer_ids,
+                expected=f"{layers} distinct ascending ids",
+            )
         if num_tokens is not None and rows != num_tokens - 1:
-            raise RouteError("rows", "wrong number of route rows", got=rows, expected=num_tokens - 1, fix="One row per forwarded token: all but the last.")
+            raise RouteError(
+                "rows",
+                "wrong number of route rows",
+                got=rows,
+                expected=num_tokens - 1,
+                fix="One row per forwarded token: all but the last.",
+            )
         if not 1 <= top_k <= self.num_experts:
             raise RouteError("shape", "experts per token out of range", got=top_k, expected=f"1..{self.num_experts}")
         if experts.size and int(experts.max()) >= self.num_experts:
             row, layer, _ = np.argwhere(experts >= self.num_experts)[0]
-            raise RouteError("range", "expert id out of range", where=f"row {row}, layer {self.layer_ids[layer]}", got=experts[row, layer].tolist(), expected=f"0..{self.num_experts - 1}")
+            raise RouteError(
+                "range",
+                "expert id out of range",
+                where=f"row {row}, layer {self.layer_ids[layer]}",
+                got=experts[row, layer].tolist(),
+                expected=f"0..{self.num_experts - 1}",
+            )
         ordered = np.sort(experts, axis=-1)
         repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
         if repeated.any():
             row, layer = np.argwhere(repeated)[0]
-            raise RouteError("duplicate", "an expert appears twice in one row", where=f"row {row}, layer {self.layer_ids[layer]}", got=experts[row, layer].tolist(), expected="distinct ids")
+            raise RouteError(
+                "duplicate",
+                "an expert appears twice in one row",
+                where=f"row {row}, layer {self.layer_ids[layer]}",
+                got=experts[row, layer].tolist(),
+                expected="distinct ids",
+            )
 
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`."""
         if self.token_digest is None or self.token_digest != token_digest(tokens):
-            raise RouteError("digest", "routes belong to other tokens", got=self.token_digest.hex() if self.token_digest else None, expected=token_digest(tokens).hex(), fix="The record is stale or was swapped with another sample's.")
+            raise RouteError(
+                "digest",
+                "routes belong to other tokens",
+                got=self.token_digest.hex() if self.token_digest else None,
+                expected=token_digest(tokens).hex(),
+                fix="The record is stale or was swapped with another sample's.",
+            )

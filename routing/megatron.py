@@ -1,0 +1,410 @@
+"""Replay on stock Megatron-Core routers, with the proof that it happened.
+
+`topk_routing_with_score_function` asks `router.router_replay`, when there is one, for its top-k. `MegatronReplayer` puts an object
+of its own there, one per MoE layer of the model that is forwarded. Megatron's process-wide list of replay objects is not used.
+Only the selection is replaced: Megatron computes gate weights from live logits over the replayed ids, for softmax before or after
+the top-k and for sigmoid with expert bias alike, so gradients reach the router.
+
+What stays natural: auxiliary load-balancing losses take their own top-k from the logits, so they see natural routing.
+What does not: expert-bias statistics count the routing map, so under replay they count replayed routes.
+
+The proof does not trust the object that replays. Just before the experts compute, the dispatcher's own routing map is compared with
+a second cut of the records, and what was due is counted from the batch.
+
+Shape letters: B sequences, R columns, N local tokens in router order, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.layout import Layout
+from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
+from routing.megatron_dispatch import Dispatched
+from routing.proof import differs, due_tokens, expected_routes
+from routing.replay import (
+    Native,
+    Record,
+    Recorded,
+    ReplayRecorded,
+    ReplayRecords,
+    ReplayReport,
+    RouteSource,
+    batch_digest,
+    check_records,
+    local_targets,
+    row_lengths,
+)
+
+DUE, ROUTED, MATCHED, FLIPPED = range(4)
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class ReplayPass:
+    """One forward of one model chunk under one route source, and the recomputation of it in backward."""
+
+    def __init__(self, source: RouteSource, layer_ids: Sequence[int], num_local: int, counters: Tensor) -> None:
+        self.replays = isinstance(source, ReplayRecords | ReplayRecorded)
+        self.records = isinstance(source, Record)
+        self.layer_ids = tuple(layer_ids)
+        self.num_local = num_local
+        self.counters = counters
+        self.targets: Mapping[int, Tensor] = {}
+        self.expected: Mapping[int, Tensor] = {}
+        self.due = torch.zeros(0, dtype=torch.bool)
+        self.digest = b""
+        self.proved = dict.fromkeys(self.layer_ids, 0)
+        self._taken: dict[int, Tensor] = {}
+
+    def recorded(self) -> Recorded:
+        """The routes this pass used. Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded."""
+        missing = [layer for layer in self.layer_ids if layer not in self._taken]
+        if not self.records or missing:
+            raise ReplayProofError(
+                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing {missing}"
+            )
+        # Tensors of inference mode cannot be saved for a later backward; a clone made outside of it can.
+        return Recorded(
+            {layer: taken.clone() if taken.is_inference() else taken for layer, taken in self._taken.items()},
+            self.digest,
+        )
+
+    def select(
+        self,
+        layer: int,
+        scores: Tensor,
+        top_k: int,
+        live_top_k: Callable[[Tensor], tuple[Tensor, Tensor]],
+        recompute: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores `[N, E]` to the scores and ids `[N, K]` this pass uses in `layer`."""
+        if scores.shape[0] != self.num_local:
+            raise ReplayProofError(
+                f"layer {layer}: the router sees {scores.shape[0]} tokens, the layout says {self.num_local}"
+            )
+        if self.replays:
+            targets = self.targets[layer]
+            if targets.shape[1] != top_k:
+                raise ReplayProofError(
+                    f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {top_k}"
+                )
+            with torch.no_grad():
+                flipped = differs(live_top_k(scores.detach())[1], targets) & self.due
+                self.counters[layer, FLIPPED] += flipped.sum()
+                self.counters[layer, ROUTED] += self.due.sum()
+            return scores.gather(1, targets), targets
+        if self.records and recompute:
+            return scores.gather(1, self._taken[layer]), self._taken[layer]
+        values, experts = live_top_k(scores)
+        if self.records:
+            self._taken[layer] = experts
+        return values, experts
+
+    def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
+        """Count the due tokens of `layer` whose dispatched experts are the expected ones; `matches` maps `[N, K]` ids to `[N]` bool."""
+        if not recompute:
+            self.proved[layer] += 1
+        if self.replays:
+            with torch.no_grad():
+                self.counters[layer, MATCHED] += (matches(self.expected[layer]) & self.due).sum()
+                if recompute:
+                    self.counters[layer, DUE] += self.due.sum()
+
+
+class _RouterTap:
+    """What sits at `router.router_replay` of one MoE layer: hands Megatron's question to the pass that is running."""
+
+    def __init__(self, layer: int, running: Callable[[], tuple[ReplayPass, bool]]) -> None:
+        self.layer, self.running = layer, running
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Megatron's entry point (0.16 and later); the name and the arguments are Megatron's."""
+        if default_compute_topk is None:
+            raise ReplayProofError("this Megatron-Core does not hand over its own top-k; use 0.16.1 or later")
+        running, recompute = self.running()
+        return running.select(
+            self.layer, scores, topk, lambda live: default_compute_topk(live, topk, num_groups, group_topk), recompute
+        )
+
+
+class MegatronReplayer:
+    """Chooses and proves the routes of every forward of the attached model chunks.
+
+    Use: one replayer per model (an actor and a reference have one each); one `use` around each forward of each micro-batch; one
+    `report` per step, before the optimizer. While attached, a forward outside `use` raises: it would be silently native.
+    Activation recompute in backward uses the routes of the micro-batch it belongs to, in any order of micro-batches: the pass is
+    found through the autograd graph of the chunk's output, so nothing is queued and nothing is left behind.
+
+    Args:
+        models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked through.
+        max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live router's own more often.
+
+    Raises:
+        ReplayRefusedError: a model or setting on which replay would not happen or could not be proved.
+    """
+
+    def __init__(self, models: Any, *, max_local_flip_rate: float = 0.3) -> None:
+        if not 0.0 <= max_local_flip_rate <= 1.0:
+            raise ReplayRefusedError(f"max_local_flip_rate must be between 0 and 1, got {max_local_flip_rate}")
+        chunks = [unwrap(model) for model in (models if isinstance(models, list | tuple) else [models])]
+        if not chunks:
+            raise ReplayRefusedError("no model to attach to")
+        self.config = chunks[0].config
+        self.max_local_flip_rate = max_local_flip_rate
+        check_config(self.config)
+        self._chunks = {id(chunk): (chunk, moe_layers(chunk)) for chunk in chunks}
+        self._model_layer_ids = all_moe_layer_ids(self.config)
+        self._active: ReplayPass | None = None
+        self._backward: ReplayPass | None = None
+        self._taps: dict[int, _RouterTap] = {}
+        self._hooks: list[Any] = []
+        self._check_layers()
+        self._device = next(chunks[0].parameters()).device
+        self._counters = torch.zeros(self.config.num_layers, 4, dtype=torch.int64, device=self._device)
+        for chunk, layers in self._chunks.values():
+            self._hooks.append(chunk.decoder.register_forward_hook(self._tag_output))
+            for layer, moe in layers:
+                self._attach(layer, moe)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """0-based decoder layers of the attached MoE layers, ascending."""
+        return tuple(sorted(self._taps))
+
+    def detach(self) -> None:
+        """Give the routers back: no hooks, no replay objects."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for _, layers in self._chunks.values():
+            for _, moe in layers:
+                moe.router.router_replay = None
+        self._taps.clear()
+
+    @contextmanager
+    def use(
+        self,
+        source: RouteSource,
+        layout: Layout,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        valid: Tensor,
+        *,
+        model: Any = None,
+    ) -> Iterator[ReplayPass]:
+        """Run exactly one forward of one micro-batch inside this context; its backward may come any time later.
+
+        Args:
+            source: whose routes.
+            layout: this rank's cut of the micro-batch.
+            input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut. Tensors on the CPU save a device sync.
+            model: the forwarded chunk; needed only with virtual pipeline chunks.
+
+        Yields:
+            The pass; with `Record()`, `pass_.recorded()` afterwards gives the routes.
+
+        Raises:
+            RouteError: records or recorded routes that are not this micro-batch's, before anything is computed.
+            ReplayProofError: on leaving, when the attached MoE layers were not forwarded exactly once each, or are no longer ours.
+        """
+        if self._active is not None:
+            raise ReplayProofError("`use` inside `use`: one context covers one forward")
+        layers = self._layers_of(model)
+        self._check_ours()
+        opened = self._open(source, layout, input_ids, target_ids, valid, layers)
+        self._active = opened
+        try:
+            yield opened
+        finally:
+            self._active = None
+        self._check_ours()
+        wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
+        if wrong:
+            raise ReplayProofError(
+                f"MoE layers must be forwarded once inside `use`; forwards by layer: {wrong}. Another model was forwarded, or the model was rebuilt after the replayer was attached."
+            )
+
+    def report(self, group: ProcessGroup | None = None) -> ReplayReport:
+        """Read and reset the counters: the only device synchronisation of the proof. Call it before the optimizer step.
+
+        Args:
+            group: ranks to sum over (collective: all of them call); None for this process alone.
+
+        Raises:
+            ReplayProofError: a token-layer that was due did not use its recorded set, or too many local flips.
+        """
+        counters = self._counters.clone()
+        self._counters.zero_()
+        if group is not None:
+            torch.distributed.all_reduce(counters, group=group)
+        by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
+        for layer, row in by_layer.items():
+            if not row[DUE] == row[ROUTED] == row[MATCHED]:
+                raise ReplayProofError(
+                    f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for {row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
+                )
+        report = ReplayReport(
+            replayed=sum(row[DUE] for row in by_layer.values()),
+            matched=sum(row[MATCHED] for row in by_layer.values()),
+            local_flips=sum(row[FLIPPED] for row in by_layer.values()),
+            local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
+        )
+        worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
+        if worst > self.max_local_flip_rate:
+            raise ReplayProofError(
+                f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {self.max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
+                "Rows or layers are misaligned, or the routes are of much older weights."
+            )
+        return report
+
+    def _open(
+        self,
+        source: RouteSource,
+        layout: Layout,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        valid: Tensor,
+        layers: Sequence[int],
+    ) -> ReplayPass:
+        self._check_layout(layout, input_ids)
+        opened = ReplayPass(source, layers, layout.num_local, self._counters)
+        if isinstance(source, Native):
+            return opened
+        experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
+        if isinstance(source, ReplayRecords):
+            check_records(source.records, input_ids, target_ids, valid)
+            for record in source.records:
+                if record is not None and record.layer_ids != self._model_layer_ids:
+                    raise RouteError(
+                        "layers",
+                        "the record does not cover the model's MoE layers",
+                        got=record.layer_ids,
+                        expected=self._model_layer_ids,
+                    )
+            opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
+            opened.expected = self._move(expected_routes(source.records, layout, layers, experts, top_k))
+        else:
+            opened.digest = batch_digest(input_ids, target_ids, valid)
+        if isinstance(source, ReplayRecorded):
+            self._check_recorded(source.recorded, opened, top_k)
+            opened.targets = opened.expected = self._move(source.recorded.experts)
+        if opened.replays:
+            due = due_tokens(row_lengths(valid), layout)
+            self._counters[list(layers), DUE] += int(due.sum())
+            opened.due = due.to(self._device, non_blocking=True)
+        return opened
+
+    def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
+
+    def _check_layout(self, layout: Layout, input_ids: Tensor) -> None:
+        tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
+        wanted = (*input_ids.shape, int(self.config.context_parallel_size), tensor)
+        got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
+        if got != wanted:
+            raise RouteError(
+                "shape",
+                "the layout is not this model's or not this micro-batch's",
+                got=got,
+                expected=f"{wanted} as (B, R, cp, sp)",
+            )
+
+    @staticmethod
+    def _check_recorded(recorded: Recorded, opened: ReplayPass, top_k: int) -> None:
+        if recorded.batch_digest != opened.digest:
+            raise RouteError(
+                "digest",
+                "recorded routes belong to another micro-batch",
+                got=recorded.batch_digest.hex() or None,
+                expected=opened.digest.hex(),
+            )
+        for layer in opened.layer_ids:
+            shape = tuple(recorded.experts[layer].shape) if layer in recorded.experts else None
+            if shape != (opened.num_local, top_k):
+                raise RouteError(
+                    "layers" if shape is None else "shape",
+                    "recorded routes do not fit",
+                    where=f"layer {layer}",
+                    got=shape,
+                    expected=(opened.num_local, top_k),
+                )
+
+    def _attach(self, layer: int, moe: Any) -> None:
+        tap = _RouterTap(layer, self._running)
+        moe.router.router_replay = self._taps[layer] = tap
+        dispatched = Dispatched(moe)
+        self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
+
+    def _running(self) -> tuple[ReplayPass, bool]:
+        """The pass that a router is being asked for, and whether this is its recomputation inside backward."""
+        # The test torch.utils.checkpoint itself uses for "inside a backward".
+        recompute = torch._C._current_graph_task_id() != -1
+        running = self._backward if recompute else self._active
+        if running is None:
+            raise ReplayProofError(
+                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's own choice) or detach the replayer"
+            )
+        return running, recompute
+
+    def _tag_output(self, _module: Any, _args: Any, output: Any) -> None:
+        """Make the backward of this output announce its pass before any layer below recomputes."""
+        first = output[0] if isinstance(output, tuple) else output
+        if self._active is not None and first.grad_fn is not None:
+            first.grad_fn.register_prehook(partial(self._begin_backward, self._active))
+
+    def _begin_backward(self, owner: ReplayPass, _gradients: Any) -> None:
+        self._backward = owner
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = None
+
+    def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
+        running, recompute = self._running()
+        running.prove(layer, dispatched.matches, recompute)
+
+    def _layers_of(self, model: Any) -> list[int]:
+        if model is None and len(self._chunks) > 1:
+            raise ReplayProofError("several chunks are attached: say which one is forwarded with `use(..., model=...)`")
+        key = next(iter(self._chunks)) if model is None else id(unwrap(model))
+        if key not in self._chunks:
+            raise ReplayProofError(
+                "this model is not the one the replayer was attached to; attach a new replayer after rebuilding a model"
+            )
+        return [layer for layer, _ in self._chunks[key][1]]
+
+    def _check_layers(self) -> None:
+        for _, layers in self._chunks.values():
+            for layer, moe in layers:
+                if layer not in self._model_layer_ids:
+                    raise ReplayRefusedError(f"layer {layer} is a MoE layer, but moe_layer_freq says it is dense")
+                if moe.router.router_replay is not None:
+                    raise ReplayRefusedError(
+                        f"the router of layer {layer} already has a replay object; detach the other replayer first"
+                    )
+
+    def _check_ours(self) -> None:
+        for chunk, attached in self._chunks.values():
+            now = moe_layers(chunk)
+            same = len(now) == len(attached) and all(
+                a[0] == b[0] and a[1] is b[1] for a, b in zip(now, attached, strict=True)
+            )
+            if not same or any(moe.router.router_replay is not self._taps.get(layer) for layer, moe in now):
+                raise ReplayProofError(
+                    "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something else took `router_replay`"
+                )
