@@ -1,0 +1,50 @@
+"""Off-policy corrections by name. A new one is a file with a decorated function, a line below, and a test."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from moe_trm.corrections.compose import compose
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rule import BoundRule, RegisteredRule
+from moe_trm.errors import ConfigError
+from moe_trm.summable import add, finalize
+
+__all__ = ["BoundRule", "Correction", "Evidence", "RegisteredRule", "add", "compose", "finalize", "get", "names"]
+
+_MODULE_OF = {
+    "geometric_mask": "geometric_mask",
+    "icepop": "icepop",
+    "ln_trm": "ln_trm",
+    "opsm": "opsm",
+    "seq_mis": "mis",
+    "seq_tis": "tis",
+    "ser": "ser",
+    "token_mis": "mis",
+    "token_tis": "tis",
+    "token_veto": "token_veto",
+    "trm_avg": "trm",
+    "trm_max": "trm",
+    "trm_max_avg": "trm",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The registered corrections, sorted."""
+    return tuple(sorted(_MODULE_OF))
+
+
+def get(name: str) -> RegisteredRule:
+    """The correction registered as `name`; `ConfigError` with the nearest name if there is none."""
+    if name not in _MODULE_OF:
+        close = difflib.get_close_matches(name, _MODULE_OF, n=1)
+        raise ConfigError(
+            f"unknown correction {name!r}",
+            where="correction.rules",
+            got=name,
+            expected=", ".join(names()),
+            fix=f"did you mean {close[0]!r}?" if close else "",
+        )
+    registered: RegisteredRule = getattr(import_module(f"moe_trm.corrections.{_MODULE_OF[name]}"), name)
+    return registered

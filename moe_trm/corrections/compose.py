@@ -1,0 +1,43 @@
+"""Several rules as one: weights multiply, keep masks are joined by AND, every rule and the whole are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rule import BoundRule, kept_fractions
+from moe_trm.errors import ConfigError
+
+
+def compose(rules: Sequence[BoundRule]) -> Callable[[Evidence], Correction]:
+    """One correction that applies `rules`, each to the original evidence: no rule sees a mask thinned by another.
+
+    weights = prod_k weights_k,  keep = mask and keep_1 and keep_2 ...
+
+    Without rules every sampled token is kept with weight 1. Metrics: `correction/<rule>/...` of each rule and
+    `correction/kept_fraction`, `correction/kept_sequence_fraction` of all together, in summable form.
+
+    Raises:
+        ConfigError: a rule named twice.
+    """
+    names = [bound.rule.name for bound in rules]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                "a correction is listed twice", where="correction.rules", got=name, expected="each rule once"
+            )
+
+    def joint(evidence: Evidence) -> Correction:
+        mask = evidence.mask
+        weights, keep = torch.where(mask, torch.ones_like(evidence.ratios.total.detach()), 0.0), mask
+        metrics: dict[str, torch.Tensor] = {}
+        for bound in rules:
+            part = bound(evidence)
+            weights, keep = weights * part.weights, keep & part.keep
+            metrics.update(part.metrics)
+        metrics.update(kept_fractions("correction/", keep, mask))
+        return Correction(weights=weights, keep=keep, metrics=metrics)
+
+    return joint

@@ -1,0 +1,58 @@
+"""How a rule states its decision: a weight for each token, or which tokens or rows stay. Shape letters: B sequences, T tokens.
+
+A weight that is not finite cannot be trusted: its token is dropped, and weights are 0 wherever a token is dropped, so no
+`inf * 0` can arise later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.evidence import Correction
+from moe_trm.corrections.rows import over_tokens
+from moe_trm.errors import ConfigError
+
+
+def weigh(
+    weights: Tensor, mask: Tensor, keep: Tensor | None = None, metrics: Mapping[str, Tensor] | None = None
+) -> Correction:
+    """Multiply tokens by `weights` `[B, T]`; drop those outside `keep` `[B, T]`."""
+    kept = mask & weights.isfinite() if keep is None else mask & keep & weights.isfinite()
+    return Correction(weights=torch.where(kept, weights.detach(), 0.0), keep=kept, metrics=metrics or {})
+
+
+def keep_tokens(keep: Tensor, mask: Tensor, score: Tensor | None = None) -> Correction:
+    """Drop the tokens where `keep` `[B, T]` is False. `score` `[B, T]` is the statistic the rule thresholds."""
+    metrics = {} if score is None else summable.mean("score", score, mask)
+    return weigh(torch.ones_like(mask, dtype=_weight_dtype(score)), mask, keep, metrics)
+
+
+def keep_rows(keep: Tensor, mask: Tensor, score: Tensor | None = None) -> Correction:
+    """Drop the rows where `keep` `[B]` is False. `score` `[B]` is the statistic the rule thresholds."""
+    metrics = {} if score is None else summable.mean("score", score, mask.any(dim=1))
+    return weigh(torch.ones_like(mask, dtype=_weight_dtype(score)), mask, over_tokens(keep, mask), metrics)
+
+
+def check_band(rule: str, low: float, high: float) -> None:
+    """Refuse a band of ratios that keeps nothing or is not one of ratios: `0 <= low <= high`, `high > 0`."""
+    if not (0 <= low <= high and high > 0):
+        raise ConfigError(
+            "not a band of ratios",
+            where=f"correction {rule}",
+            got=f"low={low}, high={high}",
+            expected="0 <= low <= high, high > 0",
+        )
+
+
+def check_positive(rule: str, name: str, value: float) -> None:
+    """Refuse a threshold that is not above 0."""
+    if not value > 0:
+        raise ConfigError("threshold must be above 0", where=f"correction {rule}, {name}", got=value, expected="> 0")
+
+
+def _weight_dtype(score: Tensor | None) -> torch.dtype:
+    return torch.float32 if score is None else torch.promote_types(score.dtype, torch.float32)

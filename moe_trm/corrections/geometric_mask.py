@@ -1,0 +1,23 @@
+"""Geometric mask: drop rows whose tokens are, on average, off by too much."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_trm.corrections.decision import check_band, keep_rows
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rows import row_mean
+from moe_trm.corrections.rule import rule
+from moe_trm.ratios import clamp_log_ratio
+
+
+@rule(ratio="engine", scope="sequence")
+def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999, high: float = 1.001) -> Correction:
+    """Keep row i iff low <= rho_geo <= high, rho_geo = exp(mean_t log rho_t), the geometric mean of the token ratios.
+
+    Neutral to length: tiling a row leaves rho_geo unchanged. The default band is verl's; other sources use 0.99-1.01.
+    Opposite errors cancel inside the mean. Source: methods.md 2.2.
+    """
+    check_band("geometric_mask", low, high)
+    geometric = row_mean(clamp_log_ratio(log_ratio), evidence.mask).exp()
+    return keep_rows((geometric >= low) & (geometric <= high), evidence.mask, score=geometric)

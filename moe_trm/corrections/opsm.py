@@ -1,0 +1,31 @@
+"""Off-policy sequence masking, as in DeepSeek-V3.2: do not push down what the policy no longer says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.decision import weigh
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rows import over_tokens, row_mean
+from moe_trm.corrections.rule import rule
+from moe_trm.ratios import clamp_log_ratio
+
+
+@rule(ratio="total", scope="sequence")
+def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
+    """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
+
+    Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows of
+    one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
+    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use. Source: methods.md 2.8.
+    """
+    mask = evidence.mask
+    divergence = -row_mean(clamp_log_ratio(log_ratio), mask)
+    too_far = over_tokens(~(divergence <= delta), mask)
+    negative = evidence.advantages < 0
+    metrics = summable.mean("score", divergence, mask.any(dim=1)) | summable.fraction(
+        "negative_kept_fraction", ~too_far, mask & negative
+    )
+    return weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far), metrics)

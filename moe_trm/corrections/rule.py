@@ -1,0 +1,127 @@
+"""What makes a function a correction rule: it declares the ratio it reads, its scope and its thresholds, and is checked and counted.
+
+A rule is written as `f(evidence, log_ratio, *, thresholds...) -> Correction` and decorated with `@rule(ratio=..., scope=...)`.
+It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are prefixed `correction/<name>/`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.errors import ConfigError
+from moe_trm.ratios import RATIO_NAMES, LogRatios
+
+Ratio = Literal["engine", "staleness", "total"]
+Scope = Literal["token", "sequence", "batch"]
+Threshold = float | str
+RuleFunction = Callable[..., Correction]
+
+
+@dataclass(frozen=True)
+class RegisteredRule:
+    """A correction rule, callable as `rule(evidence, **thresholds) -> Correction`.
+
+    Attributes:
+        name: registry name, used in metrics.
+        ratio: the ratio it reads unless `ratio=` is given (`merged` and `update` are possible too).
+        scope: `token`: each token alone; `sequence`: needs whole rows; `batch`: needs the whole minibatch.
+        defaults: thresholds that may be left out, with their values.
+        required: thresholds without a default, because no value is right for every model.
+    """
+
+    name: str
+    ratio: str
+    scope: Scope
+    defaults: Mapping[str, Threshold]
+    required: tuple[str, ...]
+    function: RuleFunction
+
+    def __call__(self, evidence: Evidence, **thresholds: Threshold) -> Correction:
+        return self.bind(**thresholds)(evidence)
+
+    def bind(self, **thresholds: Threshold) -> BoundRule:
+        """This rule with its thresholds, checked now: unknown, missing or senseless ones raise `ConfigError`."""
+        ratio = thresholds.pop("ratio", self.ratio)
+        known = (*self.required, *self.defaults)
+        for name in thresholds:
+            if name not in known:
+                close = difflib.get_close_matches(name, (*known, "ratio"), n=1)
+                raise ConfigError(
+                    f"unknown threshold {name!r}",
+                    where=f"correction {self.name}",
+                    got=name,
+                    expected=", ".join((*known, "ratio")),
+                    fix=f"did you mean {close[0]!r}?" if close else "",
+                )
+        missing = [name for name in self.required if name not in thresholds]
+        if missing:
+            raise ConfigError(
+                f"threshold {missing[0]!r} has no default",
+                where=f"correction {self.name}",
+                got=dict(thresholds),
+                expected=", ".join(self.required),
+                fix="take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections",
+            )
+        if ratio not in RATIO_NAMES:
+            raise ConfigError(
+                "unknown ratio", where=f"correction {self.name}", got=ratio, expected=", ".join(RATIO_NAMES)
+            )
+        resolved = {**self.defaults, **thresholds}
+        for name, value in resolved.items():
+            if isinstance(value, float | int) and math.isnan(value):
+                raise ConfigError("threshold is NaN", where=f"correction {self.name}, {name}", got=value)
+        bound = BoundRule(self, str(ratio), resolved)
+        bound(_no_evidence())
+        return bound
+
+
+@dataclass(frozen=True)
+class BoundRule:
+    """A rule with the ratio it reads and all its thresholds: `bound(evidence) -> Correction`."""
+
+    rule: RegisteredRule
+    ratio: str
+    thresholds: Mapping[str, Threshold]
+
+    def __call__(self, evidence: Evidence) -> Correction:
+        log_ratio = evidence.ratios.get(self.ratio).detach()
+        correction = self.rule.function(evidence, log_ratio, **self.thresholds)
+        prefix = f"correction/{self.rule.name}/"
+        own = {prefix + key: value for key, value in correction.metrics.items()}
+        return replace(correction, metrics=own | kept_fractions(prefix, correction.keep, evidence.mask))
+
+
+def rule(*, ratio: Ratio, scope: Scope) -> Callable[[RuleFunction], RegisteredRule]:
+    """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds."""
+
+    def register(function: RuleFunction) -> RegisteredRule:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        required = tuple(p.name for p in parameters if p.default is p.empty)
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function)
+        object.__setattr__(registered, "__doc__", function.__doc__)
+        return registered
+
+    return register
+
+
+def kept_fractions(prefix: str, keep: Tensor, mask: Tensor) -> summable.Summable:
+    """Share of sampled tokens kept, and of rows (with sampled tokens) that lost none."""
+    return summable.fraction(f"{prefix}kept_fraction", keep, mask) | summable.fraction(
+        f"{prefix}kept_sequence_fraction", (keep | ~mask).all(dim=1), mask.any(dim=1)
+    )
+
+
+def _no_evidence() -> Evidence:
+    nothing = torch.zeros(0, 1)
+    return Evidence(LogRatios(nothing, nothing, nothing, nothing.bool()), advantages=nothing, exact_kl=nothing)

@@ -1,0 +1,24 @@
+"""Sequence error rate: how far, on average, the ratios of a row are from 1."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_trm.corrections.decision import check_positive, keep_rows
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rows import row_mean
+from moe_trm.corrections.rule import rule
+from moe_trm.ratios import clamp_log_ratio
+
+
+@rule(ratio="total", scope="sequence")
+def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> Correction:
+    """SER: keep row i iff mean_t |w_t - 1| <= max_score.
+
+    E_mu[SER] is twice the average total variation of the row's contexts. Neutral to length in expectation; its spread
+    shrinks as 1 / sqrt(T), so short rows are rejected a little more often. `max_score` has no published value and no
+    default. Source: methods.md 2.12.
+    """
+    check_positive("ser", "max_score", max_score)
+    score = row_mean(clamp_log_ratio(log_ratio).expm1().abs(), evidence.mask)
+    return keep_rows(score <= max_score, evidence.mask, score)

@@ -1,0 +1,221 @@
+"""Hand-worked decisions of each correction on the worked example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trm import corrections
+from moe_trm.corrections import Correction
+from moe_trm.corrections.evidence import Evidence
+from moe_trm.ratios import LogRatios
+
+
+def close(got: Tensor, expected: list[float] | list[list[float]], atol: float = 1e-6) -> None:
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), rtol=0, atol=atol)
+
+
+def rows_kept(correction: Correction, fx) -> list[int]:
+    assert torch.equal(correction.keep, correction.keep.any(1)[:, None] & fx.mask)
+    return correction.keep.any(dim=1).int().tolist()
+
+
+ENGINE_RATIO = [
+    [0.904837, 1, 1.105171, 0.740818, 0],
+    [1, 0, 0.818731, 1.105171, 1],
+    [1, 12.182494, 0, 0, 0],
+    [1, 1, 0.904837, 0, 0],
+]
+
+
+def replaced(outlier: float) -> list[list[float]]:
+    return [[outlier if x == 12.182494 else x for x in row] for row in ENGINE_RATIO]
+
+
+def test_token_tis(fx) -> None:
+    got = corrections.get("token_tis")(fx.evidence)
+    close(got.weights, replaced(2.0))
+    assert torch.equal(got.keep, fx.mask)
+    close(corrections.get("token_tis")(fx.evidence, cap=100.0).weights, ENGINE_RATIO)
+    assert corrections.get("token_tis")(fx.evidence, floor=0.8).weights[0, 3].item() == pytest.approx(0.8)
+
+
+def test_seq_tis(fx) -> None:
+    got = corrections.get("seq_tis")(fx.evidence)
+    close(
+        got.weights,
+        [
+            [w * m for m in row]
+            for w, row in zip([0.740818, 0.904837, 2, 0.904837], fx.mask.int().tolist(), strict=True)
+        ],
+    )
+    assert torch.equal(got.keep, fx.mask)
+
+
+@pytest.mark.parametrize("low", [0.0, 0.5])
+def test_seq_mis_one_and_two_sided(fx, low: float) -> None:
+    got = corrections.get("seq_mis")(fx.evidence, low=low, high=2.0)
+    close(got.weights.amax(dim=1), [0.740818, 0.904837, 0, 0.904837])
+    assert rows_kept(got, fx) == [1, 1, 0, 1]
+
+
+def test_token_mis(fx) -> None:
+    got = corrections.get("token_mis")(fx.evidence, low=0.8, high=1.2)
+    assert got.keep.sum(dim=1).tolist() == [3, 4, 1, 3]
+
+
+def test_icepop(fx) -> None:
+    got = corrections.get("icepop")(fx.evidence)
+    close(got.weights, replaced(0.0))
+    assert got.keep.sum().item() == 12
+    finished = corrections.finalize(got.metrics)
+    assert finished["correction/icepop/kept_fraction"] == pytest.approx(12 / 13)
+    assert finished["correction/icepop/kept_sequence_fraction"] == pytest.approx(3 / 4)
+    assert corrections.get("icepop")(fx.evidence, weight="one").weights[0, 3].item() == 1.0
+
+
+def test_icepop_bounds_belong_to_the_band() -> None:
+    ratios = torch.tensor([[0.5, 5.0, 5.0001, 0.4999, 1.0, torch.nan]], dtype=torch.float64)
+    zero = torch.zeros_like(ratios)
+    # exp(log(5)) rounds above 5; the bound itself is tested with the float that exp returns.
+    high = float(ratios.log().exp()[0, 1])
+    evidence = Evidence(LogRatios(zero, ratios.log(), zero, torch.ones_like(ratios, dtype=torch.bool)), zero)
+    got = corrections.get("icepop")(evidence, low=0.5, high=high)
+    close(got.weights, [[0.5, 5.0, 0, 0, 1, 0]])
+    assert got.keep.tolist() == [[True, True, False, False, True, False]]
+
+
+def test_geometric_mask(fx) -> None:
+    got = corrections.get("geometric_mask")(fx.evidence)
+    assert rows_kept(got, fx) == [0, 0, 0, 0]
+    expected = sum([0.927743, 0.97531, 3.490343, 0.967216]) / 4
+    assert corrections.finalize(got.metrics)["correction/geometric_mask/score"] == pytest.approx(expected, abs=1e-6)
+    assert rows_kept(corrections.get("geometric_mask")(fx.evidence, low=0.95, high=1.05), fx) == [0, 1, 0, 1]
+
+
+def test_token_veto(fx) -> None:
+    got = corrections.get("token_veto")(fx.evidence, min_ratio=0.75)
+    assert rows_kept(got, fx) == [0, 1, 1, 1]
+    assert corrections.finalize(got.metrics)["correction/token_veto/catastrophic_token_fraction"] == pytest.approx(
+        1 / 13
+    )
+
+
+def test_opsm(fx) -> None:
+    got = corrections.get("opsm")(fx.evidence, delta=0.1)
+    assert rows_kept(got, fx) == [1, 1, 1, 0]
+    finished = corrections.finalize(got.metrics)
+    assert finished["correction/opsm/score"] == pytest.approx((0.025 + 0.025 - 1.4 + 0.366667) / 4, abs=1e-6)
+    assert finished["correction/opsm/negative_kept_fraction"] == pytest.approx(4 / 7)
+    # Row 1 has D = 0.025 exactly: the comparison is strict, so the threshold itself keeps it.
+    D = float(-(fx.ratios.total.sum(1) / fx.mask.sum(1))[1])
+    assert rows_kept(corrections.get("opsm")(fx.evidence, delta=D), fx) == [1, 1, 1, 0]
+    assert rows_kept(corrections.get("opsm")(fx.evidence, delta=D - 1e-9), fx) == [1, 0, 1, 0]
+
+
+def test_opsm_with_mixed_signs_scores_the_row_and_drops_only_negative_tokens(fx) -> None:
+    """A row's own drift decides; dropping by each token's drift is the known defect."""
+    advantages = fx.advantages.clone()
+    advantages[3, 1] = 1.0
+    advantages[2, 0] = -1.0
+    got = corrections.get("opsm")(Evidence(fx.ratios, advantages), delta=0.1)
+    assert got.keep[3].tolist() == [False, True, False, False, False]
+    assert got.keep[2].tolist() == [True, True, False, False, False]
+
+
+def test_opsm_parts_add_up(fx) -> None:
+    lengths = fx.mask.sum(1)
+    close(fx.ratios.engine.sum(1) / lengths, [-0.075, -0.025, 1.25, -0.033333])
+    close(fx.ratios.staleness.sum(1) / lengths, [0.05, 0, 0.15, -0.333333])
+
+
+def test_trm_max(fx) -> None:
+    got = corrections.get("trm_max")(fx.evidence, max_kl=0.05)
+    assert rows_kept(got, fx) == [1, 1, 0, 0]
+    assert corrections.finalize(got.metrics)["correction/trm_max/score"] == pytest.approx(
+        (0.02 + 0.045 + 3.92 + 0.125) / 4
+    )
+    for value, kept in zip((0.0199, 0.0201, 0.0449, 0.0451, 0.1249, 0.1251, 3.93), (0, 1, 1, 2, 2, 3, 4), strict=True):
+        assert sum(rows_kept(corrections.get("trm_max")(fx.evidence, max_kl=value), fx)) == kept
+
+
+def test_trm_avg(fx) -> None:
+    assert rows_kept(corrections.get("trm_avg")(fx.evidence, mean_kl=0.05), fx) == [1, 1, 0, 0]
+    score = corrections.finalize(corrections.get("trm_avg")(fx.evidence, mean_kl=1.0).metrics)[
+        "correction/trm_avg/score"
+    ]
+    assert score == pytest.approx((0.005975 + 0.018057 + 6.322323 + 0.065194) / 4, abs=1e-6)
+
+
+def test_trm_max_avg_needs_both(fx) -> None:
+    rule = corrections.get("trm_max_avg")
+    assert rows_kept(rule(fx.evidence, max_kl=0.05, mean_kl=0.01), fx) == [1, 0, 0, 0]
+    assert rows_kept(rule(fx.evidence, max_kl=0.03, mean_kl=1.0), fx) == [1, 0, 0, 0]
+    assert rows_kept(rule(fx.evidence, max_kl=1.0, mean_kl=1.0), fx) == [1, 1, 0, 1]
+
+
+def test_trm_reads_the_exact_divergence_when_asked(fx) -> None:
+    exact = torch.where(fx.mask, 0.01, torch.nan).double()
+    exact[0, 2] = 0.3
+    evidence = Evidence(fx.ratios, fx.advantages, exact_kl=exact)
+    assert rows_kept(corrections.get("trm_max")(evidence, max_kl=0.05, divergence="exact"), fx) == [0, 1, 1, 1]
+    assert rows_kept(corrections.get("trm_avg")(evidence, mean_kl=0.05, divergence="exact"), fx) == [0, 1, 1, 1]
+    with pytest.raises(corrections.rule.ConfigError, match="exact KL"):
+        corrections.get("trm_max")(fx.evidence, max_kl=0.05, divergence="exact")
+
+
+def test_ln_trm(fx) -> None:
+    rule = corrections.get("ln_trm")
+    score = corrections.finalize(rule(fx.evidence, delta=0.02, max_score=1.0).metrics)["correction/ln_trm/score"]
+    assert score == pytest.approx((0.087193 + 0.185734 + 0 + 0.269165) / 4, abs=1e-6)
+    bounds = (0.0871, 0.0873, 0.1857, 0.1858, 0.2691, 0.2692)
+    expected = ([0, 0, 1, 0], [1, 0, 1, 0], [1, 0, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1])
+    for bound, kept in zip(bounds, expected, strict=True):
+        assert rows_kept(rule(fx.evidence, delta=0.02, max_score=bound), fx) == kept
+
+
+def test_ln_trm_counts_rows_it_cannot_score() -> None:
+    zero, far = torch.zeros(1, 3), torch.full((1, 3), 9.0)
+    evidence = Evidence(LogRatios(zero, zero, far, torch.tensor([[False, True, False]])), zero)
+    got = corrections.get("ln_trm")(evidence, delta=0.02, max_score=0.1)
+    assert got.keep.tolist() == [[False, True, False]]
+    assert corrections.finalize(got.metrics)["correction/ln_trm/unscored_fraction"] == 1.0
+
+
+def test_ser(fx) -> None:
+    rule = corrections.get("ser")
+    for bound, kept in (
+        (0.0716, [0, 0, 0, 0]),
+        (0.0717, [1, 0, 0, 0]),
+        (0.1703, [1, 1, 0, 0]),
+        (0.3015, [1, 1, 0, 1]),
+        (7.73, [1, 1, 1, 1]),
+    ):
+        assert rows_kept(rule(fx.evidence, max_score=bound), fx) == kept
+
+
+def test_compose_multiplies_weights_and_joins_keeps(fx) -> None:
+    tis = corrections.get("token_tis").bind(cap=2.0)
+    veto = corrections.get("token_veto").bind(min_ratio=0.75)
+    pop = corrections.get("icepop").bind(weight="one")
+    got = corrections.compose([tis, veto, pop])(fx.evidence)
+    close(got.weights[0], [0, 0, 0, 0, 0])
+    close(got.weights[1], ENGINE_RATIO[1])
+    close(got.weights[2], [1, 0, 0, 0, 0])
+    finished = corrections.finalize(got.metrics)
+    assert finished["correction/kept_fraction"] == pytest.approx(8 / 13)
+    assert finished["correction/kept_sequence_fraction"] == pytest.approx(2 / 4)
+    assert finished["correction/token_veto/kept_fraction"] == pytest.approx(9 / 13)
+    assert finished["correction/icepop/kept_sequence_fraction"] == pytest.approx(3 / 4)
+    assert finished["correction/token_tis/kept_fraction"] == 1.0
+
+
+def test_compose_of_nothing_keeps_everything(fx) -> None:
+    got = corrections.compose([])(fx.evidence)
+    assert torch.equal(got.keep, fx.mask)
+    assert torch.equal(got.weights, fx.mask.double())
+    assert corrections.finalize(got.metrics) == {
+        "correction/kept_fraction": 1.0,
+        "correction/kept_sequence_fraction": 1.0,
+    }
