@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import secrets
 import signal
 import sys
 import time
@@ -12,7 +12,8 @@ from types import FrameType
 
 from moe_trm.config import load
 from moe_trm.errors import EngineError, MoeTrmError
-from moe_trm.rollout.supervisor import API_KEY_VARIABLE, Server, resolve_api_key, start_server
+from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+from moe_trm.rollout.supervisor import Server, start_server
 
 
 class Interrupted(BaseException):
@@ -42,13 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides)
-    key, made = resolve_api_key(config.rollout.api_key, os.environ)
+    known_key = api_key_for(config)
+    key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / "rollout.log"
     print(f"starting the rollout server (log: {log_path})", flush=True)
     server = start_server(config, log_path, key)
     try:
         print(f"rollout server ready at {server.url}", flush=True)
-        if made:
+        if known_key is None:
             print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)
         _watch(server)
     finally:

@@ -75,7 +75,7 @@ def inert_module(name: str) -> ModuleType:
     module = InertModule(name)
     if name == "triton":
         # The two host-side helpers that SGLang really calls.
-        module.cdiv, module.next_power_of_2 = _cdiv, _next_power_of_2
+        module.__dict__.update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
     sys.modules[name] = module
     return module
 

@@ -1,0 +1,320 @@
+"""One JSON answer of SGLang's `/generate` -> one `RolloutRecord`, or the reason why not. Pure: no connection, no state.
+
+Shape letters: T tokens, P of them in the prompt, S = T - P sampled, M kept ids in all.
+
+Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
+`malformed` (not the JSON that was agreed), `aborted`, `empty_output`, `prompt_length`, `token_range`, `logprob_count`, `logprob_ids`,
+`logprob_value` (not finite, or positive), `version_missing`, `version_unknown`, `version_span`, `mask_missing`, `route_missing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.served import ServedModel
+from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.types import Prompt, RolloutRecord
+from routing import RouteError, RouteRecord
+from routing.sglang import decode_payload
+
+POSITIVE_TOLERANCE = 1e-5
+"""Log-probs above this are wrong; below, it is the rounding of a probability of one."""
+
+MAX_VERSION_DIGITS = 9
+"""Keeps versions inside int32."""
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class FinishReason(msgspec.Struct):
+    """Why generation ended: `stop`, `length` or `abort`."""
+
+    type: str
+    message: str = ""
+
+
+class VersionSpan(msgspec.Struct):
+    """Output tokens `start..end` (end excluded) were sampled with weights `version`."""
+
+    version: str
+    start: Int32
+    end: Int32
+
+
+class MetaInfo(msgspec.Struct):
+    """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
+
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
+    weight_versions: list[VersionSpan] | None = None
+    output_token_sampling_mask: list[list[Int32]] | None = None
+    output_token_sampling_logprobs: list[list[float | None]] | None = None
+    routed_experts: str | None = None
+
+
+class Answer(msgspec.Struct):
+    """One element of `/generate`."""
+
+    output_ids: list[Int32]
+    meta_info: MetaInfo
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for besides tokens and log-probs; what was asked for and is missing rejects the record."""
+
+    routes: bool
+    mask: bool
+
+
+_DECODER = msgspec.json.Decoder(Answer)
+
+
+def decode_answer(body: bytes) -> Answer:
+    """The typed answer. Raises `RecordRejected` (`malformed`)."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordRejected(
+            "malformed",
+            "the engine's answer is not what was agreed",
+            got=str(error),
+            expected="the answer of SGLang 0.5.23's /generate",
+        ) from error
+
+
+def parse_answer(
+    body: bytes, prompt: Prompt, model: ServedModel, wanted: Wanted, *, sample_id: int, group_id: int
+) -> RolloutRecord:
+    """Check one answer against every invariant of a record.
+
+    Args:
+        body: JSON as received.
+        prompt: what was sent.
+        model: the sizes that ids are checked against.
+        wanted: what the request asked for.
+        sample_id: goes into the record and into the text of an error.
+        group_id: goes into the record.
+
+    Returns:
+        The record. `rollout_logprobs` are those over the kept support when the mask was asked for, else those over the vocabulary.
+
+    Raises:
+        RecordRejected: with one of the reasons of this module's docstring.
+    """
+    try:
+        answer = decode_answer(body)
+        finish_reason = _finish_reason(answer.meta_info)
+        output_S = _output_ids(answer, prompt, model)
+        full_S = _full_logprobs(answer.meta_info, output_S)
+        versions_S = _versions(answer.meta_info, len(output_S), one_version=wanted.routes)
+        mask, rollout_S = None, full_S
+        if wanted.mask:
+            mask = _sampling_mask(answer.meta_info, output_S, model.vocab_size)
+            rollout_S = _sampled_logprobs(mask, output_S)
+        tokens_T = np.concatenate([np.asarray(prompt.token_ids, np.int32), output_S])
+        routes = _routes(answer.meta_info, tokens_T, model) if wanted.routes else None
+    except RecordRejected as rejection:
+        place = ", ".join(part for part in (f"sample {sample_id}", rejection.where) if part)
+        raise RecordRejected(
+            rejection.reason,
+            rejection.what,
+            where=place,
+            got=rejection.got,
+            expected=rejection.expected,
+            fix=rejection.fix,
+        ) from rejection
+    sampled_T = np.zeros(len(tokens_T), dtype=bool)
+    sampled_T[len(prompt.token_ids) :] = True
+    return RolloutRecord(
+        sample_id=sample_id,
+        group_id=group_id,
+        prompt_id=prompt.prompt_id,
+        tokens=tokens_T,
+        sampled=sampled_T,
+        turn_ids=np.zeros(len(tokens_T), np.int16),
+        rollout_logprobs=rollout_S,
+        full_logprobs=full_S,
+        versions=versions_S,
+        routes=routes,
+        sampling_mask=mask,
+        finish_reason=finish_reason,
+    )
+
+
+def _finish_reason(meta: MetaInfo) -> str:
+    reason = meta.finish_reason
+    if reason is None or reason.type not in ("stop", "length", "abort"):
+        raise RecordRejected(
+            "malformed", "unknown finish reason", got=reason and reason.type, expected="stop, length or abort"
+        )
+    if reason.type == "abort":
+        raise RecordRejected("aborted", "the engine aborted the request", got=reason.message or None)
+    return reason.type
+
+
+def _output_ids(answer: Answer, prompt: Prompt, model: ServedModel) -> np.ndarray:
+    if answer.meta_info.prompt_tokens != len(prompt.token_ids):
+        raise RecordRejected(
+            "prompt_length",
+            "the engine saw another prompt",
+            got=answer.meta_info.prompt_tokens,
+            expected=len(prompt.token_ids),
+        )
+    if not answer.output_ids:
+        raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
+    output_S = np.array(answer.output_ids, np.int32)
+    outside = (output_S < 0) | (output_S >= model.vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
+        raise RecordRejected(
+            "token_range",
+            "sampled token outside the vocabulary",
+            where=f"position {position}",
+            got=int(output_S[position]),
+            expected=f"0..{model.vocab_size - 1}",
+        )
+    return output_S
+
+
+def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
+    entries = meta.output_token_logprobs or []
+    if len(entries) != len(output_S):
+        raise RecordRejected(
+            "logprob_count", "not one log-prob per sampled token", got=len(entries), expected=len(output_S)
+        )
+    ids_S = np.array([entry[1] for entry in entries], np.int32)
+    differs = ids_S != output_S
+    if differs.any():
+        position = int(differs.argmax())
+        raise RecordRejected(
+            "logprob_ids",
+            "a log-prob belongs to another token",
+            where=f"position {position}",
+            got=int(ids_S[position]),
+            expected=int(output_S[position]),
+        )
+    return _logprobs([entry[0] for entry in entries], "logprob_value")
+
+
+def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
+    """As float32. null becomes NaN and what float32 cannot hold becomes infinite; both are refused."""
+    with np.errstate(over="ignore"):
+        array = np.array(values, np.float64).astype(np.float32)
+    wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise RecordRejected(
+            reason,
+            "not a log-prob",
+            where=f"position {position}",
+            got=values[position],
+            expected="a finite number, at most 0",
+        )
+    return array
+
+
+def _versions(meta: MetaInfo, num_sampled: int, *, one_version: bool) -> np.ndarray:
+    spans = meta.weight_versions or []
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    contiguous = starts == [0, *ends[:-1]] and all(start < end for start, end in zip(starts, ends, strict=True))
+    if not spans or not contiguous or ends[-1] != num_sampled:
+        raise RecordRejected(
+            "version_missing",
+            "weight versions do not cover the sampled tokens",
+            got=[(span.version, span.start, span.end) for span in spans],
+            expected=f"spans from 0 to {num_sampled} without gap or overlap",
+        )
+    if one_version and len({span.version for span in spans}) > 1:
+        # The engine computed the KV cache of the earlier rows again after the update, and reports the new weights' routes for them.
+        raise RecordRejected(
+            "version_span",
+            "weights changed while this sample was generated: its routes are those of the new weights only",
+            got=[(span.version, span.start, span.end) for span in spans],
+            expected="one version",
+            fix="Update weights between batches, or keep routes out of such a run.",
+        )
+    for span in spans:
+        if not span.version.isdecimal() or len(span.version) > MAX_VERSION_DIGITS:
+            raise RecordRejected(
+                "version_unknown",
+                "the engine serves weights that no push gave it",
+                got=span.version,
+                expected="a version number",
+                fix="Push weights before the first sample.",
+            )
+    return np.repeat(np.array([int(span.version) for span in spans], np.int32), np.subtract(ends, starts))
+
+
+def _sampling_mask(meta: MetaInfo, output_S: np.ndarray, vocab_size: int) -> SamplingMask:
+    ids_rows, logprob_rows = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if ids_rows is None or logprob_rows is None:
+        raise RecordRejected(
+            "mask_missing",
+            "no sampling mask in the answer",
+            expected="output_token_sampling_mask and its log-probs",
+            fix="top_k must be 1..4096.",
+        )
+    sizes, logprob_sizes = _row_sizes(ids_rows), _row_sizes(logprob_rows)
+    if not np.array_equal(sizes, logprob_sizes):
+        raise RecordRejected(
+            "mask_shape",
+            "kept ids and their log-probs differ in number",
+            got=logprob_sizes.tolist(),
+            expected=sizes.tolist(),
+        )
+    total = int(sizes.sum())
+    ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=total)
+    logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    mask = SamplingMask(ids_M, offsets, logprobs_M)
+    mask.validate(output_S, vocab_size)
+    return mask
+
+
+def _row_sizes(rows: Sequence[Sequence[object]]) -> np.ndarray:
+    return np.fromiter(map(len, rows), np.int64, count=len(rows))
+
+
+def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray) -> np.ndarray:
+    """`[S]` log-prob of each sampled token over its kept support. Validation has shown that each row holds it exactly once."""
+    assert mask.logprobs is not None
+    sampled: np.ndarray = mask.logprobs[mask.ids == np.repeat(output_S, np.diff(mask.offsets))]
+    return sampled
+
+
+def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel) -> RouteRecord:
+    if meta.routed_experts is None:
+        raise RecordRejected(
+            "route_missing",
+            "no routes in the answer",
+            expected="routed_experts",
+            fix="Start the server with --enable-return-routed-experts.",
+        )
+    try:
+        return decode_payload(
+            meta.routed_experts,
+            tokens=tokens_T,
+            num_layers=model.num_layers,
+            layer_ids=model.moe_layer_ids,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+        )
+    except RouteError as error:
+        raise RecordRejected(
+            f"route_{error.reason}",
+            error.what,
+            where=error.where,
+            got=error.got,
+            expected=error.expected,
+            fix=error.fix,
+        ) from error
