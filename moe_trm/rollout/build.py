@@ -16,7 +16,7 @@ MASK_LIMIT = 4096
 
 async def build_controller(config: Config, api_key: str | None) -> RolloutController:
     """Task, engine and controller; returns when the engine has answered."""
-    task = build_task(config)
+    task = build_task(config.task, config.model.checkpoint, config.seed)
     engine: RolloutEngine
     if config.rollout.engine == "bundle":
         assert config.rollout.bundle is not None
@@ -24,7 +24,7 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     else:
         engine = SglangEngine(config, api_key)
     await engine.start()
-    return RolloutController(config, engine, task, sampling_params(config, task.vocab_size, task.stop_token_ids))
+    return RolloutController(config, engine, task, sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids))
 
 
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -81,9 +81,9 @@ class RolloutClient:
         """Report this rank's shard of `version`; returns when the engine serves that version, proved. Raises `ControllerError`."""
         self._ask("push", version=version, directory=directory, entries=entries)
 
-    def evaluate(self) -> dict[str, float]:
-        """Greedy accuracy on held-out prompts."""
-        return self._ask("evaluate").metrics
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask. Empty without held-out prompts."""
+        return self._ask("evaluate", version=version).metrics
 
     def __enter__(self) -> RolloutClient:
         return self

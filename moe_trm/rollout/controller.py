@@ -21,7 +21,8 @@ from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import SampleStore
 from moe_trm.sync.manifest import WeightPush
-from moe_trm.tasks.task import Task
+from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.rewards import score, score_answer
 from moe_trm.types import MiniBatch, Prompt, RolloutRecord, SamplingParams, TrainBatch, TrainRow
 
 
@@ -88,7 +89,9 @@ class RolloutController:
             return {}
         greedy = replace(self._params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
         answers = await self._engine.generate_greedy(prompts, greedy)
-        rewards = [await self._task.score(prompt, ids) for prompt, ids in zip(prompts, answers, strict=True)]
+        rewards = [
+            score_answer(self._task, prompt, ids, finished=bool(ids)) for prompt, ids in zip(prompts, answers, strict=True)
+        ]
         return {
             "eval/accuracy": float(np.mean(rewards)),
             "eval/length_mean": float(np.mean([len(ids) for ids in answers])),
@@ -96,6 +99,7 @@ class RolloutController:
         }
 
     async def close(self) -> None:
+        self._task.close()
         await self._engine.close()
 
     async def _generate(self, step: int) -> None:
@@ -117,7 +121,7 @@ class RolloutController:
         self._ledger.issue()
         try:
             record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
-            record = replace(record, reward=await self._task.reward(prompt, record))
+            record = replace(record, reward=score(self._task, prompt, record))
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             return None

@@ -119,7 +119,7 @@ class ControllerService:
         await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
 
     async def _evaluate(self, request: Request) -> Reply:
-        return Reply(metrics=dict(await self._controller.evaluate()))
+        return Reply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
     async def _end(self, request: Request) -> Reply:
         self._stop.set()
