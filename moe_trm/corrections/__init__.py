@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 
 from moe_trm.corrections.compose import compose
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
-from moe_trm.errors import ConfigError
+from moe_trm.parameters import unknown
 from moe_trm.summable import add, finalize
 
 __all__ = ["BoundRule", "Correction", "Evidence", "RegisteredRule", "add", "compose", "finalize", "get", "names"]
@@ -38,13 +37,6 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> RegisteredRule:
     """The correction registered as `name`; `ConfigError` with the nearest name if there is none."""
     if name not in _MODULE_OF:
-        close = difflib.get_close_matches(name, _MODULE_OF, n=1)
-        raise ConfigError(
-            f"unknown correction {name!r}",
-            where="correction.rules",
-            got=name,
-            expected=", ".join(names()),
-            fix=f"did you mean {close[0]!r}?" if close else "",
-        )
+        raise unknown("correction", name, _MODULE_OF, "correction.rules")
     registered: RegisteredRule = getattr(import_module(f"moe_trm.corrections.{_MODULE_OF[name]}"), name)
     return registered

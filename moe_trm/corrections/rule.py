@@ -6,9 +6,6 @@ It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are p
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,11 +16,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.errors import ConfigError
+from moe_trm.parameters import Parameter, declared, resolve
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]
 Scope = Literal["token", "sequence", "batch"]
-Threshold = float | str
 RuleFunction = Callable[..., Correction]
 
 
@@ -42,44 +39,21 @@ class RegisteredRule:
     name: str
     ratio: str
     scope: Scope
-    defaults: Mapping[str, Threshold]
+    defaults: Mapping[str, Parameter]
     required: tuple[str, ...]
     function: RuleFunction
 
-    def __call__(self, evidence: Evidence, **thresholds: Threshold) -> Correction:
+    def __call__(self, evidence: Evidence, **thresholds: Parameter) -> Correction:
         return self.bind(**thresholds)(evidence)
 
-    def bind(self, **thresholds: Threshold) -> BoundRule:
+    def bind(self, **thresholds: Parameter) -> BoundRule:
         """This rule with its thresholds, checked now: unknown, missing or senseless ones raise `ConfigError`."""
         ratio = thresholds.pop("ratio", self.ratio)
-        known = (*self.required, *self.defaults)
-        for name in thresholds:
-            if name not in known:
-                close = difflib.get_close_matches(name, (*known, "ratio"), n=1)
-                raise ConfigError(
-                    f"unknown threshold {name!r}",
-                    where=f"correction {self.name}",
-                    got=name,
-                    expected=", ".join((*known, "ratio")),
-                    fix=f"did you mean {close[0]!r}?" if close else "",
-                )
-        missing = [name for name in self.required if name not in thresholds]
-        if missing:
-            raise ConfigError(
-                f"threshold {missing[0]!r} has no default",
-                where=f"correction {self.name}",
-                got=dict(thresholds),
-                expected=", ".join(self.required),
-                fix="take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections",
-            )
+        where = f"correction {self.name}"
         if ratio not in RATIO_NAMES:
-            raise ConfigError(
-                "unknown ratio", where=f"correction {self.name}", got=ratio, expected=", ".join(RATIO_NAMES)
-            )
-        resolved = {**self.defaults, **thresholds}
-        for name, value in resolved.items():
-            if isinstance(value, float | int) and math.isnan(value):
-                raise ConfigError("threshold is NaN", where=f"correction {self.name}, {name}", got=value)
+            raise ConfigError("unknown ratio", where=where, got=ratio, expected=", ".join(RATIO_NAMES))
+        fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
+        resolved = resolve(self.function, thresholds, what="threshold", where=where, missing_fix=fix)
         bound = BoundRule(self, str(ratio), resolved)
         bound(_no_evidence())
         return bound
@@ -91,7 +65,7 @@ class BoundRule:
 
     rule: RegisteredRule
     ratio: str
-    thresholds: Mapping[str, Threshold]
+    thresholds: Mapping[str, Parameter]
 
     def __call__(self, evidence: Evidence) -> Correction:
         log_ratio = evidence.ratios.get(self.ratio).detach()
@@ -105,9 +79,7 @@ def rule(*, ratio: Ratio, scope: Scope) -> Callable[[RuleFunction], RegisteredRu
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds."""
 
     def register(function: RuleFunction) -> RegisteredRule:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        required = tuple(p.name for p in parameters if p.default is p.empty)
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        required, defaults = declared(function)
         registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered

@@ -1,0 +1,29 @@
+"""Policy objectives by name. A new one is a file with a decorated function, a line below, and a test."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from moe_trm.losses.aggregate import Aggregation, aggregate
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import BoundObjective, Objective
+from moe_trm.parameters import unknown
+
+__all__ = ["Aggregation", "BoundObjective", "LossInputs", "Objective", "TokenLoss", "aggregate", "get", "names"]
+
+_MODULE_OF = {
+    "ppo_clip": "ppo_clip",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The registered objectives, sorted."""
+    return tuple(sorted(_MODULE_OF))
+
+
+def get(name: str) -> Objective:
+    """The objective registered as `name`; `ConfigError` with the nearest name if there is none."""
+    if name not in _MODULE_OF:
+        raise unknown("loss", name, _MODULE_OF, "loss.name")
+    registered: Objective = getattr(import_module(f"moe_trm.losses.{_MODULE_OF[name]}"), name)
+    return registered

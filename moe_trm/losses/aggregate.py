@@ -1,0 +1,70 @@
+"""How token losses become one number. Shape letters: B sequences, T tokens; N sequences and M tokens of the global minibatch."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_trm.errors import ConfigError
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+
+
+def aggregate(
+    values: Tensor,
+    keep: Tensor,
+    mask: Tensor,
+    mode: str,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    horizon: int | None = None,
+) -> Tensor:
+    """This micro-batch's share of the loss: the plain sum of shares over micro-batches and ranks is the loss of the minibatch.
+
+    | mode | loss | known as |
+    |---|---|---|
+    | `token-mean` | sum(X keep) / M | DAPO, BNPO |
+    | `token-sum` | sum(X keep) | |
+    | `seq-mean-token-mean` | sum_i (sum_t X keep / T_i) / N | GRPO |
+    | `seq-mean-token-sum` | sum_i sum_t X keep / N | TRM, REINFORCE |
+    | `seq-mean-token-sum-norm` | sum_i sum_t X keep / (N H) | Dr.GRPO |
+
+    N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else weigh
+    more. Source: methods.md 1.5.
+
+    Args:
+        values: `[B, T]` token losses; where `keep` is False they may be anything.
+        keep: `[B, T]` bool, tokens that train.
+        mask: `[B, T]` bool, sampled tokens.
+        mode: one of the above.
+        num_sequences, num_tokens: N and M, of the global minibatch.
+        horizon: H of `seq-mean-token-sum-norm`, a constant such as the longest response allowed.
+
+    Raises:
+        ConfigError: an unknown mode, or no `horizon` where it is needed.
+    """
+    row_sums = torch.where(keep & mask, values, 0.0).sum(dim=1)
+    if mode == "token-mean":
+        return row_sums.sum() / max(num_tokens, 1)
+    if mode == "token-sum":
+        return row_sums.sum()
+    if mode == "seq-mean-token-mean":
+        return (row_sums / mask.sum(dim=1).clamp(min=1)).sum() / max(num_sequences, 1)
+    if mode == "seq-mean-token-sum":
+        return row_sums.sum() / max(num_sequences, 1)
+    if mode == "seq-mean-token-sum-norm":
+        if horizon is None or horizon <= 0:
+            raise ConfigError(
+                "seq-mean-token-sum-norm needs a constant horizon",
+                where="loss.aggregation",
+                got=horizon,
+                expected="a positive number of tokens",
+                fix="use the longest response allowed, rollout.max_new_tokens",
+            )
+        return row_sums.sum() / (max(num_sequences, 1) * horizon)
+    raise ConfigError(
+        "unknown aggregation", where="loss.aggregation", got=mode, expected=", ".join(get_args(Aggregation))
+    )

@@ -1,0 +1,74 @@
+"""What an objective reads and what it returns. Shape letters: B sequences, T tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_trm.corrections.evidence import Correction
+from moe_trm.ratios import LogRatios
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch as an objective sees it. `[B, T]` values are read only where `keep` is True.
+
+    Attributes:
+        ratios: log-ratios; `update`, `staleness` and `total` carry the gradient.
+        current_logprobs: `[B, T]` log-probs of the policy in training, with gradient.
+        advantages: `[B, T]` advantage of each token.
+        weights: `[B, T]` correction weights, detached: they multiply the policy term.
+        keep: `[B, T]` bool, tokens that train.
+        turn_ids: `[B, T]` turn of each token, or None for single-turn data.
+        rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
+        group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
+    """
+
+    ratios: LogRatios
+    current_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    keep: Tensor
+    turn_ids: Tensor | None = None
+    rewards: Tensor | None = None
+    group_ids: Tensor | None = None
+
+    @classmethod
+    def corrected(
+        cls, ratios: LogRatios, current_logprobs: Tensor, advantages: Tensor, correction: Correction
+    ) -> LossInputs:
+        """Inputs under a correction's weights and keep mask."""
+        return cls(ratios, current_logprobs, advantages, correction.weights, correction.keep)
+
+    @classmethod
+    def uncorrected(cls, ratios: LogRatios, current_logprobs: Tensor, advantages: Tensor) -> LossInputs:
+        """Inputs with weight 1 on every sampled token."""
+        weights = torch.where(ratios.mask, torch.ones_like(ratios.update.detach()), 0.0)
+        return cls(ratios, current_logprobs, advantages, weights, ratios.mask)
+
+    @property
+    def mask(self) -> Tensor:
+        """`[B, T]` bool, every sampled token, kept or not."""
+        return self.ratios.mask
+
+    def kept(self) -> LossInputs:
+        """The same inputs with harmless zeros on tokens that do not train: neither values nor gradients can leak from there."""
+        advantages = torch.where(self.keep, self.advantages.detach(), 0.0)
+        current = torch.where(self.keep, self.current_logprobs, 0.0)
+        return replace(self, advantages=advantages, current_logprobs=current.to(self.ratios.update.dtype))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """What an objective says of a micro-batch.
+
+    Attributes:
+        values: `[B, T]` loss of each token, to be minimised, already multiplied by the correction weights; read where `keep` is True.
+        metrics: summable metrics (see `moe_trm.summable`).
+    """
+
+    values: Tensor
+    metrics: Mapping[str, Tensor]

@@ -1,0 +1,54 @@
+"""Keyword parameters of registered functions, checked when a run is configured instead of when they are first used."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from moe_trm.errors import ConfigError
+
+Parameter = float | str | None
+
+
+def declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Parameter]]:
+    """Names of the keyword-only parameters without a default, and the defaults of the others."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    required = tuple(p.name for p in parameters if p.default is p.empty)
+    return required, {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def resolve(
+    function: Callable[..., Any], given: Mapping[str, Parameter], *, what: str, where: str, missing_fix: str = ""
+) -> dict[str, Parameter]:
+    """`given` over the defaults of `function`. Unknown names, missing ones and NaN raise `ConfigError`."""
+    required, defaults = declared(function)
+    for name, value in given.items():
+        if name not in (*required, *defaults):
+            raise unknown(what, name, (*required, *defaults), where)
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{what} is NaN", where=f"{where}, {name}", got=value)
+    for name in required:
+        if name not in given:
+            raise ConfigError(
+                f"{what} {name!r} has no default",
+                where=where,
+                got=dict(given),
+                expected=", ".join(required),
+                fix=missing_fix,
+            )
+    return {**defaults, **given}
+
+
+def unknown(what: str, name: str, known: Collection[str], where: str) -> ConfigError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return ConfigError(
+        f"unknown {what} {name!r}",
+        where=where,
+        got=name,
+        expected=", ".join(sorted(known)) or "none",
+        fix=f"did you mean {close[0]!r}?" if close else "",
+    )
