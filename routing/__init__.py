@@ -4,4 +4,12 @@ from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, token_digest
 
-__all__ = ["Layout", "ReplayProofError", "ReplayRefusedError", "RouteError", "RouteRecord", "expert_dtype", "token_digest"]
+__all__ = [
+    "Layout",
+    "ReplayProofError",
+    "ReplayRefusedError",
+    "RouteError",
+    "RouteRecord",
+    "expert_dtype",
+    "token_digest",
+]

@@ -172,6 +172,7 @@ class MegatronReplayer:
         self._active: ReplayPass | None = None
         self._backward: ReplayPass | None = None
         self._taps: dict[int, _RouterTap] = {}
+        self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []
         self._check_layers()
         self._device = next(chunks[0].parameters()).device
@@ -187,13 +188,13 @@ class MegatronReplayer:
         return tuple(sorted(self._taps))
 
     def detach(self) -> None:
-        """Give the routers back: no hooks, no replay objects."""
+        """Give the routers back as they were found."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for _, layers in self._chunks.values():
-            for _, moe in layers:
-                moe.router.router_replay = None
+            for layer, moe in layers:
+                moe.router.router_replay = self._previous[layer]
         self._taps.clear()
 
     @contextmanager
@@ -346,6 +347,7 @@ class MegatronReplayer:
 
     def _attach(self, layer: int, moe: Any) -> None:
         tap = _RouterTap(layer, self._running)
+        self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
@@ -393,9 +395,9 @@ class MegatronReplayer:
             for layer, moe in layers:
                 if layer not in self._model_layer_ids:
                     raise ReplayRefusedError(f"layer {layer} is a MoE layer, but moe_layer_freq says it is dense")
-                if moe.router.router_replay is not None:
+                if isinstance(moe.router.router_replay, _RouterTap):
                     raise ReplayRefusedError(
-                        f"the router of layer {layer} already has a replay object; detach the other replayer first"
+                        f"the router of layer {layer} already belongs to a replayer; detach that one first"
                     )
 
     def _check_ours(self) -> None:

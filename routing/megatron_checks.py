@@ -68,12 +68,6 @@ def _refusals(config: Any) -> Iterator[tuple[str, str, str]]:
             "their routers have no recorded routes",
             "Use a model without MTP layers.",
         )
-    if get("moe_enable_routing_replay"):
-        yield (
-            "moe_enable_routing_replay",
-            "Megatron's own replay object sits where ours belongs",
-            "Leave it off: it is not needed.",
-        )
     if get("overlap_moe_expert_parallel_comm"):
         yield (
             "overlap_moe_expert_parallel_comm",

@@ -160,12 +160,12 @@ def check_records(records: Sequence[RouteRecord | None], input_ids: Tensor, targ
 def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> list[int]:
     """Columns of `record.experts` that hold `layer_ids`. Raises `RouteError` when the record is of another model."""
     missing = sorted(set(layer_ids) - set(record.layer_ids))
-    if missing:
+    if missing or len(record.layer_ids) != record.experts.shape[1]:
         raise RouteError(
             "layers",
             "the record lacks routes of some MoE layers",
             got=record.layer_ids,
-            expected=f"also layers {missing}",
+            expected=f"also layers {missing}, one column each",
         )
     if (record.num_experts, record.top_k) != (num_experts, top_k):
         raise RouteError(
@@ -217,5 +217,9 @@ def local_targets(
             )
         columns = layer_columns(record, layer_ids, num_experts, top_k)
         routes_BRLK[row, : record.num_rows] = torch.from_numpy(record.experts[:, columns].astype(np.int64))
+    if int(routes_BRLK.max()) >= num_experts:
+        raise RouteError(
+            "range", "expert id out of range", got=int(routes_BRLK.max()), expected=f"0..{num_experts - 1}"
+        )
     local_LNK = layout.to_router(routes_BRLK).transpose(0, 1).contiguous()
     return dict(zip(layer_ids, local_LNK.unbind(0), strict=True))

@@ -1,0 +1,508 @@
+"""Replay on real Megatron-Core models, one process and expert parallel over two: what is forced happens, and what goes wrong stops.
+
+Each world runs once, in processes of its own; every scenario reports by itself. Routes are random valid ones, unlike the natural ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import traceback
+import weakref
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from routing import Layout, ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
+from routing.megatron import MegatronReplayer
+from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
+
+LAYERS, E, K, VOCAB, B, R = (0, 2, 3), 8, 2, 64, 3, 8
+LENGTHS = (8, 5, 3)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def config(**changes: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options: dict[str, Any] = {
+        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 16, "num_attention_heads": 4,
+        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "bias_activation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False, "persist_layer_norm": False, "num_moe_experts": E, "moe_router_topk": K,
+        "moe_layer_freq": [1, 0, 1, 1], "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
+        "moe_router_dtype": "fp32", "use_cpu_initialization": True, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
+        "expert_model_parallel_size": dist.get_world_size(),
+    }  # fmt: skip
+    return TransformerConfig(**(options | changes))
+
+
+def build(**changes: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    from moe_trm.learner.megatron.cpu import cpu_block_spec
+
+    settings = config(**changes)
+    model = GPTModel(settings, cpu_block_spec(settings), VOCAB, R, position_embedding_type="rope")
+    first_expert = parallel_state.get_expert_model_parallel_rank() * E // dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if "local_experts" in parts:
+            place = parts.index("local_experts") + 1
+            parts[place] = str(int(parts[place]) + first_expert)
+        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
+        if parameter.ndim > 1:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model
+
+
+def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(1, VOCAB, (B, R + 1), generator=torch.Generator().manual_seed(seed))
+    valid = torch.arange(R)[None] < torch.tensor(LENGTHS)[:, None]
+    return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous(), "valid": valid}
+
+
+def sequences(data: dict[str, torch.Tensor]) -> list[np.ndarray]:
+    return [np.append(data["input_ids"][b, :n], data["target_ids"][b, n - 1]) for b, n in enumerate(LENGTHS)]
+
+
+def random_records(data: dict[str, torch.Tensor], seed: int = 0) -> ReplayRecords:
+    rng = np.random.default_rng(seed)
+    draw = [np.argsort(rng.random((n, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8) for n in LENGTHS]
+    return ReplayRecords(
+        tuple(RouteRecord(d, LAYERS, E, token_digest(t)) for d, t in zip(draw, sequences(data), strict=True))
+    )
+
+
+def natural_records(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> ReplayRecords:
+    taken = record(replayer, model, data)
+    whole = (
+        torch.stack([Layout(B, R).from_router(taken.experts[layer]) for layer in LAYERS], dim=2)
+        .numpy()
+        .astype(np.uint8)
+    )
+    return ReplayRecords(
+        tuple(
+            RouteRecord(whole[b, :n].copy(), LAYERS, E, token_digest(t))
+            for (b, n), t in zip(enumerate(LENGTHS), sequences(data), strict=True)
+        )
+    )
+
+
+def forward(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    positions = torch.arange(R).expand(B, R)
+    return model(data["input_ids"], positions, None)
+
+
+def run(replayer: MegatronReplayer, model: Any, source: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    with replayer.use(source, Layout(B, R), **data):
+        return forward(model, data)
+
+
+def record(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> Recorded:
+    with torch.no_grad(), replayer.use(Record(), Layout(B, R), **data) as running:
+        forward(model, data)
+    return running.recorded()
+
+
+def edit(source: ReplayRecords, change: Callable[[np.ndarray], np.ndarray]) -> ReplayRecords:
+    return ReplayRecords(
+        tuple(replace(r, experts=np.ascontiguousarray(change(r.experts))) for r in source.records if r is not None)
+    )
+
+
+def router_gradients(model: Any) -> list[torch.Tensor]:
+    return [model.decoder.layers[layer].mlp.router.weight.grad.clone() for layer in LAYERS]
+
+
+def use_expected_sets(_: Path, dispatcher: str) -> None:
+    model, data = build(moe_token_dispatcher_type=dispatcher), batch()
+    replayer, source, maps = MegatronReplayer(model, max_local_flip_rate=1.0), random_records(data), {}
+    for layer in LAYERS:
+        moe = model.decoder.layers[layer].mlp
+        moe.router.register_forward_hook(lambda _m, _a, out, layer=layer: maps.__setitem__(layer, out[1].clone()))
+    natural = run(replayer, model, Native(), data)
+    assert not torch.allclose(run(replayer, model, source, data), natural)
+    for place, layer in enumerate(LAYERS):
+        for b, n in enumerate(LENGTHS):
+            for r in range(n):
+                assert maps[layer][r * B + b].nonzero().flatten().tolist() == sorted(
+                    source.records[b].experts[r, place].tolist()
+                )
+    report = replayer.report(dist.group.WORLD)
+    assert report.replayed == report.matched == sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
+    assert report.applied_fraction == 1.0
+    assert report.local_flip_rate > 0.8
+    assert set(report.local_flips_by_layer) == set(LAYERS)
+    assert replayer.report(dist.group.WORLD).replayed == 0
+
+
+def forced_sets_alltoall(folder: Path) -> None:
+    use_expected_sets(folder, "alltoall")
+
+
+def forced_sets_allgather(folder: Path) -> None:
+    use_expected_sets(folder, "allgather")
+
+
+def natural_records_change_nothing(_: Path) -> None:
+    for changes in (
+        {},
+        {"moe_router_pre_softmax": True},
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+        },
+    ):
+        model, data = build(**changes), batch()
+        if changes.get("moe_router_enable_expert_bias"):
+            for layer in LAYERS:
+                model.decoder.layers[layer].mlp.router.expert_bias.copy_(torch.linspace(-0.3, 0.3, E))
+        stock = forward(model, data).detach()
+        replayer = MegatronReplayer(model)
+        source = natural_records(replayer, model, data)
+        real = data["valid"]
+        assert torch.equal(run(replayer, model, Native(), data), stock)
+        # Padding goes to other experts, so their matrix products have other shapes: equal to rounding, not to the bit.
+        torch.testing.assert_close(run(replayer, model, source, data)[real], stock[real], rtol=1e-5, atol=1e-5)
+        report = replayer.report(dist.group.WORLD)
+        assert (report.local_flips, report.applied_fraction) == (0, 1.0)
+        assert report.replayed > 0
+        replayer.detach()
+        assert torch.equal(forward(model, data), stock)
+
+
+def gates_come_from_live_logits(_: Path) -> None:
+    model, data = build(), batch()
+    replayer, source = MegatronReplayer(model, max_local_flip_rate=1.0), random_records(data)
+    seen: list[Any] = []
+    router = model.decoder.layers[2].mlp.router
+    router.register_forward_hook(lambda module, args, out: seen.append((module.gating(args[0]).flatten(0, 1), out[0])))
+    run(replayer, model, source, data).sum().backward()
+    logits, probs = seen[0]
+    ids = torch.from_numpy(source.records[1].experts[4, 1].astype(np.int64))
+    row = 4 * B + 1
+    torch.testing.assert_close(probs[row, ids], logits[row, ids].softmax(0))
+    assert all(gradient.abs().sum() > 0 for gradient in router_gradients(model))
+
+
+def r2_is_bit_identical(_: Path) -> None:
+    model, data = build(), batch()
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    with torch.inference_mode(), replayer.use(Record(), Layout(B, R), **data) as running:
+        first = forward(model, data)
+    source = ReplayRecorded(running.recorded())
+    replayed = run(replayer, model, source, data)
+    assert torch.equal(replayed, first)
+    replayed.sum().backward()
+    assert replayer.report(dist.group.WORLD).local_flips == 0
+    with torch.no_grad():
+        for layer in LAYERS:
+            model.decoder.layers[layer].mlp.router.weight.neg_()
+    run(replayer, model, source, data)
+    report = replayer.report(dist.group.WORLD)
+    assert report.local_flip_rate > 0.5
+    assert report.applied_fraction == 1.0
+    with pytest.raises(RouteError) as error:
+        run(replayer, model, source, batch(seed=1))
+    assert error.value.reason == "digest"
+
+
+def stops(check: Callable[[MegatronReplayer, Any, dict[str, torch.Tensor]], None], match: str, **options: Any) -> None:
+    """`check` runs a replay that is broken; the report must refuse it on every rank."""
+    model, data = build(), batch()
+    replayer = MegatronReplayer(model, **options)
+    check(replayer, model, data)
+    with pytest.raises(ReplayProofError, match=match):
+        replayer.report(dist.group.WORLD)
+
+
+def deleted_call_stops(_: Path) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:  # on one rank only: all ranks must stop
+            tap = model.decoder.layers[2].mlp.router.router_replay
+            tap.get_replay_topk = lambda scores, topk, groups, group_topk, live: live(scores, topk, groups, group_topk)
+        run(replayer, model, random_records(data), data)
+
+    stops(check, "layer 2", max_local_flip_rate=1.0)
+
+
+def wrong_map_stops(_: Path) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            cut = Layout.router_index
+            patch.setattr(Layout, "router_index", lambda self: cut(self).roll(B))
+            run(replayer, model, random_records(data), data)
+
+    stops(check, "the dispatcher used exactly them for", max_local_flip_rate=1.0)
+
+
+def swapped_targets_stop(_: Path) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+        with replayer.use(random_records(data), Layout(B, R), **data) as running:
+            running.targets = dict(running.targets) | {2: running.targets[3], 3: running.targets[2]}
+            forward(model, data)
+
+    stops(check, "layer 2", max_local_flip_rate=1.0)
+
+
+def shifted_rows_stop(_: Path) -> None:
+    stops(
+        lambda p, m, d: run(p, m, edit(natural_records(p, m, d), lambda e: np.roll(e, 1, axis=0)), d),
+        "local|live router",
+    )
+
+
+def swapped_layers_stop(_: Path) -> None:
+    stops(lambda p, m, d: run(p, m, edit(natural_records(p, m, d), lambda e: e[:, [1, 0, 2]]), d), "live router")
+
+
+def swapped_and_stale_samples_stop(_: Path) -> None:
+    model, data = build(), batch()
+    replayer = MegatronReplayer(model)
+    data["valid"] = data["valid"][:1].expand(B, R).clone()
+    taken = record(replayer, model, data)
+    whole = (
+        torch.stack([Layout(B, R).from_router(taken.experts[layer]) for layer in LAYERS], dim=2)
+        .numpy()
+        .astype(np.uint8)
+    )
+    records = [
+        RouteRecord(whole[b], LAYERS, E, token_digest(np.append(data["input_ids"][b], data["target_ids"][b, -1])))
+        for b in range(B)
+    ]
+    run(replayer, model, ReplayRecords(tuple(records)), data)
+    stale = data | {"input_ids": data["input_ids"].clone()}
+    stale["input_ids"][2, 4] = (stale["input_ids"][2, 4] + 1) % VOCAB
+    for source, tokens in ((records[::-1], data), (records, stale)):
+        with pytest.raises(RouteError) as error:
+            run(replayer, model, ReplayRecords(tuple(source)), tokens)
+        assert error.value.reason == "digest"
+    report = replayer.report(dist.group.WORLD)
+    assert report.replayed == B * R * len(LAYERS) * dist.get_world_size()
+
+
+def forwards_that_escape_stop(_: Path) -> None:
+    model, other, data = build(), build(), batch()
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    source = random_records(data)
+    with pytest.raises(ReplayProofError, match="outside `use`"):
+        forward(model, data)
+    with pytest.raises(ReplayProofError, match="forwarded once"):
+        run(replayer, other, source, data)
+    with pytest.raises(ReplayProofError, match="forwarded once"), replayer.use(source, Layout(B, R), **data):
+        forward(model, data), forward(model, data)
+    with pytest.raises(ReplayProofError, match="attached to"):
+        replayer.use(source, Layout(B, R), **data, model=other).__enter__()
+    with pytest.raises(ReplayRefusedError, match="already belongs"):
+        MegatronReplayer(model)
+    with pytest.raises(RouteError):
+        replayer.use(source, Layout(B, R, 2, 0), **data).__enter__()
+    for change, reason in (
+        (lambda r: replace(r, layer_ids=(0, 1, 2)), "layers"),
+        (lambda r: replace(r, experts=r.experts[:, :2]), "layers"),
+        (lambda r: replace(r, experts=r.experts + np.uint8(E)), "range"),
+    ):
+        with pytest.raises(RouteError) as error:
+            run(replayer, model, ReplayRecords(tuple(change(r) for r in source.records)), data)
+        assert error.value.reason == reason
+    model.decoder.layers[2].mlp.router.router_replay = None
+    with pytest.raises(ReplayProofError, match="rebuilt"):
+        run(replayer, model, source, data)
+
+
+def two_models_do_not_meet(_: Path) -> None:
+    actor, reference, data = build(), build(), batch()
+    stock = forward(reference, data).detach()
+    one, two = MegatronReplayer(actor, max_local_flip_rate=1.0), MegatronReplayer(reference, max_local_flip_rate=1.0)
+    with one.use(random_records(data), Layout(B, R), **data):
+        inner = run(two, reference, Native(), data)
+        forced = forward(actor, data)
+    assert torch.equal(inner, stock)
+    assert not torch.allclose(forced, stock)
+    assert two.report(dist.group.WORLD).replayed == 0
+    assert one.report(dist.group.WORLD).replayed == sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
+
+
+def recompute_uses_the_same_routes(_: Path) -> None:
+    """Four micro-batches are forwarded before any backward; backwards come in both orders."""
+    gradients = []
+    for changes, reverse in (({}, False), (FULL, False), (FULL, True), (SELECTIVE, True)):
+        model = build(**changes)
+        replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+        outputs = [run(replayer, model, random_records(batch(i), seed=i), batch(i)) for i in range(4)]
+        for output in reversed(outputs) if reverse else outputs:
+            output.float().square().mean().backward()
+        gradients.append(router_gradients(model) + [model.embedding.word_embeddings.weight.grad])
+        report = replayer.report(dist.group.WORLD)
+        passes = 2 if changes else 1
+        assert report.replayed == passes * 4 * sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
+        assert replayer._backward is None
+    for other in gradients[1:]:
+        for left, right in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+def recompute_that_escapes_stops(_: Path) -> None:
+    """A recomputation that ignores its routes is counted too."""
+    model, data = build(**FULL), batch()
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    output = run(replayer, model, random_records(data), data)
+    tap = model.decoder.layers[3].mlp.router.router_replay
+    tap.get_replay_topk = lambda scores, topk, groups, group_topk, live: live(scores, topk, groups, group_topk)
+    output.sum().backward()
+    with pytest.raises(ReplayProofError, match="layer 3"):
+        replayer.report(dist.group.WORLD)
+
+
+def nothing_is_left_behind(_: Path) -> None:
+    model, data = build(**FULL), batch()
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    with replayer.use(random_records(data), Layout(B, R), **data) as running:
+        output = forward(model, data)
+    alive = weakref.ref(running)
+    output.sum().backward()
+    del running, output
+    gc.collect()
+    assert alive() is None
+
+
+def inside_megatron_schedule(_: Path) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model = build(**FULL)
+    replayer = MegatronReplayer([model], max_local_flip_rate=1.0)
+
+    def step(batches: Any, chunk: Any) -> Any:
+        seed = next(batches)
+        data = batch(seed)
+        return run(replayer, chunk, random_records(data, seed), data), lambda out: (out.float().square().mean(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(range(3)),
+        model=[model],
+        num_microbatches=3,
+        seq_length=R,
+        micro_batch_size=B,
+        forward_only=False,
+    )
+    assert replayer.report(dist.group.WORLD).replayed == 2 * 3 * sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
+
+
+def parallel_equals_one_process(folder: Path) -> None:
+    """Every rank forwards the same micro-batch, so gradients of one process are those of each rank over the world size."""
+    for dispatcher in ("alltoall", "allgather"):
+        model, data = build(moe_token_dispatcher_type=dispatcher, **FULL), batch()
+        replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+        output = run(replayer, model, random_records(data), data)
+        output.float().square().mean().backward()
+        replayer.report(dist.group.WORLD)
+        result = [output.detach()[data["valid"]], *router_gradients(model)]
+        if dist.get_world_size() == 1:
+            torch.save(result, folder / f"{dispatcher}.pt")
+        else:
+            for mine, single in zip(result, torch.load(folder / f"{dispatcher}.pt", weights_only=True), strict=True):
+                torch.testing.assert_close(mine, single, rtol=1e-5, atol=1e-6)
+
+
+def refusals(_: Path) -> None:
+    for changes, match in (
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_expert_capacity_factor": 1.0}, "capacity"),
+        (
+            {
+                "num_moe_experts": None,
+                "moe_layer_freq": 1,
+                "moe_ffn_hidden_size": None,
+                "expert_model_parallel_size": 1,
+            },
+            "dense",
+        ),
+    ):
+        with pytest.raises(ReplayRefusedError, match=match):
+            MegatronReplayer(build(**changes))
+    model = build()
+    for name, value in (
+        ("moe_router_fusion", True),
+        ("mtp_num_layers", 1),
+        ("cuda_graph_impl", "local"),
+        ("moe_token_dispatcher_type", "flex"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ReplayRefusedError):
+            patch.setattr(model.config, name, value)
+            MegatronReplayer(model)
+
+
+SCENARIOS = [
+    forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits, r2_is_bit_identical,
+    deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop, swapped_layers_stop, swapped_and_stale_samples_stop,
+    forwards_that_escape_stop, two_models_do_not_meet, recompute_uses_the_same_routes, recompute_that_escapes_stops,
+    nothing_is_left_behind, inside_megatron_schedule, parallel_equals_one_process, refusals,
+]  # fmt: skip
+
+
+def worker(rank: int, world: int, port: int, folder: Path, results: Any) -> None:
+    """Run every scenario on this rank; a failing one is reported and the next goes on (ranks fail alike, or time out together)."""
+    from moe_trm.learner.megatron.cpu import install
+
+    install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    for scenario in SCENARIOS:
+        try:
+            scenario(folder)
+            results.put((world, scenario.__name__, rank, ""))
+        except BaseException:
+            results.put((world, scenario.__name__, rank, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[str]]:
+    """(world size, scenario) -> one report per rank, empty when it passed."""
+    context, folder = get_context("spawn"), tmp_path_factory.mktemp("replay")
+    found: dict[tuple[int, str], list[str]] = {}
+    for world in (1, 2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        results = context.Queue()
+        ranks = [
+            context.Process(target=worker, args=(rank, world, port, folder, results), daemon=True)
+            for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        for _ in range(world * len(SCENARIOS)):
+            size, name, rank, text = results.get(timeout=120)
+            found.setdefault((size, name), []).append(text and f"rank {rank} of {size}:\n{text}")
+        for rank in ranks:
+            rank.join(30)
+    return found
+
+
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+@pytest.mark.parametrize("world", [1, 2])
+def test_replay(world: int, scenario: str, outcomes: dict[tuple[int, str], list[str]]) -> None:
+    reports = outcomes[world, scenario]
+    assert len(reports) == world
+    assert not any(reports), "\n".join(reports)
