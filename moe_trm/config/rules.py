@@ -56,6 +56,13 @@ def _task(config: Config) -> Iterator[Problem]:
         yield Problem(
             "task.prompts", f"task {task.name} reads its prompts from a file", got="none", expected="a JSONL file"
         )
+    if task.template is not None and "{prompt}" not in task.template:
+        yield Problem(
+            "task.template",
+            "the template leaves the prompt out",
+            got=repr(task.template),
+            expected="a text with {prompt} in it",
+        )
     if config.train.eval_every and not has_evaluation(config):
         yield Problem(
             "train.eval_every",
@@ -126,6 +133,8 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("task", "max_digits", task.name != "arithmetic", f"task.name={task.name} reads its prompts from a file"),
         ("task", "prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "eval_prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("task", "template", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("task", "chat", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),

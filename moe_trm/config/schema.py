@@ -48,6 +48,10 @@ class TaskConfig(Section):
     """`arithmetic`: digits of the larger operand."""
     reward: Literal["exact", "math_verify"] | None = None
     """How an answer is compared: the text after the last `#`, or mathematical equality. Wrong is 0, right is 1; none: `math_verify` for `gsm8k`, `exact` elsewhere."""
+    template: str | None = None
+    """Text around a prompt read from a file, with `{prompt}` where it goes; none: `Question: {prompt}\\nAnswer:` for `gsm8k`, the prompt alone for `jsonl`."""
+    chat: bool = False
+    """Give prompts read from a file as the user's message of the tokenizer's chat template."""
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of each step, so that there is nothing to learn."""
 

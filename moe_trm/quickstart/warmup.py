@@ -1,0 +1,283 @@
+"""Supervised warm-up: a start from which RL has something to find.
+
+Phase 1 teaches the tiny model to work arithmetic problems out in writing. Phase 2 makes most answers a bare `#` and a guess.
+Afterwards the greedy answer is a guess that is mostly wrong, while the ability to work it out is still there: RL can teach
+the model to show its working, and nothing else would raise its accuracy that fast.
+
+`python -m moe_trm.quickstart.warmup --out DIR --seed N` writes a Hugging Face checkpoint and `warmup.json` beside it.
+Shape letters: B sequences, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast
+
+from moe_trm.errors import MoeTrmError
+from moe_trm.quickstart.checkpoint import EOS, PAD, character_tokenizer, save, tiny_model
+from moe_trm.tasks.arithmetic import held_out_problems
+from moe_trm.tasks.problems import Problem, draw
+
+if TYPE_CHECKING:
+    from transformers import Qwen3MoeForCausalLM
+
+_IGNORED = -100
+
+
+class WarmupError(MoeTrmError):
+    """The warm-up did not reach a start from which the quickstart can learn."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The warm-up's settings.
+
+    Attributes:
+        enough: share of problems solved with working that ends phase 1.
+        max_steps: limit of phase 1; `check_every` steps between its measurements, the first after `first_check`.
+        mixed_steps: steps of phase 2, in which `direct_share` of the answers are bare guesses; while greedy accuracy is above
+            `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
+        min_working: what the finished start must still solve when it may not begin with `#`.
+        max_seconds: wall-clock limit of the whole warm-up.
+    """
+
+    batch_size: int = 64
+    pool_batches: int = 4
+    lr: float = 1.5e-3
+    lr_warmup_steps: int = 30
+    lr_floor: float = 0.1
+    max_digits: int = 3
+    steps: int = 400
+    further_steps: int = 50
+    max_steps: int = 700
+    enough: float = 0.8
+    mixed_lr: float = 5e-4
+    mixed_steps: int = 60
+    direct_share: float = 0.6
+    max_greedy: float = 0.25
+    extra_steps: int = 20
+    extra_rounds: int = 4
+    min_working: float = 0.65
+    max_new_tokens: int = 48
+    eval_size: int = 256
+    max_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """What was done: steps of both phases, held-out accuracies (greedy; and greedy when the first token may not be `#`), cost."""
+
+    seed: int
+    steps: int
+    mixed_steps: int
+    greedy_accuracy: float
+    working_accuracy: float
+    seconds: float
+    cpu_seconds: float
+
+
+class Warmup:
+    """One model on its way from random weights to the quickstart's start."""
+
+    def __init__(self, seed: int, recipe: Recipe) -> None:
+        self.recipe, self.seed = recipe, seed
+        self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
+        self.model: Qwen3MoeForCausalLM = tiny_model(seed)
+        self.model.set_experts_implementation("grouped_mm")
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        self.rng = random.Random(f"warmup-{seed}")
+        self.step = 0
+        self._pool: list[list[tuple[list[int], list[int]]]] = []
+        self._start, self._cpu_start = time.monotonic(), time.process_time()
+
+    def run(self) -> WarmupReport:
+        """Both phases. Raises `WarmupError` rather than leave a start that cannot work."""
+        check = random.Random(f"warmup-check-{self.seed}")
+        problems = [draw(check, self.recipe.max_digits, held_out=False) for _ in range(self.recipe.eval_size)]
+        self._learn_working(problems)
+        learnt_at = self.step
+        self._learn_to_guess(problems)
+        held_out = held_out_problems(self.recipe.max_digits, self.recipe.eval_size)
+        greedy, working = self.accuracy(held_out), self.accuracy(held_out, ban_direct=True)
+        self._say(f"warm-up done: held-out accuracy {greedy:.3f} greedy, {working:.3f} when made to show its working")
+        if greedy > 0.30 or working < self.recipe.min_working:
+            raise WarmupError(
+                "the warm-up ended in a start that the quickstart cannot use",
+                where=f"seed {self.seed}, step {self.step}",
+                got=f"greedy accuracy {greedy:.3f}, with working {working:.3f}",
+                expected=f"at most 0.30, and at least {self.recipe.min_working}",
+                fix="try another seed",
+            )
+        return WarmupReport(self.seed, learnt_at, self.step - learnt_at, greedy, working, *self._cost())
+
+    def _learn_working(self, problems: Sequence[Problem]) -> None:
+        recipe, solved = self.recipe, 0.0
+        for target in range(recipe.steps, recipe.max_steps + 1, recipe.further_steps):
+            while self.step < target:
+                loss = self._train_step(direct_share=0.0, lr=recipe.lr * self._schedule())
+                if self.step % 50 == 0:
+                    self._say(f"warm-up step {self.step}: loss {loss:.3f}")
+            solved = self.accuracy(problems)
+            self._say(f"warm-up step {self.step}: solves {solved:.2f} with working")
+            if solved >= recipe.enough:
+                return
+        raise WarmupError(
+            "the warm-up did not learn to work problems out",
+            where=f"seed {self.seed}",
+            got=f"{solved:.2f} solved after {self.step} steps",
+            expected=f"at least {self.recipe.enough}",
+            fix="try another seed, or raise max_steps",
+        )
+
+    def _schedule(self) -> float:
+        """Share of the peak learning rate at this step: up linearly, then down linearly, then constant."""
+        recipe = self.recipe
+        rising = (self.step + 1) / recipe.lr_warmup_steps
+        falling = 1 - (self.step - recipe.lr_warmup_steps) / (recipe.steps - recipe.lr_warmup_steps)
+        return max(recipe.lr_floor, min(1.0, rising, falling)) if self.step >= recipe.lr_warmup_steps else rising
+
+    def _learn_to_guess(self, problems: Sequence[Problem]) -> None:
+        self._pool.clear()
+        rounds = [self.recipe.mixed_steps] + [self.recipe.extra_steps] * self.recipe.extra_rounds
+        for steps in rounds:
+            for _ in range(steps):
+                self._train_step(direct_share=self.recipe.direct_share, lr=self.recipe.mixed_lr)
+            greedy, working = self.accuracy(problems), self.accuracy(problems, ban_direct=True)
+            self._say(
+                f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is now the habit"
+            )
+            if greedy <= self.recipe.max_greedy and working >= self.recipe.min_working:
+                return
+
+    def _train_step(self, *, direct_share: float, lr: float) -> float:
+        if time.monotonic() - self._start > self.recipe.max_seconds:
+            raise WarmupError(
+                "the warm-up takes too long",
+                where=f"step {self.step}",
+                got=f"more than {self.recipe.max_seconds:.0f} s",
+                expected="about 90 s on two free cores",
+                fix="free the cores and try again",
+            )
+        self.step += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        input_ids, targets = self._batch(direct_share)
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def _batch(self, direct_share: float) -> tuple[Tensor, Tensor]:
+        """Input ids `[B, T]` and targets `[B, T]`, the latter only on the answer."""
+        if not self._pool:
+            self._pool = self._draw_pool(direct_share)
+        rows = self._pool.pop()
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        ids = torch.full((len(rows), width), PAD)
+        targets = torch.full((len(rows), width), _IGNORED)
+        for row, (prompt, answer) in enumerate(rows):
+            end = len(prompt) + len(answer)
+            ids[row, :end] = torch.tensor(prompt + answer)
+            targets[row, len(prompt) : end] = ids[row, len(prompt) : end]
+        return ids[:, :-1], targets[:, 1:]
+
+    def _draw_pool(self, direct_share: float) -> list[list[tuple[list[int], list[int]]]]:
+        """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding."""
+        size, rows = self.recipe.batch_size, []
+        for _ in range(self.recipe.pool_batches * size):
+            problem = draw(self.rng, self.recipe.max_digits, held_out=False)
+            solution = problem.solution(with_working=self.rng.random() >= direct_share)
+            answer = [*self.tokenizer.encode(solution, add_special_tokens=False), EOS]
+            rows.append((self.tokenizer.encode(problem.prompt), answer))
+        rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+        pool = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self.rng.shuffle(pool)
+        return pool
+
+    def accuracy(self, problems: Sequence[Problem], *, ban_direct: bool = False) -> float:
+        """Share of problems whose greedy answer is right; `ban_direct` forbids `#` as the first token."""
+        by_length: dict[int, list[Problem]] = {}
+        for problem in problems:
+            by_length.setdefault(len(problem.prompt), []).append(problem)
+        return sum(self._num_solved(group, ban_direct) for group in by_length.values()) / len(problems)
+
+    @torch.no_grad()
+    def _num_solved(self, problems: Sequence[Problem], ban_direct: bool) -> int:
+        banned = self.tokenizer.convert_tokens_to_ids("#")
+        ids = torch.tensor([self.tokenizer.encode(problem.prompt) for problem in problems])
+        finished, sampled = torch.zeros(len(problems), dtype=torch.bool), []
+        cache = None
+        for position in range(self.recipe.max_new_tokens):
+            output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, logits_BV = output.past_key_values, output.logits[:, -1]
+            if ban_direct and position == 0:
+                logits_BV[:, banned] = float("-inf")
+            ids = logits_BV.argmax(-1, keepdim=True)
+            sampled.append(ids[:, 0])
+            finished |= ids[:, 0] == EOS
+            if finished.all():
+                break
+        rows = torch.stack(sampled, 1).tolist()
+        return sum(self._solved(problem, row) for problem, row in zip(problems, rows, strict=True))
+
+    def _solved(self, problem: Problem, row: list[int]) -> bool:
+        text = self.tokenizer.decode(row[: row.index(EOS)]) if EOS in row else ""
+        return "#" in text and text.rpartition("#")[2] == problem.answer
+
+    def _cost(self) -> tuple[float, float]:
+        return time.monotonic() - self._start, time.process_time() - self._cpu_start
+
+    def _say(self, text: str) -> None:
+        seconds, cpu_seconds = self._cost()
+        print(f"[{seconds:5.1f} s, {cpu_seconds:5.1f} s cpu] {text}", flush=True)
+
+
+def warm_up(folder: Path, seed: int = 0, recipe: Recipe | None = None) -> WarmupReport:
+    """Make the quickstart's start in `folder`: a checkpoint, and what was done as `warmup.json`. Raises `WarmupError`."""
+    warmup = Warmup(seed, recipe or Recipe())
+    report = warmup.run()
+    save(warmup.model, warmup.tokenizer, folder)
+    (folder / "warmup.json").write_text(
+        json.dumps({"report": asdict(report), "recipe": asdict(warmup.recipe)}, indent=2) + "\n"
+    )
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; exit status 2 after a `WarmupError`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_trm.quickstart.warmup", description="make and warm up the quickstart's tiny model"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="seeds weights and data")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch threads")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    try:
+        warm_up(args.out, args.seed)
+    except MoeTrmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The arithmetic task: problems are drawn, not read, and the model may show its working before the answer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from moe_trm.errors import ConfigError
+from moe_trm.tasks.problems import Problem, draw
+from moe_trm.tasks.rewards import exact
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt
+
+
+class ArithmeticTask:
+    """See `moe_trm.tasks.protocol.Task`."""
+
+    def __init__(self, tokens: Tokens, *, seed: int, max_digits: int, eval_size: int) -> None:
+        self.tokens = tokens
+        self._seed, self._max_digits = seed, max_digits
+        self._eval = tuple(self._prompt(problem) for problem in held_out_problems(max_digits, eval_size))
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        rng = random.Random(f"arithmetic-{self._seed}-{step}")
+        return [self._prompt(draw(rng, self._max_digits, held_out=False)) for _ in range(count)]
+
+    def eval_prompts(self) -> tuple[Prompt, ...]:
+        return self._eval
+
+    def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
+        return exact(self.tokens.decode(token_ids), prompt.answer)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _prompt(self, problem: Problem) -> Prompt:
+        token_ids = self.tokens.encode(problem.prompt)
+        return Prompt(problem.name, token_ids, text=problem.prompt, answer=problem.answer)
+
+
+def held_out_problems(max_digits: int, count: int) -> list[Problem]:
+    """`count` distinct held-out problems, the same for every seed. Raises `ConfigError` when there are not that many."""
+    rng = random.Random(f"held-out-{max_digits}")
+    found: dict[str, Problem] = {}
+    for _ in range(200 * count):
+        problem = draw(rng, max_digits, held_out=True)
+        found.setdefault(problem.name, problem)
+        if len(found) == count:
+            break
+    if len(found) < count:
+        raise ConfigError(
+            "too few held-out problems of this size",
+            where="task.eval_size",
+            got=f"{count} asked, {len(found)} with at most {max_digits} digits",
+            expected=f"at most {len(found)}",
+            fix="lower task.eval_size or raise task.max_digits",
+        )
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""A checkpoint's tokenizer at the edge: text in once, text out for scoring. In between there are only token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from moe_trm.errors import CheckpointError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+"""Without any of these transformers makes up an empty tokenizer rather than fail."""
+
+
+class Tokens:
+    """Tokenizer, vocabulary size and stop tokens of a Hugging Face checkpoint folder.
+
+    Attributes:
+        vocab_size: of the model (config.json); the tokenizer may use fewer ids, never more.
+        stop_token_ids: of generation_config.json, else of config.json, else the tokenizer's end token.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises `CheckpointError`: no folder, no config.json, no tokenizer, or a tokenizer with ids the model has no row for."""
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                "checkpoint folder not found",
+                where=str(folder),
+                got="no such folder",
+                expected="a Hugging Face checkpoint folder",
+                fix="check model.checkpoint",
+            )
+        config = self._json("config.json", required=True)
+        self._tokenizer = self._load()
+        self.vocab_size = self._vocab_size(config)
+        self.stop_token_ids = self._stop_tokens(config)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as ids, with whatever the tokenizer itself puts in front (a beginning token)."""
+        return tuple(self._tokenizer.encode(text))
+
+    def encode_chat(self, text: str) -> tuple[int, ...]:
+        """Text as the only user message of the tokenizer's chat template, ready for the assistant to answer."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise CheckpointError(
+                "the tokenizer has no chat template",
+                where=str(self.folder),
+                expected="a chat_template in tokenizer_config.json",
+                fix="set task.chat=false",
+            )
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        return tuple(self._tokenizer.encode(rendered, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids as text, special tokens left out, spaces untouched."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def _load(self) -> Any:
+        if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise CheckpointError(
+                "the checkpoint has no tokenizer",
+                where=str(self.folder),
+                got="none of " + ", ".join(_TOKENIZER_FILES),
+                expected="tokenizer.json and tokenizer_config.json",
+                fix="copy the tokenizer files of the original model into the folder",
+            )
+        try:
+            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                "the checkpoint's tokenizer cannot be read",
+                where=str(self.folder),
+                got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                expected="tokenizer.json and tokenizer_config.json",
+            ) from error
+
+    def _vocab_size(self, config: dict[str, Any]) -> int:
+        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+        if not isinstance(size, int):
+            raise CheckpointError(
+                "config.json has no vocab_size", where=str(self.folder), got=size, expected="an integer"
+            )
+        text, highest = max(self._tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if highest >= size:
+            raise CheckpointError(
+                "the tokenizer has ids that the model has no embedding for",
+                where=str(self.folder),
+                got=f"id {highest} for {text!r}",
+                expected=f"ids below vocab_size {size}",
+                fix="use the tokenizer that belongs to this model",
+            )
+        return size
+
+    def _stop_tokens(self, config: dict[str, Any]) -> tuple[int, ...]:
+        found = self._json("generation_config.json", required=False).get("eos_token_id")
+        for candidate in (found, config.get("eos_token_id"), self._tokenizer.eos_token_id):
+            if candidate is not None:
+                ids = candidate if isinstance(candidate, list) else [candidate]
+                return tuple(int(token) for token in ids)
+        raise CheckpointError(
+            "the checkpoint names no end token, so no answer could finish",
+            where=str(self.folder),
+            expected="eos_token_id in config.json or generation_config.json",
+        )
+
+    def _json(self, name: str, *, required: bool) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            if not required:
+                return {}
+            raise CheckpointError(
+                f"the checkpoint has no {name}",
+                where=str(self.folder),
+                got=f"no {name}",
+                expected="a Hugging Face checkpoint folder",
+                fix="check model.checkpoint",
+            )
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{name} is not valid JSON", where=str(path), got=str(error)) from error
+        return data if isinstance(data, dict) else {}

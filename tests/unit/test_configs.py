@@ -1,0 +1,29 @@
+"""Every shipped configuration is valid and free of settings without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_trm.config import resolve
+
+_CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configuration(path: Path) -> None:
+    resolved = resolve(path)
+    assert resolved.warnings == ()
+    assert resolved.config.name == path.stem
+
+
+def test_there_are_configurations() -> None:
+    assert {"quickstart", "gsm8k", "jsonl"} <= {path.stem for path in _CONFIGS}
+
+
+def test_quickstart_takes_at_least_forty_optimizer_steps() -> None:
+    config = resolve(next(path for path in _CONFIGS if path.stem == "quickstart")).config
+    assert config.train.steps * config.learner.minibatches >= 40
+    assert (config.replay.mode, config.sampling_mask.mode) == ("R3", "keep")
+    assert config.learner.parallel.expert == 2
