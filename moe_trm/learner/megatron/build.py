@@ -1,0 +1,91 @@
+"""From the run's configuration to a ready `MegatronLearner`: process groups, model, weights, optimizer."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from megatron.core import package_info, parallel_state, tensor_parallel
+
+from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.learner.megatron import cpu_shim, layout
+from moe_trm.learner.megatron.checkpoint import HfCheckpoint
+from moe_trm.learner.megatron.export import Exporter
+from moe_trm.learner.megatron.learner import MegatronLearner
+from moe_trm.learner.megatron.model import (
+    build_model,
+    choose_layers,
+    load_weights,
+    transformer_config,
+    transformer_engine_imports,
+)
+from moe_trm.learner.megatron.optimizer import GuardedOptimizer, wrap_model
+from routing.megatron import MegatronReplayer
+
+
+def build_megatron_learner(config: Config) -> MegatronLearner:
+    """Build this rank's learner. Collective; call it once per process, under torchrun.
+
+    Raises:
+        ConfigError: a layout that is refused (see `layout.check_layout`), before anything is loaded.
+        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
+    """
+    folder = config.model.checkpoint
+    hf = layout.read_hf_config(folder)
+    layout.check_layout(config, package_info.__version__, hf, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    layout.check_vocabulary(folder, int(hf["vocab_size"]))
+    checkpoint = HfCheckpoint(folder)
+    device = _start_process_group()
+    _start_parallel_groups(config.learner.parallel, config.seed)
+    cuda = device.type == "cuda"
+    layers = choose_layers(cuda=cuda, transformer_engine=cuda and transformer_engine_imports())
+    model_config = transformer_config(hf, config.learner, layers)
+    policy = build_model(hf, model_config, layers).to(device)
+    load_weights(policy, checkpoint, hf)
+    is_distributed = config.learner.distributed_optimizer
+    wrapped = wrap_model(policy, model_config, distributed_optimizer=is_distributed)
+    optimizer = GuardedOptimizer(wrapped, config.optimizer, bf16=model_config.bf16, distributed=is_distributed)
+    return MegatronLearner(
+        policy,
+        wrapped,
+        optimizer,
+        MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate)
+        if layout.moe_layers(hf)
+        else None,
+        Exporter(policy, hf, folder, config.learner.dtype),
+        temperature=config.rollout.temperature,
+        device=device,
+    )
+
+
+def close_learner() -> None:
+    """Tear the process groups down; the learner is unusable afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start_process_group() -> torch.device:
+    """The device of this rank; joins the group that torchrun described unless the launcher already did."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        cpu_shim.install()
+        device = torch.device("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,86 @@
+"""The policy: Megatron's GPT model, ending in log-probs of given tokens instead of logits.
+
+Shape letters: B rows, R padded row length, N scored positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from moe_trm.sampling_mask.logprobs import full_logprobs, log_kept_mass, masked_logprobs
+from moe_trm.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What to score in one forward pass.
+
+    Attributes:
+        target_ids: `[B, R]` int64.
+        mask: `[B, R]` bool, the N positions that are scored.
+        kept_ids, kept_offsets: kept support of the N positions as CSR, or None to score over the whole vocabulary.
+        temperature: divides the logits.
+        kept_mass: also return the log of the model's probability of the kept support.
+    """
+
+    target_ids: Tensor
+    mask: Tensor
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    temperature: float
+    kept_mass: bool = False
+
+    @classmethod
+    def of(cls, batch: TokenBatch, temperature: float, *, kept_mass: bool = False) -> Scoring:
+        """The scoring that `batch` asks for."""
+        return cls(
+            batch.target_ids,
+            batch.mask,
+            batch.kept_ids,
+            batch.kept_offsets,
+            temperature,
+            kept_mass and batch.kept_ids is not None,
+        )
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPT model whose last stage returns `[B, R]` float32 log-probs, 0 where the mask is False, when its `labels` are a `Scoring`.
+
+    With `kept_mass` it returns `[2, B, R]`: log-probs and log kept mass. Logits of unscored positions are never computed, and those of
+    scored ones only over the kept support, or in chunks of tokens over the vocabulary.
+    """
+
+    # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
+    def _postprocess(self, hidden_states: Tensor, *_args: Any, labels: Scoring, **_kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        weight_VH = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels)
+
+
+def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring) -> Tensor:
+    """Final hidden states -> `[B, R]` log-probs (or `[2, B, R]` with the kept mass); see `PolicyModel`."""
+    hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
+    kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
+    if kept_ids is None or kept_offsets is None:
+        return _spread(full_logprobs(hidden_NH, weight_VH, target_N, temperature), scoring.mask)
+    logprobs = _spread(
+        masked_logprobs(hidden_NH, weight_VH, target_N, kept_ids, kept_offsets, temperature), scoring.mask
+    )
+    if not scoring.kept_mass:
+        return logprobs
+    mass_N = log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature)
+    return torch.stack([logprobs, _spread(mass_N, scoring.mask)])
+
+
+def _spread(values_N: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=values_N.dtype, device=mask.device).masked_scatter(mask, values_N)

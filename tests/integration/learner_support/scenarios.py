@@ -1,0 +1,152 @@
+"""What learner ranks do in the integration tests. Started by torchrun: `scenarios.py NAME CHECKPOINT OUT [key=value ...]`.
+
+Global work is four micro-batches; with two ranks, each takes two. Nothing is asserted here: results are saved for the tests to judge.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_trm.config.schema import Config
+from moe_trm.learner.megatron import convert
+from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
+from moe_trm.learner.megatron.learner import MegatronLearner
+from moe_trm.learner.megatron.model import global_parameters
+from moe_trm.types import TokenBatch
+from routing.replay import Native
+from tests.integration.learner_support.tiny import make_batch
+
+NUM_BATCHES = 4
+
+
+def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> MegatronLearner:
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    config = Config.model_validate(
+        {
+            "model": {"checkpoint": checkpoint},
+            "replay": {"mode": "none"},
+            "rollout": {"temperature": 0.7},
+            "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
+            "learner": {
+                "parallel": {"expert": int(options.get("expert", 1))},
+                "distributed_optimizer": options.get("distributed", "1") == "1",
+                "recompute": options.get("recompute", "none"),
+                "dtype": options.get("dtype", "float32"),
+            },
+        }
+    )
+    return build_megatron_learner(config)
+
+
+def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
+    """Global numbers and micro-batches of this rank. Lengths differ between ranks at the same index."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numbers = list(range(rank, NUM_BATCHES, size))
+    return numbers, [make_batch(100 + i, length=9 + 2 * i, keep_mask=keep_mask) for i in numbers]
+
+
+def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
+    """A smooth loss in the log-probs, already a global sum."""
+
+    def loss(index: int, logprobs: Tensor) -> Tensor:
+        seen.append(logprobs.detach().clone())
+        return (batches[index].advantages * logprobs + 0.05 * logprobs.square()).sum() / 40
+
+    return loss
+
+
+def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
+    """Reduced gradients of the parameters this rank owns (needs the plain optimizer: the distributed one keeps shards)."""
+    owned: dict[str, Tensor] = {}
+    for name, parameter in global_parameters(learner._policy):
+        owns = parallel_state.get_expert_data_parallel_rank() == 0 if convert.is_expert(name) else learner.data_rank == 0
+        if owns:
+            owned[name] = parameter.main_grad.clone()
+    return owned
+
+
+def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Score, update and score again with and without sampling masks; save log-probs, gradients and exported weights."""
+    numbers, batches = my_batches(keep_mask=True)
+    sources = [Native()] * len(batches)
+    learner = build(checkpoint, options)
+    scores = learner.score(batches, sources, kept_mass=True)
+    again = learner.score(batches, sources)
+    _, dense = my_batches(keep_mask=False)
+    full = learner.score(dense, sources)
+    learner.export_shard(str(out / "before"), "float32")
+
+    captured: dict[str, Tensor] = {}
+    apply = learner._optimizer.step
+
+    def capture_and_step() -> Any:
+        captured.update(gradients(learner))
+        return apply()
+
+    learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
+    seen: list[Tensor] = []
+    result = learner.update(batches, sources, objective(batches, seen))
+    learner.export_shard(str(out / "after"), "float32")
+    learner.export_checkpoint(str(out / "final"))
+    result_full = learner.update(dense, sources, objective(dense, []))
+
+    save(out, "facts", {"grad_norm": result.grad_norm, "lr": result.lr, "applied": result.applied, "full_norm": result_full.grad_norm})
+    named = {}
+    for slot, number in enumerate(numbers):
+        named[f"score.{number}"], named[f"again.{number}"] = scores[slot].logprobs, again[slot].logprobs
+        named[f"mass.{number}"], named[f"full.{number}"] = scores[slot].log_kept_mass, full[slot].logprobs
+        named[f"update.{number}"] = seen[slot]
+    save(out, "logprobs", named)
+    save(out, "gradients", captured)
+
+
+def edges(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """A zero learning rate, warm-up, a non-finite gradient, and a micro-batch of padding only."""
+    _, batches = my_batches(keep_mask=True)
+    sources = [Native()] * len(batches)
+    learner = build(checkpoint, options, lr=0.0, weight_decay=0.1)
+    learner.export_shard(str(out / "before"), "float32")
+    learner.update(batches, sources, objective(batches, []))
+    learner.export_shard(str(out / "zero_lr"), "float32")
+
+    learner = build(checkpoint, options, lr=0.3, warmup_steps=3)
+    loss = objective(batches, [])
+    broken = learner.update(batches, sources, lambda i, x: loss(i, x) * (float("nan") if dist.get_rank() == 0 else 1.0))
+    learner.export_shard(str(out / "refused"), "float32")
+    rates = [learner.update(batches, sources, loss).lr for _ in range(4)]
+
+    learner = build(checkpoint, options)
+    padding = make_batch(1, rows=1, length=2)
+    mine = [padding] if dist.get_rank() == 0 else batches[:1]
+    scored = learner.score(mine, [Native()])
+    empty = learner.update(mine, [Native()], objective(mine, []))
+    facts: dict[str, Any] = {"broken_applied": broken.applied, "broken_norm": broken.grad_norm, "empty_norm": empty.grad_norm, "empty_applied": empty.applied}
+    save(out, "facts", {**facts, **{f"lr.{i}": rate for i, rate in enumerate(rates)}})
+    save(out, "logprobs", {"padding": scored[0].logprobs})
+
+
+def save(out: Path, name: str, values: dict[str, Any]) -> None:
+    tensors = {key: value.contiguous() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64) for key, value in values.items()}
+    save_file(tensors, out / f"{name}-{dist.get_rank()}.safetensors")
+
+
+def main() -> None:
+    name, checkpoint, out, *options = sys.argv[1:]
+    dist.init_process_group("gloo")
+    chosen = dict(option.split("=", 1) for option in options)
+    {"train": train, "edges": edges}[name](checkpoint, Path(out), chosen)
+    close_learner()
+
+
+if __name__ == "__main__":
+    main()
