@@ -1,15 +1,18 @@
 """Expert routes as a thing of their own: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.flips import Flips, flips
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, token_digest
 
 __all__ = [
+    "Flips",
     "Layout",
     "ReplayProofError",
     "ReplayRefusedError",
     "RouteError",
     "RouteRecord",
     "expert_dtype",
+    "flips",
     "token_digest",
 ]

@@ -9,7 +9,6 @@ import gc
 import socket
 import traceback
 import weakref
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import get_context
@@ -23,107 +22,26 @@ import torch.distributed as dist
 
 from routing import Layout, ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
-
-LAYERS, E, K, VOCAB, B, R = (0, 2, 3), 8, 2, 64, 3, 8
-LENGTHS = (8, 5, 3)
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
-
-def config(**changes: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    options: dict[str, Any] = {
-        "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 16, "num_attention_heads": 4,
-        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu, "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "bias_activation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False, "persist_layer_norm": False, "num_moe_experts": E, "moe_router_topk": K,
-        "moe_layer_freq": [1, 0, 1, 1], "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
-        "moe_router_dtype": "fp32", "use_cpu_initialization": True, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
-        "expert_model_parallel_size": dist.get_world_size(),
-    }  # fmt: skip
-    return TransformerConfig(**(options | changes))
-
-
-def build(**changes: Any) -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-
-    from moe_trm.learner.megatron.cpu import cpu_block_spec
-
-    settings = config(**changes)
-    model = GPTModel(settings, cpu_block_spec(settings), VOCAB, R, position_embedding_type="rope")
-    first_expert = parallel_state.get_expert_model_parallel_rank() * E // dist.get_world_size()
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(int(parts[place]) + first_expert)
-        generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
-        if parameter.ndim > 1:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-    return model
-
-
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(1, VOCAB, (B, R + 1), generator=torch.Generator().manual_seed(seed))
-    valid = torch.arange(R)[None] < torch.tensor(LENGTHS)[:, None]
-    return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous(), "valid": valid}
-
-
-def sequences(data: dict[str, torch.Tensor]) -> list[np.ndarray]:
-    return [np.append(data["input_ids"][b, :n], data["target_ids"][b, n - 1]) for b, n in enumerate(LENGTHS)]
-
-
-def random_records(data: dict[str, torch.Tensor], seed: int = 0) -> ReplayRecords:
-    rng = np.random.default_rng(seed)
-    draw = [np.argsort(rng.random((n, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8) for n in LENGTHS]
-    return ReplayRecords(
-        tuple(RouteRecord(d, LAYERS, E, token_digest(t)) for d, t in zip(draw, sequences(data), strict=True))
-    )
-
-
-def natural_records(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> ReplayRecords:
-    taken = record(replayer, model, data)
-    whole = (
-        torch.stack([Layout(B, R).from_router(taken.experts[layer]) for layer in LAYERS], dim=2)
-        .numpy()
-        .astype(np.uint8)
-    )
-    return ReplayRecords(
-        tuple(
-            RouteRecord(whole[b, :n].copy(), LAYERS, E, token_digest(t))
-            for (b, n), t in zip(enumerate(LENGTHS), sequences(data), strict=True)
-        )
-    )
-
-
-def forward(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    positions = torch.arange(R).expand(B, R)
-    return model(data["input_ids"], positions, None)
-
-
-def run(replayer: MegatronReplayer, model: Any, source: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    with replayer.use(source, Layout(B, R), **data):
-        return forward(model, data)
-
-
-def record(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> Recorded:
-    with torch.no_grad(), replayer.use(Record(), Layout(B, R), **data) as running:
-        forward(model, data)
-    return running.recorded()
-
-
-def edit(source: ReplayRecords, change: Callable[[np.ndarray], np.ndarray]) -> ReplayRecords:
-    return ReplayRecords(
-        tuple(replace(r, experts=np.ascontiguousarray(change(r.experts))) for r in source.records if r is not None)
-    )
-
-
-def router_gradients(model: Any) -> list[torch.Tensor]:
-    return [model.decoder.layers[layer].mlp.router.weight.grad.clone() for layer in LAYERS]
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from tests.integration.replay_support import (
+    FULL,
+    LAYERS,
+    LENGTHS,
+    SELECTIVE,
+    VOCAB,
+    B,
+    E,
+    R,
+    batch,
+    build,
+    edit,
+    forward,
+    natural_records,
+    random_records,
+    record,
+    router_gradients,
+    run,
+)
 
 
 def use_expected_sets(_: Path, dispatcher: str) -> None:
@@ -346,7 +264,7 @@ def recompute_uses_the_same_routes(_: Path) -> None:
         outputs = [run(replayer, model, random_records(batch(i), seed=i), batch(i)) for i in range(4)]
         for output in reversed(outputs) if reverse else outputs:
             output.float().square().mean().backward()
-        gradients.append(router_gradients(model) + [model.embedding.word_embeddings.weight.grad])
+        gradients.append([*router_gradients(model), model.embedding.word_embeddings.weight.grad])
         report = replayer.report(dist.group.WORLD)
         passes = 2 if changes else 1
         assert report.replayed == passes * 4 * sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
@@ -442,9 +360,10 @@ def refusals(_: Path) -> None:
         ("cuda_graph_impl", "local"),
         ("moe_token_dispatcher_type", "flex"),
     ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ReplayRefusedError):
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.config, name, value)
-            MegatronReplayer(model)
+            with pytest.raises(ReplayRefusedError):
+                MegatronReplayer(model)
 
 
 SCENARIOS = [
@@ -470,7 +389,7 @@ def worker(rank: int, world: int, port: int, folder: Path, results: Any) -> None
         try:
             scenario(folder)
             results.put((world, scenario.__name__, rank, ""))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever a scenario raises is its report
             results.put((world, scenario.__name__, rank, traceback.format_exc()))
     dist.barrier()
     dist.destroy_process_group()
