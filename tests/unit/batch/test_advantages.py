@@ -1,0 +1,105 @@
+"""Golden values, groups in any order, and the degenerate groups."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_trm.batch import advantages as adv
+from moe_trm.batch import token_advantages as token_adv
+from moe_trm.errors import ConfigError
+
+R = np.array([1, 0, 1, 0, 0.5, 0.5])
+G = np.array([7, 7, 7, 2, 2, 2])
+near = {"abs": 1e-6}
+
+
+def test_golden_outcome_advantages() -> None:
+    assert adv.grpo(R, G) == pytest.approx([0.577349, -1.154699, 0.577349, -1.154697, 0.577348, 0.577348], **near)
+    assert adv.rloo(R, G) == pytest.approx([0.5, -1, 0.5, -0.5, 0.25, 0.25], **near)
+    lengths = np.array([4, 2, 6, 3, 3, 6])
+    assert adv.opo(R, G, lengths) == pytest.approx([0.166667, -0.833333, 0.166667, -0.375, 0.125, 0.125], **near)
+    assert adv.pass_at_k(R, G) == pytest.approx([0] * 6)
+    assert adv.pass_at_k(np.array([1, 0, 0.5]), np.zeros(3, int)) == pytest.approx([0.999998, 0, 0], **near)
+    assert adv.pass_at_k(np.array([0.2, 1.0, 0.5]), np.zeros(3, int), normalize_std=False) == pytest.approx([0, 0.5, 0])
+    assert adv.grpo(R, G, normalize_std=False) == pytest.approx([1 / 3, -2 / 3, 1 / 3, -1 / 3, 1 / 6, 1 / 6])
+    assert adv.remax(R, R[::-1]) == pytest.approx(R - R[::-1])
+    assert adv.gpg(R, G) == pytest.approx(np.array([1 / 3, -2 / 3, 1 / 3, -1 / 3, 1 / 6, 1 / 6]) * 6 / 4)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-2, 2)), min_size=1, max_size=20), st.randoms())
+def test_groups_may_be_interleaved(samples: list[tuple[int, float]], random) -> None:
+    ids, rewards = (np.array(column) for column in zip(*samples, strict=True))
+    order = np.array(random.sample(range(len(ids)), len(ids)))
+    for estimate in (adv.grpo, adv.rloo, adv.gpg):
+        np.testing.assert_allclose(estimate(rewards, ids)[order], estimate(rewards[order], ids[order]), atol=1e-9)
+    naive = np.zeros(len(ids))
+    for i in range(len(ids)):
+        others = rewards[(ids == ids[i]) & (np.arange(len(ids)) != i)]
+        naive[i] = rewards[i] - others.mean() if len(others) else 0.0
+    np.testing.assert_allclose(adv.rloo(rewards, ids), naive, atol=1e-9)
+
+
+def test_degenerate_groups() -> None:
+    same = np.full(3, 0.1)
+    assert not adv.grpo(same, np.zeros(3, int)).any()
+    assert not adv.rloo(same, np.zeros(3, int)).any()
+    assert adv.grpo(np.array([0.7]), np.array([3])).tolist() == [0.7]
+    assert adv.rloo(np.array([0.7]), np.array([3])).tolist() == [0.0]
+    assert not adv.gpg(np.zeros(4), np.arange(4) // 2).any()
+    for estimate in (adv.grpo, adv.rloo, adv.gpg):
+        assert estimate(np.zeros(0), np.zeros(0, int)).shape == (0,)
+    with pytest.raises(ConfigError, match="two best"):
+        adv.pass_at_k(np.ones(3), np.array([0, 0, 1]))
+
+
+def test_gdpo_of_one_dimension_is_whitened_grpo() -> None:
+    expected = adv.whiten(adv.grpo(R, G))
+    np.testing.assert_allclose(adv.gdpo(R[:, None], G, np.array([2.0])), adv.whiten(2 * adv.grpo(R, G)))
+    assert expected.mean() == pytest.approx(0)
+    assert expected.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_golden_gae_skips_tool_tokens() -> None:
+    rewards, values = np.array([[0, 0, np.nan, 1.0]]), np.array([[0.2, 0.4, np.nan, 0.5]])
+    mask = np.array([[True, True, False, True]])
+    advantages, returns = token_adv.gae(rewards, values, mask, gamma=1.0, lam=0.95)
+    assert advantages[0].tolist() == pytest.approx([0.74625, 0.575, 0, 0.5])
+    assert returns[0].tolist() == pytest.approx([0.94625, 0.975, 0, 1.0])
+
+
+OTB_MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
+
+
+def otb_case(columns: list[int]) -> np.ndarray:
+    rewards = np.zeros((2, 4))
+    rewards[0, 2] = 1.0
+    probs = np.array([[0.5, 0.9, 0.2, 0], [0.4, 0.6, 0, 0]])
+    squares = np.array([[0.4, 0.82, 0.3, 0], [0.35, 0.5, 0, 0]])
+    wide = [np.full((2, 6), np.nan) for _ in range(3)]
+    mask = np.zeros((2, 6), bool)
+    for target, source in zip([*wide, mask], [rewards, probs, squares, OTB_MASK], strict=True):
+        target[:, columns] = source
+    return token_adv.otb(wide[0], np.zeros(2, int), mask, wide[1], wide[2])[:, columns]
+
+
+@pytest.mark.parametrize("columns", [[0, 1, 2, 3], [0, 2, 3, 5], [1, 2, 4, 5]])
+def test_golden_otb_and_its_tool_form(columns: list[int]) -> None:
+    expected = [[0.578947, 0.669291, 1.0, 0], [-0.421053, -0.330709, 0, 0]]
+    np.testing.assert_allclose(otb_case(columns), expected, atol=1e-6)
+
+
+def test_reinforce_plus_plus_whitens_over_sampled_tokens() -> None:
+    mask = np.array([[1, 0, 1], [1, 1, 0]], bool)
+    rewards = np.array([[0, np.nan, 1.0], [0.5, 0, np.nan]])
+    go = token_adv.rewards_to_go(rewards, mask, gamma=0.5)
+    np.testing.assert_allclose(go, [[0.5, 0, 1], [0.5, 0, 0]])
+    got = token_adv.reinforce_plus_plus(rewards, mask, gamma=0.5)
+    x = np.array([0.5, 1, 0.5, 0])
+    np.testing.assert_allclose(got[mask], (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8))
+    assert not got[~mask].any()
+    baseline = token_adv.reinforce_plus_plus_baseline(np.array([1.0, 0.0]), np.zeros(2, int), mask)
+    assert baseline[mask].mean() == pytest.approx(0)
+    assert not baseline[~mask].any()
