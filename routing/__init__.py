@@ -1,5 +1,6 @@
 """Expert routes as a thing of their own: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
+from routing.codec import decode, encode
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.flips import Flips, flips
 from routing.layout import Layout
@@ -12,6 +13,8 @@ __all__ = [
     "ReplayRefusedError",
     "RouteError",
     "RouteRecord",
+    "decode",
+    "encode",
     "expert_dtype",
     "flips",
     "token_digest",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
@@ -35,12 +37,14 @@ class RouteRecord:
         layer_ids: the model's 0-based decoder layer of each of the `L` recorded MoE layers, ascending. Dense layers are absent.
         num_experts: `E`, routed experts per layer.
         token_digest: `token_digest(tokens)` of the sequence, or None where the tokens are not known yet.
+        order: `engine` while ids stand in the order the engine gave them; `set` after an order-free codec, when they ascend.
     """
 
     experts: np.ndarray
     layer_ids: tuple[int, ...]
     num_experts: int
     token_digest: bytes | None = None
+    order: Literal["engine", "set"] = "engine"
 
     @property
     def num_rows(self) -> int:
@@ -94,8 +98,7 @@ class RouteRecord:
                 got=experts[row, layer].tolist(),
                 expected=f"0..{self.num_experts - 1}",
             )
-        ordered = np.sort(experts, axis=-1)
-        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        repeated = _repeats(experts)
         if repeated.any():
             row, layer = np.argwhere(repeated)[0]
             raise RouteError(
@@ -116,3 +119,12 @@ class RouteRecord:
                 expected=token_digest(tokens).hex(),
                 fix="The record is stale or was swapped with another sample's.",
             )
+
+
+def _repeats(experts: np.ndarray) -> np.ndarray:
+    """`[T-1, L]` bool: an id appears twice among the K of its row. Pairs of whole columns compare several times faster than sorting rows."""
+    columns_KM = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
+    repeated_M = np.zeros(columns_KM.shape[1], dtype=bool)
+    for first, second in combinations(range(len(columns_KM)), 2):
+        repeated_M |= columns_KM[first] == columns_KM[second]
+    return repeated_M.reshape(experts.shape[:-1])

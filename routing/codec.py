@@ -1,0 +1,135 @@
+"""Records to bytes and back: self-describing, versioned, checksummed.
+
+Layout of the bytes, little-endian:
+
+    magic "MTRR" | version u8 | codec u8 | order u8 | digest length u8 | E u32 | T-1 u32 | L u32 | K u32
+    | layer ids L x u32 | token digest 0 or 16 bytes | body | checksum 16 bytes (blake2b of everything before it)
+
+Body of codec `raw`: ids as uint8 or uint16 (`expert_dtype`). Body of codec `set`: one rank per row and layer, bit-packed (see `routing.combinations`).
+
+Shape letters: T tokens, L MoE layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Literal
+
+import numpy as np
+
+from routing import combinations
+from routing.errors import RouteError
+from routing.record import RouteRecord, expert_dtype
+
+MAGIC, VERSION = b"MTRR", 1
+_HEADER = struct.Struct("<4sBBBBIIII")
+_CHECKSUM_BYTES, _DIGEST_BYTES = 16, 16
+_RAW, _SET = 0, 1
+_ORDERS = ("engine", "set")
+
+
+def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> bytes:
+    """A validated record as bytes.
+
+    Args:
+        record: any legal record.
+        order: `engine` keeps ids as they are, one or two bytes each. `set` keeps only which experts were chosen, in
+            `ceil(log2 C(E, K))` bits per row and layer; decoding gives ascending ids and a record whose `order` says so.
+
+    Raises:
+        RouteError: the record is not legal, or `set` cannot rank its expert sets (more than 2^126 of them; use `engine`).
+    """
+    record.validate()
+    if record.token_digest is not None and len(record.token_digest) != _DIGEST_BYTES:
+        raise RouteError(
+            "digest", "token digest has the wrong size", got=len(record.token_digest), expected=_DIGEST_BYTES
+        )
+    if order == "engine":
+        codec, body, kept = (
+            _RAW,
+            np.ascontiguousarray(record.experts, dtype=_stored(record.num_experts)).tobytes(),
+            record.order,
+        )
+    elif order == "set":
+        flat = np.sort(record.experts.reshape(-1, record.top_k), axis=1)
+        codec, body, kept = _SET, combinations.pack(flat, record.num_experts), "set"
+    else:
+        raise RouteError("payload", "unknown order", got=order, expected="engine or set")
+    rows, layers, top_k = record.experts.shape
+    digest = record.token_digest or b""
+    header = _HEADER.pack(
+        MAGIC, VERSION, codec, _ORDERS.index(kept), len(digest), record.num_experts, rows, layers, top_k
+    )
+    content = b"".join((header, np.asarray(record.layer_ids, dtype="<u4").tobytes(), digest, body))
+    return content + _checksum(content)
+
+
+def decode(data: bytes) -> RouteRecord:
+    """The record that `encode` wrote. Any change of the bytes is refused.
+
+    Raises:
+        RouteError: `payload` (not ours, another version, cut, extended, or changed), or the reason of the invariant a record violates.
+    """
+    content, checksum = bytes(data[:-_CHECKSUM_BYTES]), bytes(data[-_CHECKSUM_BYTES:])
+    if len(data) < _HEADER.size + _CHECKSUM_BYTES or content[: len(MAGIC)] != MAGIC:
+        raise RouteError(
+            "payload",
+            "these bytes are not encoded routes",
+            got=f"{len(data)} bytes starting {bytes(data[:4])!r}",
+            expected=f"{MAGIC!r}",
+        )
+    if content[4] != VERSION:
+        raise RouteError("payload", "routes are encoded in another version", got=content[4], expected=VERSION)
+    if _checksum(content) != checksum:
+        raise RouteError(
+            "payload",
+            "encoded routes are damaged",
+            got="wrong checksum",
+            expected="unchanged bytes",
+            fix="Read or transfer them again.",
+        )
+    _, _, codec, order, digest_bytes, num_experts, rows, layers, top_k = _HEADER.unpack_from(content)
+    if (
+        codec not in (_RAW, _SET)
+        or order >= len(_ORDERS)
+        or digest_bytes not in (0, _DIGEST_BYTES)
+        or not 1 <= top_k <= num_experts <= 1 << 16
+    ):
+        raise RouteError(
+            "payload",
+            "the header of encoded routes makes no sense",
+            got=(codec, order, digest_bytes, num_experts, top_k),
+        )
+    start = _HEADER.size + 4 * layers
+    body = content[start + digest_bytes :]
+    cells = rows * layers
+    size = (
+        cells * top_k * expert_dtype(num_experts).itemsize
+        if codec == _RAW
+        else combinations.packed_bytes(cells, num_experts, top_k)
+    )
+    if len(content) < start + digest_bytes or len(body) != size:
+        raise RouteError("payload", "encoded routes have the wrong length", got=len(body), expected=size)
+    layer_ids = tuple(np.frombuffer(content, dtype="<u4", count=layers, offset=_HEADER.size).tolist())
+    if codec == _RAW:
+        flat = np.frombuffer(body, dtype=_stored(num_experts)).astype(expert_dtype(num_experts))
+    else:
+        flat = combinations.unpack(body, cells, num_experts, top_k).astype(expert_dtype(num_experts))
+    record = RouteRecord(
+        experts=flat.reshape(rows, layers, top_k),
+        layer_ids=layer_ids,
+        num_experts=num_experts,
+        token_digest=content[start : start + digest_bytes] or None,
+        order="engine" if order == 0 else "set",
+    )
+    record.validate()
+    return record
+
+
+def _stored(num_experts: int) -> np.dtype:
+    return expert_dtype(num_experts).newbyteorder("<")
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
