@@ -59,13 +59,15 @@ def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Arr
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     scale = groups.std(rewards) + EPSILON if normalize_std else np.ones_like(rewards)
-    return np.where(groups.size == 1, rewards, groups.centered(rewards) / scale)
+    result: Array = np.where(groups.size == 1, rewards, groups.centered(rewards) / scale)
+    return result
 
 
 def rloo(rewards: Array, group_ids: Array) -> Array:
     """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one. Source: methods.md 6.1."""
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
-    return np.multiply(groups.centered(rewards), groups.size / np.maximum(groups.size - 1, 1))
+    result: Array = groups.centered(rewards) * groups.size / np.maximum(groups.size - 1, 1)
+    return result
 
 
 def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:

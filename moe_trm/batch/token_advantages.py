@@ -82,19 +82,18 @@ def otb(
     if zero_tail:
         baseline[_lonely_tail(groups, packed_mask)] = 0.0
     packed = np.where(packed_mask, returns - baseline, 0.0)
-    result = np.zeros_like(packed)
+    result: Array = np.zeros_like(packed)
     np.put_along_axis(result, order, packed, axis=1)
     return result
 
 
 def _lonely_tail(groups: Groups, packed_mask: Array) -> Array:
     """Positions at which a row is the only one of its group that is still running."""
-    running = (
-        np.stack([groups.sum(column.astype(float)) for column in packed_mask.T], axis=1)
-        if packed_mask.size
-        else packed_mask
-    )
-    return np.logical_and(packed_mask, running == 1)
+    running = np.zeros(packed_mask.shape)
+    for t in range(packed_mask.shape[1]):
+        running[:, t] = groups.sum(packed_mask[:, t].astype(np.float64))
+    alone: Array = packed_mask & (running == 1)
+    return alone
 
 
 def _whitened(values: Array, mask: Array) -> Array:
