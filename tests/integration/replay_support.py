@@ -6,9 +6,13 @@ builds the same model.
 
 from __future__ import annotations
 
+import socket
+import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,3 +122,60 @@ def edit(source: ReplayRecords, change: Callable[[np.ndarray], np.ndarray]) -> R
 
 def router_gradients(model: Any) -> list[torch.Tensor]:
     return [model.decoder.layers[layer].mlp.router.weight.grad.clone() for layer in LAYERS]
+
+
+Scenario = Callable[[Path], None]
+
+
+def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **parallel: int) -> dict[str, list[str]]:
+    """Run all scenarios on `world` fresh processes over gloo. Scenario name -> one report per rank, empty when it passed."""
+    context = get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, port, list(scenarios), folder, parallel, results), daemon=True)
+        for rank in range(world)
+    ]
+    found: dict[str, list[str]] = {}
+    try:
+        for process in ranks:
+            process.start()
+        for _ in range(world * len(scenarios)):
+            name, rank, text = results.get(timeout=120)
+            found.setdefault(name, []).append(text and f"rank {rank} of {world}:\n{text}")
+        for process in ranks:
+            process.join(30)
+    finally:
+        for process in ranks:
+            process.kill()
+    return found
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    scenarios: Sequence[Scenario],
+    folder: Path,
+    parallel: dict[str, int],
+    results: Any,
+) -> None:
+    from moe_trm.learner.megatron.cpu import install
+
+    install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    parallel_state.initialize_model_parallel(**parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    for scenario in scenarios:
+        try:
+            scenario(folder)
+            results.put((scenario.__name__, rank, ""))
+        except BaseException:  # noqa: BLE001 - whatever a scenario raises is its report
+            results.put((scenario.__name__, rank, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -6,12 +6,9 @@ Each world runs once, in processes of its own; every scenario reports by itself.
 from __future__ import annotations
 
 import gc
-import socket
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,7 @@ from tests.integration.replay_support import (
     record,
     router_gradients,
     run,
+    run_world,
 )
 
 
@@ -374,48 +372,14 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-def worker(rank: int, world: int, port: int, folder: Path, results: Any) -> None:
-    """Run every scenario on this rank; a failing one is reported and the next goes on (ranks fail alike, or time out together)."""
-    from moe_trm.learner.megatron.cpu import install
-
-    install()
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for scenario in SCENARIOS:
-        try:
-            scenario(folder)
-            results.put((world, scenario.__name__, rank, ""))
-        except BaseException:  # noqa: BLE001 - whatever a scenario raises is its report
-            results.put((world, scenario.__name__, rank, traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], list[str]]:
     """(world size, scenario) -> one report per rank, empty when it passed."""
-    context, folder = get_context("spawn"), tmp_path_factory.mktemp("replay")
-    found: dict[tuple[int, str], list[str]] = {}
+    folder = tmp_path_factory.mktemp("replay")
+    found = {}
     for world in (1, 2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        results = context.Queue()
-        ranks = [
-            context.Process(target=worker, args=(rank, world, port, folder, results), daemon=True)
-            for rank in range(world)
-        ]
-        for rank in ranks:
-            rank.start()
-        for _ in range(world * len(SCENARIOS)):
-            size, name, rank, text = results.get(timeout=120)
-            found.setdefault((size, name), []).append(text and f"rank {rank} of {size}:\n{text}")
-        for rank in ranks:
-            rank.join(30)
+        for name, reports in run_world(SCENARIOS, folder, world, expert_model_parallel_size=world).items():
+            found[world, name] = reports
     return found
 
 
