@@ -48,6 +48,7 @@ class LogRatios:
         mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.
         proximal_logprobs: `[B, T]`, or None at age 0, where it equals `behavior_logprobs`.
 
+    `rollout_logprobs` is kept, masked: adding a ratio to it gives back the log-probs of the other policy.
     Every ratio is detached except `update`, and through it `staleness` and `total`: they carry the gradient of `current_logprobs`.
     """
 
@@ -68,6 +69,9 @@ class LogRatios:
             )
         self.mask = mask.bool()
         rollout, proximal = rollout_logprobs.detach(), proximal_given.detach()
+        self.rollout_logprobs = torch.where(self.mask, rollout, 0.0).to(
+            torch.promote_types(rollout.dtype, torch.float32)
+        )
         self._engine: Tensor | None = None
         self._lag: Tensor | None = None
         if behavior_logprobs is None:

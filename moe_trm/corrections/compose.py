@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule, kept_fractions
 from moe_trm.errors import ConfigError
@@ -17,7 +18,8 @@ def compose(rules: Sequence[BoundRule]) -> Callable[[Evidence], Correction]:
     weights = prod_k weights_k,  keep = mask and keep_1 and keep_2 ...
 
     Without rules every sampled token is kept with weight 1. Metrics: `correction/<rule>/...` of each rule and
-    `correction/kept_fraction`, `correction/kept_sequence_fraction` of all together, in summable form.
+    `correction/kept_fraction`, `correction/kept_sequence_fraction` and `correction/weight_{mean,std,eff_sample_size}` (0 for
+    what was dropped) of all together, in summable form.
 
     Raises:
         ConfigError: a rule named twice.
@@ -38,6 +40,7 @@ def compose(rules: Sequence[BoundRule]) -> Callable[[Evidence], Correction]:
             weights, keep = weights * part.weights, keep & part.keep
             metrics.update(part.metrics)
         metrics.update(kept_fractions("correction/", keep, mask))
+        metrics.update(summable.moments("correction/weight", weights, mask))
         return Correction(weights=weights, keep=keep, metrics=metrics)
 
     return joint

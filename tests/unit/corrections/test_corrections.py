@@ -215,7 +215,11 @@ def test_compose_of_nothing_keeps_everything(fx) -> None:
     got = corrections.compose([])(fx.evidence)
     assert torch.equal(got.keep, fx.mask)
     assert torch.equal(got.weights, fx.mask.double())
-    assert corrections.finalize(got.metrics) == {
-        "correction/kept_fraction": 1.0,
-        "correction/kept_sequence_fraction": 1.0,
-    }
+    finished = corrections.finalize(got.metrics)
+    assert finished["correction/kept_fraction"] == finished["correction/kept_sequence_fraction"] == 1.0
+    assert finished["correction/weight_eff_sample_size"] == 1.0
+
+
+def test_effective_sample_size_of_the_applied_weights(fx) -> None:
+    finished = corrections.finalize(corrections.compose([corrections.get("token_tis").bind()])(fx.evidence).metrics)
+    assert finished["correction/weight_eff_sample_size"] == pytest.approx(0.927159, abs=1e-6)

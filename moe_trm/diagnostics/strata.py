@@ -1,0 +1,35 @@
+"""Who is rejected: kept rows by length, by sign of the advantage. Shape letters: B sequences, T tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rows import num_tokens, row_sum
+
+LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
+
+
+def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
+    """Share of rows that lost no token, by number of sampled tokens and by sign of the row's summed advantage.
+
+    `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up`; `acceptance/positive`,
+    `acceptance/negative`, `acceptance/zero`. The edges are fixed, so that counts of different batches may be added. A rule
+    that is neutral to length shows about the same share everywhere. Source: methods.md 8.3.
+    """
+    mask = evidence.mask
+    lengths, intact = num_tokens(mask), (correction.keep | ~mask).all(dim=1)
+    advantage = row_sum(evidence.advantages.detach().float(), mask)
+    some = lengths > 0
+    strata: dict[str, Tensor] = {
+        "positive": some & (advantage > 0),
+        "negative": some & (advantage < 0),
+        "zero": some & (advantage == 0),
+    }
+    low = 1
+    for high in LENGTH_EDGES:
+        strata[f"length_{low}_{high}"] = (lengths >= low) & (lengths <= high)
+        low = high + 1
+    strata[f"length_{low}_up"] = lengths >= low
+    return summable.add(summable.fraction(f"acceptance/{name}", intact, rows) for name, rows in strata.items())

@@ -1,0 +1,115 @@
+"""Golden metrics of the worked example, their limits, and strata of acceptance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_trm import corrections, diagnostics
+from moe_trm.corrections.evidence import Evidence
+from moe_trm.ratios import LogRatios
+
+GOLDEN = {
+    "kl": -0.153846,
+    "k3_kl": 0.674005,
+    "chi2_token": 11.285581,
+    "chi2_seq": 36.649858,
+    "log_ppl_diff": -0.279167,
+    "log_ppl_abs_diff": 0.345833,
+    "ppl_ratio": 0.8559,
+    "training_ppl": 2.30335,
+    "rollout_ppl": 3.609127,
+    "rollout_is_seq_eff_sample_size": 0.360328,
+    "probs_pearson": 0.960585,
+    "probs_diff_mean": 0.042686,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), GOLDEN.items())
+def test_golden_engine_metrics(fx, name: str, value: float) -> None:
+    assert diagnostics.finalize(diagnostics.metrics(fx.evidence))[f"engine/{name}"] == pytest.approx(value, abs=1e-6)
+
+
+def test_total_metrics_compare_the_rollout_with_the_current_policy(fx) -> None:
+    got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
+    swapped = Evidence(LogRatios(fx.rollout, fx.current, fx.current, fx.mask), fx.advantages)
+    expected = diagnostics.finalize(diagnostics.metrics(swapped))
+    for name in GOLDEN:
+        assert got[f"total/{name}"] == pytest.approx(expected[f"engine/{name}"])
+    s = fx.ratios.staleness[fx.mask]
+    assert got["staleness/k3_kl"] == pytest.approx(float((s.exp() - 1 - s).mean()))
+    assert got["staleness/kl"] == pytest.approx(float(-s.mean()))
+    assert got["engine/rollout_is_high_fraction"] == pytest.approx(1 / 13)
+    assert got["engine/rollout_is_low_fraction"] == 0
+
+
+def test_equal_policies_have_no_mismatch(fx) -> None:
+    fx.behavior = fx.current = fx.rollout
+    got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
+    for name, value in got.items():
+        ones = ("probs_pearson", "eff_sample_size", "rollout_is_mean", "rollout_is_seq_mean", "ppl_ratio")
+        expected = value if "_ppl" in name and "diff" not in name else float(name.endswith(ones))
+        assert value == pytest.approx(expected, abs=1e-9), name
+    assert got["engine/training_ppl"] == got["engine/rollout_ppl"]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e9])
+def test_masked_cells_and_empty_rows_do_not_matter(fx, poison: float) -> None:
+    expected = diagnostics.finalize(diagnostics.metrics(fx.evidence))
+    fx.mask = torch.cat([fx.mask, torch.zeros(1, 5, dtype=torch.bool)])
+    for name in ("rollout", "behavior", "current"):
+        padded = torch.cat([getattr(fx, name), torch.zeros(1, 5)])
+        setattr(fx, name, torch.where(fx.mask, padded, poison))
+    fx.signs = torch.cat([fx.signs, torch.ones(1)])
+    assert diagnostics.finalize(diagnostics.metrics(fx.evidence)) == pytest.approx(expected)
+
+
+def test_micro_batches_add_up_and_an_empty_one_changes_nothing(fx) -> None:
+    evidence = fx.evidence
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 4)):
+        ratios = LogRatios(fx.rollout[rows], fx.behavior[rows], fx.current[rows], fx.mask[rows])
+        parts.append(diagnostics.metrics(Evidence(ratios, fx.advantages[rows])))
+    assert parts[0].keys() == parts[2].keys()
+    assert diagnostics.finalize(diagnostics.add(parts)) == pytest.approx(
+        diagnostics.finalize(diagnostics.metrics(evidence))
+    )
+
+
+def test_merged_prefixes_when_behaviour_weights_are_gone(fx) -> None:
+    ratios = LogRatios(fx.rollout, None, fx.current, fx.mask, proximal_logprobs=fx.behavior)
+    got = diagnostics.finalize(diagnostics.metrics(replace(fx.evidence, ratios=ratios)))
+    assert got["merged/k3_kl"] == pytest.approx(0.674005, abs=1e-6)
+    assert not any(name.startswith(("engine/", "staleness/")) for name in got)
+
+
+def test_extreme_ratios_stay_finite(fx) -> None:
+    fx.behavior = fx.rollout + torch.tensor([[1000.0], [-1000.0], [700.0], [-300.0]])
+    fx.current = fx.rollout - 1000.0
+    got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
+    assert all(
+        value == value and abs(value) != float("inf")
+        for name, value in got.items()
+        if "ppl" not in name and "prob" not in name
+    )
+
+
+def test_acceptance_by_length_and_sign(fx) -> None:
+    wide = {name: torch.zeros(4, 20, dtype=torch.float64) for name in ("rollout", "behavior", "current")}
+    mask = torch.ones(4, 20, dtype=torch.bool)
+    mask[:2, 10:] = False
+    wide["behavior"][0, 3] = wide["behavior"][2, 3] = wide["behavior"][3, 3] = 3.0
+    advantages = torch.tensor([1.0, -1.0, -1.0, 0.0])[:, None].expand(4, 20)
+    evidence = Evidence(LogRatios(**{f"{k}_logprobs": v for k, v in wide.items()}, mask=mask), advantages)
+    got = diagnostics.finalize(
+        diagnostics.acceptance(evidence, corrections.get("trm_max")(evidence, max_kl=0.1, ratio="engine"))
+    )
+    assert got == {
+        "acceptance/length_1_16": 0.5,
+        "acceptance/length_17_64": 0.0,
+        "acceptance/positive": 0.0,
+        "acceptance/negative": 0.5,
+        "acceptance/zero": 0.0,
+    }
