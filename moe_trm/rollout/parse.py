@@ -115,13 +115,13 @@ def parse_answer(
         finish_reason = _finish_reason(answer.meta_info)
         output_S = _output_ids(answer, prompt, model)
         full_S = _full_logprobs(answer.meta_info, output_S)
-        versions_S = _versions(answer.meta_info, len(output_S), one_version=wanted.routes)
         mask, rollout_S = None, full_S
         if wanted.mask:
             mask = _sampling_mask(answer.meta_info, output_S, model.vocab_size)
             rollout_S = _sampled_logprobs(mask, output_S)
         tokens_T = np.concatenate([np.asarray(prompt.token_ids, np.int32), output_S])
         routes = _routes(answer.meta_info, tokens_T, model) if wanted.routes else None
+        versions_S = _versions(answer.meta_info, len(output_S), one_version=wanted.routes)
     except RecordRejected as rejection:
         place = ", ".join(part for part in (f"sample {sample_id}", rejection.where) if part)
         raise RecordRejected(

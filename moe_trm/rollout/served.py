@@ -50,7 +50,7 @@ class ServedModel:
     def from_config(cls, config: Mapping[str, Any]) -> ServedModel:
         """From a parsed `config.json` of the Qwen MoE family. A layer routes when it is in the sparse stride and not listed as dense."""
         num_layers = int(config["num_hidden_layers"])
-        num_experts = int(config.get("num_experts") or 0)
+        num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
         step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
         routed = (layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
         return cls(

@@ -27,6 +27,8 @@ from moe_trm.rollout.credentials import API_KEY_VARIABLE
 LOG_TAIL_LINES = 25
 POLL_S = 0.25
 """Pause between two looks at a process or a port that is not ready yet."""
+KILL_PATIENCE_S = 5.0
+"""Longest wait for killed processes to disappear."""
 
 
 @dataclass
@@ -43,18 +45,20 @@ class Server:
         """Exit status of the server, None while it runs."""
         return self.process.poll()
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """End the server and every process it started: ask, wait `grace_s` seconds, then kill. Safe to call twice."""
-        group = self.process.pid
-        for sign, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-            try:
-                os.killpg(group, sign)
-            except ProcessLookupError:
-                break
-            if _group_is_gone(self.process, patience_s):
-                break
+    def stop(self, grace_s: float = 3.0) -> None:
+        """End the server and every process it started: ask its main process, wait `grace_s` seconds, then kill the group. Safe to call twice."""
+        if self.poll() is None:
+            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
+            self.process.terminate()
+            _group_is_gone(self.process, grace_s)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        else:
+            _group_is_gone(self.process, KILL_PATIENCE_S)
         self.process.wait()
-        self.log_pump.join(timeout=5.0)
+        self.log_pump.join(timeout=KILL_PATIENCE_S)
 
     def log_tail(self) -> str:
         """The last lines the server wrote."""

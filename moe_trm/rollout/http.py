@@ -1,0 +1,121 @@
+"""Authenticated JSON requests to one server, with bounded retries and errors that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from moe_trm.errors import EngineError
+
+FIRST_PAUSE_S = 0.25
+"""Pause before the second attempt; it doubles with each further one."""
+
+MAX_ERROR_CHARACTERS = 500
+
+
+class HttpStatusError(EngineError):
+    """The server answered, with an HTTP status of 400 or more: `status`."""
+
+    status = 0
+
+
+class EngineHttp:
+    """One connection pool to one SGLang server.
+
+    Args:
+        url: `http://host:port`.
+        api_key: bearer token, or None for a server without one.
+        timeout_s: limit for one attempt, the server's queue included.
+        max_attempts: tries when the connection fails or the server answers 5xx.
+    """
+
+    def __init__(self, url: str, api_key: str | None, *, timeout_s: float, max_attempts: int) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def get(self, path: str) -> Any:
+        """Parsed JSON of a GET. Raises `EngineError`."""
+        return orjson.loads(await self.request("GET", path))
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        """Parsed JSON of a POST. Raises `EngineError`."""
+        return orjson.loads(await self.request("POST", path, body))
+
+    async def request(self, method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
+        """The body of a successful answer. Raises `EngineError` once the attempts are used up, at once for 4xx and timeouts."""
+        for attempt in range(self._max_attempts):
+            if attempt:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            last = attempt == self._max_attempts - 1
+            try:
+                status, content = await self._once(method, path, body)
+            except TimeoutError as error:
+                raise EngineError(
+                    "the rollout server did not answer in time",
+                    where=f"{method} {self.url}{path}",
+                    got=f"nothing within {self._timeout_s:g} s",
+                    fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
+                ) from error
+            except aiohttp.ClientError as error:
+                if last:
+                    raise self._unreachable(method, path, error) from error
+                continue
+            if status < 400:
+                return content
+            if status < 500 or last:
+                raise self._refused(method, path, status, content)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def close(self) -> None:
+        """Release the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def __aenter__(self) -> EngineHttp:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _once(self, method: str, path: str, body: Mapping[str, object] | None) -> tuple[int, bytes]:
+        if self._session is None:
+            # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
+            self._session = aiohttp.ClientSession(
+                headers={**self._headers, "Content-Type": "application/json"},
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            )
+        data = None if body is None else orjson.dumps(body)
+        async with self._session.request(method, self.url + path, data=data) as response:
+            return response.status, await response.read()
+
+    def _unreachable(self, method: str, path: str, error: aiohttp.ClientError) -> EngineError:
+        return EngineError(
+            "the rollout server is not reachable",
+            where=f"{method} {self.url}{path}",
+            got=f"{error} ({self._max_attempts} attempts)",
+            expected="a running SGLang server",
+            fix="Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url or rollout.server.port.",
+        )
+
+    def _refused(self, method: str, path: str, status: int, content: bytes) -> HttpStatusError:
+        error = HttpStatusError(
+            f"the rollout server answered with an error (HTTP {status})",
+            where=f"{method} {self.url}{path}",
+            got=content.decode(errors="replace")[:MAX_ERROR_CHARACTERS],
+            expected="HTTP 200",
+            fix="Give both sides the same key: rollout.api_key or MOE_TRM_API_KEY."
+            if status in (401, 403)
+            else "The server's log has the cause.",
+        )
+        error.status = status
+        return error

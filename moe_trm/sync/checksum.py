@@ -1,0 +1,126 @@
+"""What the engine's `/weights_checker` must answer, computed from Hugging Face tensors one at a time.
+
+SGLang keeps q, k and v as one tensor, gate and up as one, and all experts of a layer as two (`w13_weight` `[E, 2I, H]`, `w2_weight` `[E, H, I]`).
+Each is hashed as a whole: the first 8 bytes of the SHA-256 of its contiguous bytes, in hex. Every fused tensor is the concatenation of its
+parts along the leading axis, so its hash is that of the parts' bytes in order, and no fused tensor ever has to exist here.
+
+Shape letters: E experts, I expert width, H hidden width, V vocabulary.
+Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash` (CPU branch); tensor parallel size 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from moe_trm.errors import SyncError
+
+VOCAB_MULTIPLE = 64
+"""The engine pads the rows of embedding and output head to a multiple of this with zeros."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_ATTENTION = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
+_VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The contiguous bytes of a tensor, on the CPU, without a copy where there is none to make."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """blake2b-16 hex digest of a tensor's bytes: what a push manifest holds."""
+    return hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
+
+
+def engine_place(name: str) -> tuple[str, tuple[int, int]]:
+    """Where a Hugging Face tensor goes: the engine's tensor, and the sort key of the part within it.
+
+    >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
+    ('model.layers.0.mlp.experts.w13_weight', (3, 1))
+    """
+    if match := _ATTENTION.fullmatch(name):
+        return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
+    if match := _EXPERT.fullmatch(name):
+        fused = "w2_weight" if match[3] == "down" else "w13_weight"
+        return f"{match[1]}.{fused}", (int(match[2]), int(match[3] == "up"))
+    if match := _DENSE.fullmatch(name):
+        return f"{match[1]}.gate_up_proj.{match[3]}", (0, int(match[2] == "up"))
+    return name, (0, 0)
+
+
+class EngineChecksums:
+    """Accumulates the engine's checksums while tensors pass by, in any order; a part that comes before its turn is held until then.
+
+    Args:
+        names: every Hugging Face tensor of the push.
+        dtype: the engine's arithmetic; tensors are cast to it.
+    """
+
+    def __init__(self, names: Iterable[str], dtype: str) -> None:
+        self._dtype = DTYPES[dtype]
+        self._order: dict[str, list[str]] = {}
+        for name in sorted(names, key=engine_place):
+            self._order.setdefault(engine_place(name)[0], []).append(name)
+        self._hashers = {fused: hashlib.sha256() for fused in self._order}
+        self._taken = dict.fromkeys(self._order, 0)
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor of the push, once."""
+        fused = engine_place(name)[0]
+        self._held[name] = tensor
+        parts = self._order[fused]
+        while self._taken[fused] < len(parts) and parts[self._taken[fused]] in self._held:
+            part = parts[self._taken[fused]]
+            self._hash(fused, self._held.pop(part))
+            self._taken[fused] += 1
+
+    def result(self) -> dict[str, str]:
+        """Checksum by engine tensor. Raises `SyncError` when a tensor never came."""
+        missing = [name for fused, parts in self._order.items() for name in parts[self._taken[fused] :]]
+        if missing:
+            raise SyncError(
+                "tensors of the push are missing", got=_some(missing), expected="every tensor of the manifest"
+            )
+        return {fused: hasher.hexdigest()[:16] for fused, hasher in self._hashers.items()}
+
+    def _hash(self, fused: str, tensor: Tensor) -> None:
+        hasher = self._hashers[fused]
+        hasher.update(tensor_bytes(tensor.to(self._dtype)))
+        if fused in _VOCAB:
+            padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE
+            hasher.update(bytes(padding_rows * tensor.shape[1] * self._dtype.itemsize))
+
+
+def compare(expected: Mapping[str, str], reported: Mapping[str, str], where: str) -> None:
+    """Raise `SyncError` that names the tensors unless the engine reports exactly the expected checksums."""
+    differing = sorted(name for name in expected.keys() & reported.keys() if expected[name] != reported[name])
+    absent = sorted(expected.keys() - reported.keys())
+    unknown = sorted(reported.keys() - expected.keys())
+    if not (differing or absent or unknown):
+        return
+    parts = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (("differ", differing), ("not in the engine", absent), ("never pushed", unknown))
+        if names
+    ]
+    raise SyncError(
+        "the engine does not hold the weights that were pushed",
+        where=where,
+        got="; ".join(parts),
+        expected=f"{len(expected)} tensors with the checksums of the push",
+        fix="Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of the push folder.",
+    )
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,171 @@
+"""Weight pushes through files: write, complete, verify, load, prove.
+
+A push folder `.../vNNNNNN` holds one safetensors shard per writing rank, the index, config.json and tokenizer files, and `push.json`, the
+manifest, which is put there last: a folder without it is not a push. The chain of proof is: digest of the writer's memory = digest of the
+file's tensor (read here) -> checksums computed from those very bytes = checksums that the engine reports of what it loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_trm.errors import CheckpointError, EngineError, SyncError
+from moe_trm.sync.api import EngineApi, check_version, check_weights
+from moe_trm.sync.checksum import DTYPES, EngineChecksums, tensor_digest
+from moe_trm.sync.manifest import TensorEntry, WeightPush
+
+MANIFEST = "push.json"
+INDEX = "model.safetensors.index.json"
+KEPT_PUSHES = 2
+
+_PUSH_FOLDER = re.compile(r"v(\d+)")
+_WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)")
+
+
+def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
+    """Cast, digest from memory, and write one shard.
+
+    Args:
+        path: the file; its folder is made.
+        tensors: Hugging Face names and values; they are all held until written.
+        dtype: the engine's arithmetic, e.g. "bfloat16".
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cast = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors}
+    entries = tuple(
+        TensorEntry(name, path.name, dtype, tuple(tensor.shape), tensor_digest(tensor)) for name, tensor in cast.items()
+    )
+    save_file(cast, path, metadata={"format": "pt"})
+    return entries
+
+
+def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:
+    """Complete a push folder whose shards are written, and delete all but the last two pushes beside it.
+
+    Args:
+        directory: the push folder, named `vNNNNNN`.
+        entries: of all shards together; each tensor once.
+        version: of these weights.
+        checkpoint: folder whose config.json and tokenizer files the engine gets.
+
+    Raises:
+        SyncError: a tensor is pushed twice, or a shard is not there.
+        CheckpointError: `checkpoint` has no config.json.
+    """
+    folder = Path(directory)
+    weight_map = {entry.name: entry.file for entry in entries}
+    if len(weight_map) != len(entries):
+        names = [entry.name for entry in entries]
+        raise SyncError(
+            "a tensor is pushed by two ranks",
+            where=directory,
+            got=sorted({name for name in names if names.count(name) > 1})[:5],
+        )
+    absent = sorted(file for file in set(weight_map.values()) if not (folder / file).is_file())
+    if absent:
+        raise SyncError(
+            "shards of the push are missing", where=directory, got=absent, expected="every file that the ranks reported"
+        )
+    for stray in folder.glob("*.safetensors"):
+        if stray.name not in weight_map.values():
+            stray.unlink()
+    _copy_companions(Path(checkpoint), folder)
+    size = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+    _write_whole(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}).encode())
+    push = WeightPush(version, directory, entries)
+    _write_whole(folder / MANIFEST, msgspec.json.encode(push))
+    _delete_old(folder, version)
+    return push
+
+
+def verified_checksums(push: WeightPush, dtype: str) -> dict[str, str]:
+    """Read every tensor once, check it against the manifest, and return the checksums an engine in `dtype` must report.
+
+    Raises `SyncError` naming the tensors whose file differs from what the writer had in memory.
+    """
+    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype)
+    damaged: list[str] = []
+    for file in sorted({entry.file for entry in push.tensors}):
+        path = Path(push.directory) / file
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for entry in (entry for entry in push.tensors if entry.file == file):
+                    tensor = shard.get_tensor(entry.name)
+                    if (
+                        tuple(tensor.shape) != entry.shape
+                        or tensor.dtype != DTYPES[entry.dtype]
+                        or tensor_digest(tensor) != entry.digest
+                    ):
+                        damaged.append(entry.name)
+                    checksums.add(entry.name, tensor)
+        except (SafetensorError, OSError) as error:
+            raise SyncError(
+                "a shard of the push cannot be read", where=str(path), got=str(error), expected="the shard as written"
+            ) from error
+    if damaged:
+        raise SyncError(
+            "files of the push differ from the learner's memory",
+            where=push.directory,
+            got=", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""),
+            expected=f"{len(push.tensors)} tensors with the digests of the manifest",
+            fix="Look for damaged storage, a full disk, or another writer of this folder; then push again.",
+        )
+    return checksums.result()
+
+
+async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify: bool) -> None:
+    """Make the engine serve `push` with an empty prefix cache. With `verify`, prove it; see the module's chain of proof.
+
+    Raises:
+        SyncError: the files, the engine's tensors or its version label are not those of the push.
+        EngineError: the engine cannot be reached.
+    """
+    expected = await asyncio.to_thread(verified_checksums, push, dtype) if verify else None
+    body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
+    try:
+        answer = await api.post("/update_weights_from_disk", body)
+    except EngineError as error:
+        raise SyncError(
+            "the engine did not load the push", where=push.directory, got=error.got, fix=error.fix
+        ) from error
+    if not answer.get("success"):
+        raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
+    await check_version(api, push.version)
+    if expected is not None:
+        await check_weights(api, expected)
+
+
+def _copy_companions(checkpoint: Path, folder: Path) -> None:
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            "no config.json to push", where=str(checkpoint), expected="the checkpoint folder that training started from"
+        )
+    for path in checkpoint.iterdir():
+        if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
+            _write_whole(folder / path.name, path.read_bytes())
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A reader sees the old file or the whole new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+def _delete_old(folder: Path, version: int) -> None:
+    """Remove sibling pushes, also those that an earlier run of the same name left behind."""
+    for sibling in folder.parent.iterdir():
+        number = _PUSH_FOLDER.fullmatch(sibling.name)
+        if number and not 0 <= version - int(number[1]) < KEPT_PUSHES:
+            shutil.rmtree(sibling)

@@ -1,0 +1,109 @@
+"""One real SGLang server for all integration tests: float32, on a tiny random Qwen3-MoE checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_trm.config.schema import Config
+from moe_trm.rollout.supervisor import Server, start_server
+
+VOCAB_SIZE = 250
+"""No multiple of 64: the engine pads its embedding."""
+
+
+@pytest.fixture(scope="session")
+def hf_models() -> None:
+    """Makes the model classes of transformers importable beside a CPU build of torch."""
+    if find_spec("moe_trm_sglang_cpu") is not None:
+        from moe_trm_sglang_cpu import torchvision_ops
+
+        torchvision_ops.install()
+
+
+def save_tiny_moe(folder: Path, seed: int) -> Path:
+    """A random Qwen3-MoE checkpoint with a character tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    vocab = {token: index for index, token in enumerate([*specials, *map(chr, range(32, 127)), "\n"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
+    """The checkpoint that the server starts from."""
+    return save_tiny_moe(tmp_path_factory.mktemp("tiny_moe"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_moe(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
+    """A checkpoint of the same shape with other weights."""
+    return save_tiny_moe(tmp_path_factory.mktemp("other_moe"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def rollout_config(tiny_moe: Path) -> Config:
+    """Configuration of the shared server, before its port is known."""
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": str(tiny_moe)},
+            "rollout": {"server": {"port": 0, "dtype": "float32", "max_total_tokens": 32768}, "max_attempts": 2},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def rollout_server(rollout_config: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The running server; stopped at the end of the session."""
+    if find_spec("sglang") is None:
+        pytest.skip("sglang is not installed")
+    server = start_server(rollout_config, tmp_path_factory.mktemp("server") / "rollout.log", api_key="integration-key")
+    try:
+        yield server
+    finally:
+        server.stop()
+        sys.stdout.write(f"\nrollout server stopped with exit status {server.poll()}\n")
+
+
+@pytest.fixture(scope="session")
+def served_config(rollout_config: Config, rollout_server: Server) -> Config:
+    """The same configuration, attached to the running server."""
+    rollout = rollout_config.rollout.model_copy(update={"url": rollout_server.url})
+    return rollout_config.model_copy(update={"rollout": rollout})

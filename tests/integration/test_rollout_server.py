@@ -1,0 +1,253 @@
+"""A real SGLang server: what it records agrees with Hugging Face on the same tokens, and a push is only accepted when proved."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.rollout.http import EngineHttp
+from moe_trm.rollout.sglang_client import SglangEngine
+from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.sync.disk import finish_push, load_from_disk, write_shard
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+VOCAB = 250
+T = TypeVar("T")
+PARAMS = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=24)
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
+
+
+def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
+    async def run() -> T:
+        engine = SglangEngine(config, server.api_key)
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def make_push(root: Path, checkpoint: Path, version: int, dtype: str = "float32") -> WeightPush:
+    """A push of `checkpoint`'s weights in two shards, experts apart, as two ranks would write it."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    folder = root / f"v{version:06d}"
+    shards = [
+        write_shard(
+            folder / f"model-{number}.safetensors",
+            ((name, t) for name, t in tensors.items() if (".experts." in name) == expert),
+            dtype,
+        )
+        for number, expert in enumerate((False, True))
+    ]
+    return finish_push(str(folder), shards[0] + shards[1], version, str(checkpoint))
+
+
+def load(config: Config, server: Server, push: WeightPush) -> None:
+    with_engine(config, server, lambda engine: engine.load_weights(push))
+
+
+def prompts(count: int, length: int = 20) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(f"p{i}", tuple(rng.integers(4, 99, length + i % 7).tolist())) for i in range(count)]
+
+
+def sample(
+    config: Config, server: Server, chosen: list[Prompt], params: SamplingParams = PARAMS
+) -> list[RolloutRecord]:
+    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+        return list(
+            await asyncio.gather(
+                *(engine.generate(prompt, params, sample_id=i, group_id=i) for i, prompt in enumerate(chosen))
+            )
+        )
+
+    return with_engine(config, server, work)
+
+
+def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
+    """Log-probs within 1e-4, masks and routes exactly, of Hugging Face's forward over the same tokens."""
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
+    first = record.num_tokens - record.num_sampled
+    logprobs = torch.log_softmax(output.logits[0, first - 1 : -1].float() / PARAMS.temperature, -1)
+    sampled = torch.tensor(record.tokens[first:].astype(np.int64))
+    np.testing.assert_allclose(record.full_logprobs, logprobs.gather(1, sampled[:, None])[:, 0].numpy(), atol=1e-4)
+    mask = record.sampling_mask
+    assert mask is not None
+    for row, kept in enumerate(np.split(mask.ids, mask.offsets[1:-1])):
+        ordered, ids = logprobs[row].exp().sort(descending=True)
+        keep = ordered.cumsum(0) - ordered <= PARAMS.top_p
+        assert set(kept.tolist()) == set(ids[keep].tolist())
+        log_mass = ordered[keep].sum().log().item()
+        assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
+    assert record.routes is not None
+    record.routes.check_tokens(record.tokens)
+    expected = np.stack([layer.topk(2, -1).indices.numpy() for layer in output.router_logits], 1)[:-1]
+    assert np.array_equal(np.sort(record.routes.experts, -1), np.sort(expected, -1))
+
+
+def test_sixty_four_requests_at_once_agree_with_hf(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    started = time.perf_counter()
+    records = sample(served_config, rollout_server, prompts(64))
+    print(f"64 requests, {sum(record.num_sampled for record in records)} tokens: {time.perf_counter() - started:.2f} s")
+    assert {record.sample_id for record in records} == set(range(64))
+    for record in records:
+        assert record.versions.tolist() == [0] * record.num_sampled
+    for record in records[:4]:
+        check_against_hf(record, tiny_moe)
+
+
+def test_a_push_changes_the_policy_and_is_proved(
+    served_config: Config, rollout_server: Server, other_moe: Path, tmp_path: Path
+) -> None:
+    started = time.perf_counter()
+    load(served_config, rollout_server, make_push(tmp_path, other_moe, 3))
+    print(f"write, verify, load and prove a push: {time.perf_counter() - started:.3f} s")
+    # The same prompts as before: with a prefix cache that was not flushed, routes of the old weights would come back.
+    (record,) = sample(served_config, rollout_server, prompts(1))
+    assert set(record.versions.tolist()) == {3}
+    check_against_hf(record, other_moe)
+
+
+def test_a_file_corrupted_after_it_was_digested_is_refused(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    push = make_push(tmp_path, tiny_moe, 4)
+    path = tmp_path / "v000004" / "model-1.safetensors"
+    tensors = load_file(path)
+    tensors[EXPERT][3, 7] += 1e-3
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(SyncError, match=r"experts\.5\.up_proj"):
+        load(served_config, rollout_server, push)
+
+
+class LoadsSomethingElse(EngineHttp):
+    """The real server behind a proxy that makes it load another folder under the requested version string."""
+
+    folder = ""
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        if path == "/update_weights_from_disk":
+            body = {**body, "model_path": self.folder}
+        return await super().post(path, body)
+
+
+def test_one_wrong_expert_under_the_right_version_is_refused(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    push = make_push(tmp_path / "meant", tiny_moe, 5)
+    make_push(tmp_path / "loaded", tiny_moe, 5)
+    path = tmp_path / "loaded" / "v000005" / "model-1.safetensors"
+    tensors = load_file(path)
+    tensors[EXPERT][0, 0] = torch.nextafter(tensors[EXPERT][0, 0], torch.tensor(1.0))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+    async def run() -> None:
+        async with LoadsSomethingElse(rollout_server.url, rollout_server.api_key, timeout_s=60, max_attempts=1) as api:
+            api.folder = str(tmp_path / "loaded" / "v000005")
+            await load_from_disk(api, push, dtype="float32", verify=True)
+
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(run())
+    assert caught.value.got == f"1 differ: {EXPERT_FUSED}"
+
+
+def test_start_accepts_the_right_server(served_config: Config, rollout_server: Server) -> None:
+    with_engine(served_config, rollout_server, lambda engine: engine.start())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("vocab_size", VOCAB + 1, "vocabulary size"),
+        ("vocab_size", VOCAB - 1, "vocabulary size"),
+        ("num_hidden_layers", 5, "route_payload|route_rows"),
+        ("num_experts_per_tok", 3, "route_payload|route_rows"),
+        ("architectures", ["Qwen2MoeForCausalLM"], "architecture differs"),
+    ],
+)
+def test_start_refuses_a_server_of_another_model(
+    served_config: Config, rollout_server: Server, tmp_path: Path, tiny_moe: Path, key: str, value: object, message: str
+) -> None:
+    config = json.loads((tiny_moe / "config.json").read_text()) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    changed = served_config.model_copy(
+        update={"model": served_config.model.model_copy(update={"checkpoint": str(tmp_path)})}
+    )
+    with pytest.raises(EngineError, match=message):
+        with_engine(changed, rollout_server, lambda engine: engine.start())
+
+
+def test_a_wrong_key_is_refused_with_advice(served_config: Config, rollout_server: Server) -> None:
+    async def run() -> None:
+        engine = SglangEngine(served_config, "not the key")
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match="MOE_TRM_API_KEY"):
+        asyncio.run(run())
+
+
+def test_greedy_answers_end_before_the_stop_token(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 6))
+    (prompt,) = prompts(1)
+    model = Qwen3MoeForCausalLM.from_pretrained(tiny_moe, dtype=torch.float32).eval()
+    tokens = list(prompt.token_ids)
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    expected = tuple(tokens[len(prompt.token_ids) :])
+    stop = expected[5] if expected[5] not in expected[:5] else VOCAB - 1
+
+    async def work(engine: SglangEngine) -> list[tuple[int, ...]]:
+        stopped = await engine.generate_greedy([prompt], SamplingParams(max_new_tokens=16, stop_token_ids=(stop,)))
+        cut = await engine.generate_greedy([prompt], SamplingParams(max_new_tokens=2))
+        return stopped + cut
+
+    stopped, cut = with_engine(served_config, rollout_server, work)
+    assert cut == ()
+    if stop == expected[5]:
+        assert stopped == expected[:5]
+
+
+def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config, rollout_server: Server) -> None:
+    async def work(engine: SglangEngine) -> None:
+        await engine._http.post("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+        await engine.generate(prompts(1)[0], PARAMS, sample_id=0, group_id=0)
+
+    with pytest.raises(RecordRejected) as caught:
+        with_engine(served_config, rollout_server, work)
+    assert caught.value.reason == "version_unknown"
+
+
+def test_a_server_that_dies_while_starting_shows_its_log(rollout_config: Config, tmp_path: Path) -> None:
+    server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
+    config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
+    with pytest.raises(EngineError, match="--no-such-option"):
+        start_server(config, tmp_path / "rollout.log", "key")
