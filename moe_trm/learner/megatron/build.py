@@ -12,14 +12,9 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.megatron import cpu_shim, layout
 from moe_trm.learner.megatron.checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.export import Exporter
+from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner
-from moe_trm.learner.megatron.model import (
-    build_model,
-    choose_layers,
-    load_weights,
-    transformer_config,
-    transformer_engine_imports,
-)
+from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, wrap_model
 from routing.megatron import MegatronReplayer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,15 +12,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import global_parameters, heads
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import TensorEntry
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
 
@@ -42,8 +40,8 @@ class Exporter:
         self._policy, self._hf, self._source, self._dtype = policy, hf, Path(source), dtype
 
     @torch.no_grad()
-    def tensors(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors under their Hugging Face names, on CPU in `dtype`, one at a time."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's tensors under their Hugging Face names, one at a time."""
         shape, owns_experts, owns_shared = (
             heads(self._hf),
             _owns_experts(),
@@ -53,20 +51,11 @@ class Exporter:
             if not (owns_experts if convert.is_expert(name) else owns_shared):
                 continue
             found = convert.link(name)
-            for hf_name, tensor in zip(
-                found.hf_names, convert.unpack(found.packing, parameter.detach(), shape), strict=True
-            ):
-                yield hf_name, tensor.to(device="cpu", dtype=DTYPES[dtype])
+            yield from zip(found.hf_names, convert.unpack(found.packing, parameter.detach(), shape), strict=True)
 
     def write_shard(self, directory: Path, dtype: str) -> tuple[TensorEntry, ...]:
         """Write this rank's tensors to one file in `directory` (created if missing); the entries name and digest them. Not collective."""
-        directory.mkdir(parents=True, exist_ok=True)
-        file = _file_name(dist.get_rank())
-        owned = dict(self.tensors(dtype))
-        save_file(owned, directory / file, metadata={"format": "pt"})
-        return tuple(
-            TensorEntry(name, file, dtype, tuple(tensor.shape), _digest(tensor)) for name, tensor in owned.items()
-        )
+        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), dtype)
 
     def write_checkpoint(self, directory: Path) -> None:
         """A complete checkpoint in `directory`, which all ranks must see: shards, index, config.json, tokenizer files. Collective."""
@@ -106,7 +95,3 @@ def _owns_experts() -> bool:
 
 def _file_name(rank: int) -> str:
     return f"model-rank-{rank:05d}.safetensors"
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()

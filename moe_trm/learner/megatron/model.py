@@ -1,13 +1,10 @@
-"""A Hugging Face checkpoint as a Megatron-Core policy model: configuration, layers, weights.
-
-Layer choice: Transformer Engine where CUDA is present and it imports, Megatron's local layers on other CUDA machines, our CPU layers elsewhere.
-"""
+"""A Hugging Face checkpoint as a Megatron-Core policy model: configuration, layers, weights."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,27 +17,9 @@ from moe_trm.errors import CheckpointError
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
+from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.layout import moe_layers, num_experts
 from moe_trm.learner.megatron.policy import PolicyModel
-
-Layers = Literal["transformer_engine", "local", "cpu"]
-_SAME_TENSOR = {"lm_head.weight": "model.embed_tokens.weight"}
-
-
-def choose_layers(*, cuda: bool, transformer_engine: bool) -> Layers:
-    """Which layers to build from what this machine has."""
-    if not cuda:
-        return "cpu"
-    return "transformer_engine" if transformer_engine else "local"
-
-
-def transformer_engine_imports() -> bool:
-    """Whether `transformer_engine.pytorch` can be imported; asked only where CUDA is present."""
-    try:
-        import transformer_engine.pytorch  # type: ignore[import-not-found]  # noqa: F401
-    except Exception:  # noqa: BLE001 - a broken installation raises RuntimeError or OSError, and any of them means "not usable"
-        return False
-    return True
 
 
 def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers) -> TransformerConfig:
@@ -152,7 +131,8 @@ def load_weights(model: torch.nn.Module, checkpoint: HfCheckpoint, hf: Mapping[s
         CheckpointError: a missing or unexpected tensor, or a shape that config.json does not announce.
     """
     expected = {name: list(_all_experts(name, hf)) for name, _ in global_parameters(model)}
-    unexpected = checkpoint.names - {n for links in expected.values() for n in links} - set(_SAME_TENSOR)
+    # A tied checkpoint may still carry its output weight, which is then the embedding a second time.
+    unexpected = checkpoint.names - {n for links in expected.values() for n in links} - {"lm_head.weight"}
     if unexpected:
         raise CheckpointError(
             "checkpoint holds tensors the model has no place for",

@@ -1,4 +1,4 @@
-"""Runs a scenario of `scenarios.py` on real ranks under torchrun and reads back what they saved."""
+"""Runs scenarios of `scenarios.py` on real ranks under torchrun and reads back what they saved."""
 
 from __future__ import annotations
 
@@ -16,27 +16,36 @@ SCENARIOS = Path(__file__).with_name("scenarios.py")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Finished ranks: `saved(name)` is what rank 0 (or another) saved under `name`."""
+    """What finished ranks saved, by run and name."""
 
     folder: Path
+    num_ranks: int
 
-    def saved(self, name: str, rank: int = 0) -> dict[str, Tensor]:
-        return load_file(self.folder / f"{name}-{rank}.safetensors")
+    def saved(self, run: str, name: str, rank: int = 0) -> dict[str, Tensor]:
+        """What one rank saved under `name`."""
+        return load_file(self.folder / run / f"{name}-{rank}.safetensors")
 
-    def union(self, name: str, num_ranks: int) -> dict[str, Tensor]:
-        """All ranks' tensors under `name`; each tensor is saved by one rank only."""
-        parts = [self.saved(name, rank) for rank in range(num_ranks)]
-        whole = {key: value for part in parts for key, value in part.items()}
-        assert len(whole) == sum(map(len, parts))
-        return whole
+    def union(self, run: str, name: str) -> dict[str, Tensor]:
+        """What all ranks saved under `name`, where each key is saved by one rank only."""
+        return _disjoint([self.saved(run, name, rank) for rank in range(self.num_ranks)])
+
+    def exported(self, run: str, name: str) -> dict[str, Tensor]:
+        """The Hugging Face tensors of an exported folder; no tensor was written twice."""
+        return _disjoint([load_file(path) for path in sorted((self.folder / run / name).glob("*.safetensors"))])
 
 
-def run_ranks(folder: Path, checkpoint: Path, scenario: str, num_ranks: int, *options: str, limit_s: float = 120.0) -> Ranks:
-    """Run `scenario` on `num_ranks` ranks; fails with their output when one of them does."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _disjoint(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    whole = {key: value for part in parts for key, value in part.items()}
+    assert len(whole) == sum(map(len, parts))
+    return whole
+
+
+def run_ranks(folder: Path, checkpoint: Path, num_ranks: int, *runs: str, limit_s: float = 120.0) -> Ranks:
+    """Do `runs` on `num_ranks` ranks one after the other; fails with their output when one of them fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(SCENARIOS), scenario, str(checkpoint), str(folder), *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command += [str(SCENARIOS), str(checkpoint), str(folder), *runs]
+    root = SCENARIOS.parents[3]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return Ranks(folder)
+    return Ranks(folder, num_ranks)

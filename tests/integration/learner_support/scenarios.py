@@ -1,6 +1,7 @@
-"""What learner ranks do in the integration tests. Started by torchrun: `scenarios.py NAME CHECKPOINT OUT [key=value ...]`.
+"""What learner ranks do in the integration tests. Started by torchrun: `scenarios.py CHECKPOINT OUT RUN [RUN ...]`.
 
-Global work is four micro-batches; with two ranks, each takes two. Nothing is asserted here: results are saved for the tests to judge.
+A RUN is `name` or `name:key=value:...`; what it saves goes to OUT/RUN. Global work is four micro-batches; with two ranks, each takes two.
+Nothing is asserted here: results are saved for the tests to judge.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.types import TokenBatch
-from routing.replay import Native
-from tests.integration.learner_support.tiny import make_batch
-
-NUM_BATCHES = 4
+from routing import ReplayProofError
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from tests.integration.learner_support.tiny import make_batch, random_routes
+from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch
 
 
 def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> MegatronLearner:
@@ -34,8 +35,8 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
     config = Config.model_validate(
         {
             "model": {"checkpoint": checkpoint},
-            "replay": {"mode": "none"},
-            "rollout": {"temperature": 0.7},
+            "replay": {"max_local_flip_rate": float(options.get("flips", 1.0))},
+            "rollout": {"temperature": TEMPERATURE},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {
                 "parallel": {"expert": int(options.get("expert", 1))},
@@ -52,7 +53,7 @@ def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
     """Global numbers and micro-batches of this rank. Lengths differ between ranks at the same index."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, NUM_BATCHES, size))
-    return numbers, [make_batch(100 + i, length=9 + 2 * i, keep_mask=keep_mask) for i in numbers]
+    return numbers, [global_batch(i, keep_mask=keep_mask) for i in numbers]
 
 
 def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
@@ -69,7 +70,9 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
     """Reduced gradients of the parameters this rank owns (needs the plain optimizer: the distributed one keeps shards)."""
     owned: dict[str, Tensor] = {}
     for name, parameter in global_parameters(learner._policy):
-        owns = parallel_state.get_expert_data_parallel_rank() == 0 if convert.is_expert(name) else learner.data_rank == 0
+        owns = (
+            parallel_state.get_expert_data_parallel_rank() == 0 if convert.is_expert(name) else learner.data_rank == 0
+        )
         if owns:
             owned[name] = parameter.main_grad.clone()
     return owned
@@ -90,7 +93,8 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     apply = learner._optimizer.step
 
     def capture_and_step() -> Any:
-        captured.update(gradients(learner))
+        if options.get("distributed") == "0":
+            captured.update(gradients(learner))
         return apply()
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
@@ -100,7 +104,11 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     learner.export_checkpoint(str(out / "final"))
     result_full = learner.update(dense, sources, objective(dense, []))
 
-    save(out, "facts", {"grad_norm": result.grad_norm, "lr": result.lr, "applied": result.applied, "full_norm": result_full.grad_norm})
+    save(
+        out,
+        "facts",
+        {"grad_norm": result.grad_norm, "lr": result.lr, "applied": result.applied, "full_norm": result_full.grad_norm},
+    )
     named = {}
     for slot, number in enumerate(numbers):
         named[f"score.{number}"], named[f"again.{number}"] = scores[slot].logprobs, again[slot].logprobs
@@ -130,21 +138,74 @@ def edges(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     mine = [padding] if dist.get_rank() == 0 else batches[:1]
     scored = learner.score(mine, [Native()])
     empty = learner.update(mine, [Native()], objective(mine, []))
-    facts: dict[str, Any] = {"broken_applied": broken.applied, "broken_norm": broken.grad_norm, "empty_norm": empty.grad_norm, "empty_applied": empty.applied}
+    facts: dict[str, Any] = {
+        "broken_applied": broken.applied,
+        "broken_norm": broken.grad_norm,
+        "empty_norm": empty.grad_norm,
+        "empty_applied": empty.applied,
+    }
     save(out, "facts", {**facts, **{f"lr.{i}": rate for i, rate in enumerate(rates)}})
     save(out, "logprobs", {"padding": scored[0].logprobs})
 
 
 def save(out: Path, name: str, values: dict[str, Any]) -> None:
-    tensors = {key: value.contiguous() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64) for key, value in values.items()}
+    tensors = {
+        key: value.contiguous() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        for key, value in values.items()
+    }
     save_file(tensors, out / f"{name}-{dist.get_rank()}.safetensors")
 
 
+def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """R2, R3 on random valid routes, their reports, and a step that the proof forbids."""
+    _, batches = my_batches(keep_mask=True)
+    learner = build(checkpoint, options)
+    native = learner.score(batches, [Record()] * len(batches))
+    recorded = [ReplayRecorded(score.recorded) for score in native if score.recorded is not None]
+    r2 = learner.score(batches, recorded)
+    random = [ReplayRecords(random_routes(batch, learner.moe_layer_ids, seed=i)) for i, batch in enumerate(batches)]
+    r3 = learner.score(batches, random)
+    before = learner.replay_report()
+    named = {
+        f"{kind}.{i}": s.logprobs
+        for kind, scores in (("native", native), ("r2", r2), ("r3", r3))
+        for i, s in enumerate(scores)
+    }
+    seen: list[Tensor] = []
+    learner.update(batches, random, objective(batches, seen))
+    named |= {f"r3_update.{i}": value for i, value in enumerate(seen)}
+    after = learner.replay_report()
+    facts: dict[str, Any] = {
+        "score_replayed": before.replayed,
+        "score_applied": before.applied_fraction,
+        "update_replayed": after.replayed,
+        "update_applied": after.applied_fraction,
+        "update_flips": after.local_flip_rate,
+        "layer_flips": sum(after.local_flips_by_layer.values()) / len(after.local_flips_by_layer),
+        "valid": learner.reduce({"n": sum((batch.valid.sum() for batch in batches), torch.tensor(0))})["n"],
+        "layers": len(learner.moe_layer_ids),
+    }
+    strict = build(checkpoint, {**options, "flips": "0.05"})
+    strict.export_shard(str(out / "before"), "float32")
+    try:
+        strict.update(batches, random, objective(batches, []))
+        facts["refused"] = False
+    except ReplayProofError:
+        facts["refused"] = True
+    strict.export_shard(str(out / "refused"), "float32")
+    save(out, "facts", facts)
+    save(out, "logprobs", named)
+
+
 def main() -> None:
-    name, checkpoint, out, *options = sys.argv[1:]
+    checkpoint, out, *runs = sys.argv[1:]
     dist.init_process_group("gloo")
-    chosen = dict(option.split("=", 1) for option in options)
-    {"train": train, "edges": edges}[name](checkpoint, Path(out), chosen)
+    for run in runs:
+        name, *options = run.split(":")
+        folder = Path(out) / run
+        folder.mkdir(parents=True, exist_ok=True)
+        scenario = {"train": train, "edges": edges, "replay": replay}[name]
+        scenario(checkpoint, folder, dict(option.split("=", 1) for option in options))
     close_learner()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from moe_trm_sglang_cpu import torchvision_ops
 
 from moe_trm.types import TokenBatch
+from routing import RouteRecord, expert_dtype, token_digest
 
 VOCAB = 128
+EXPERTS, TOP_K = 8, 2
 
 
 def make_checkpoint(folder: Path, **overrides: object) -> Path:
@@ -18,24 +21,24 @@ def make_checkpoint(folder: Path, **overrides: object) -> Path:
     torchvision_ops.install()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings: dict[str, object] = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        router_aux_loss_coef=0.0,
-        initializer_range=0.1,
-    )
+    settings: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "router_aux_loss_coef": 0.0,
+        "initializer_range": 0.1,
+    }
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})).float().eval()
     with torch.no_grad():
@@ -44,6 +47,14 @@ def make_checkpoint(folder: Path, **overrides: object) -> Path:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return folder
+
+
+def load_reference(folder: Path) -> Any:
+    """The checkpoint as transformers runs it, in float32."""
+    torchvision_ops.install()
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def make_batch(seed: int, rows: int = 3, length: int = 12, *, keep_mask: bool = True, vocab: int = VOCAB) -> TokenBatch:
@@ -74,3 +85,20 @@ def make_batch(seed: int, rows: int = 3, length: int = 12, *, keep_mask: bool = 
         kept_ids=torch.from_numpy(np.concatenate(kept)) if keep_mask else None,
         kept_offsets=torch.tensor(offsets) if keep_mask else None,
     )
+
+
+def random_routes(batch: TokenBatch, layer_ids: tuple[int, ...], seed: int) -> tuple[RouteRecord | None, ...]:
+    """Valid routes that no router chose, one record per row, none for padding rows."""
+    rng = np.random.default_rng(seed)
+    records: list[RouteRecord | None] = []
+    for inputs, targets, valid in zip(batch.input_ids, batch.target_ids, batch.valid, strict=True):
+        rows = int(valid.sum())
+        if rows == 0:
+            records.append(None)
+            continue
+        experts = rng.permuted(np.broadcast_to(np.arange(EXPERTS), (rows, len(layer_ids), EXPERTS)), axis=-1)[
+            ..., :TOP_K
+        ]
+        tokens = np.append(inputs[:rows].numpy(), targets[rows - 1].item())
+        records.append(RouteRecord(experts.astype(expert_dtype(EXPERTS)), layer_ids, EXPERTS, token_digest(tokens)))
+    return tuple(records)

@@ -1,0 +1,14 @@
+"""The global work of the learner scenarios; shared by the ranks and the tests, so it imports no Megatron."""
+
+from __future__ import annotations
+
+from moe_trm.types import TokenBatch
+from tests.integration.learner_support.tiny import make_batch
+
+NUM_BATCHES = 4
+TEMPERATURE = 0.7
+
+
+def global_batch(number: int, *, keep_mask: bool = True) -> TokenBatch:
+    """Micro-batch `number` of the global work; each has another padded length."""
+    return make_batch(100 + number, length=9 + 2 * number, keep_mask=keep_mask)
