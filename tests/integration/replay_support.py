@@ -1,7 +1,7 @@
 """Tiny Megatron models, micro-batches and routes for the replay tests. Runs inside ranks, after the CPU shim is installed.
 
-The second decoder layer is dense, rows have different lengths, and weights depend only on parameter names: every parallel layout
-builds the same model.
+The second decoder layer is dense, rows have different lengths, and weights depend only on parameter names: expert and pipeline
+parallel ranks build parts of one model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def config(**changes: Any) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options: dict[str, Any] = {
@@ -40,7 +41,11 @@ def config(**changes: Any) -> Any:
         "gradient_accumulation_fusion": False, "persist_layer_norm": False, "num_moe_experts": E, "moe_router_topk": K,
         "moe_layer_freq": [1, 0, 1, 1], "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32", "use_cpu_initialization": True, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
-        "expert_model_parallel_size": dist.get_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "sequence_parallel": parallel_state.get_tensor_model_parallel_world_size() > 1,
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
     }  # fmt: skip
     return TransformerConfig(**(options | changes))
 
@@ -52,13 +57,23 @@ def build(**changes: Any) -> Any:
     from moe_trm.learner.megatron.cpu import cpu_block_spec
 
     settings = config(**changes)
-    model = GPTModel(settings, cpu_block_spec(settings), VOCAB, R, position_embedding_type="rope")
-    first_expert = parallel_state.get_expert_model_parallel_rank() * E // dist.get_world_size()
+    model = GPTModel(
+        settings,
+        cpu_block_spec(settings),
+        VOCAB,
+        R,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+    )
+    experts = (
+        parallel_state.get_expert_model_parallel_rank() * E // parallel_state.get_expert_model_parallel_world_size()
+    )
+    first = {"local_experts": experts, "layers": model.decoder.layers[0].layer_number - 1}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        if "local_experts" in parts:
-            place = parts.index("local_experts") + 1
-            parts[place] = str(int(parts[place]) + first_expert)
+        for place in [i + 1 for i, part in enumerate(parts) if part in first]:
+            parts[place] = str(int(parts[place]) + first[parts[place - 1]])
         generator = torch.Generator().manual_seed(zlib.crc32(".".join(parts).encode()))
         if parameter.ndim > 1:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
@@ -121,7 +136,7 @@ def edit(source: ReplayRecords, change: Callable[[np.ndarray], np.ndarray]) -> R
 
 
 def router_gradients(model: Any) -> list[torch.Tensor]:
-    return [model.decoder.layers[layer].mlp.router.weight.grad.clone() for layer in LAYERS]
+    return [layer.mlp.router.weight.grad.clone() for layer in model.decoder.layers if layer.layer_number - 1 in LAYERS]
 
 
 Scenario = Callable[[Path], None]
