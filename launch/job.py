@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import secrets
@@ -13,11 +14,23 @@ from pathlib import Path
 
 from moe_trm.config import load
 from moe_trm.config.schema import ParallelConfig
-from moe_trm.learner.build import check_launch
+from moe_trm.preflight import check_launch
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `moe-trm train`."""
+    parser.add_argument("config", help="YAML configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
+    parser.add_argument("--nproc-per-node", type=int, help="learner ranks (default: the fewest that hold the model)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`moe-trm train`."""
+    return run_job(args.config, args.overrides, args.nproc_per_node)
 
 
 def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
@@ -34,14 +47,14 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     from moe_trm.rollout.supervisor import start_server
 
     api_key = api_key_for(config) or secrets.token_hex(16)
-    port = config.rollout.server.port or free_port()
-    config = load(config_path, [*overrides, f"rollout.server.port={port}"])
+    overrides = [*overrides, f"rollout.server.port={config.rollout.server.port or free_port()}"]
+    config = load(config_path, overrides)
     run_dir = Path(config.run_dir) / config.name
     run_dir.mkdir(parents=True, exist_ok=True)
-    print(f"starting the rollout server on {config.rollout.server.host}:{port} (log: {run_dir / 'rollout.log'})", flush=True)
+    print(f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})", flush=True)
     server = start_server(config, run_dir / "rollout.log", api_key)
     try:
-        return run_learner(config_path, [*overrides, f"rollout.url={server.url}"], ranks, api_key)
+        return run_learner(config_path, overrides, ranks, api_key)
     finally:
         server.stop()
 

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
-from moe_trm.learner.build import build_learner, check_launch
+from moe_trm.learner.build import build_learner
 from moe_trm.loop import push_directory, train
 from moe_trm.observe.sinks import JsonLines, ProgressLines, Sink
 from moe_trm.passes import resolve_mode
+from moe_trm.preflight import check_launch
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 

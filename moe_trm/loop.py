@@ -19,6 +19,7 @@ from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
 from moe_trm.probe import Probe
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.types import TrainBatch
+from routing.replay import ReplayReport
 
 
 def train(
@@ -49,7 +50,7 @@ def train(
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
         measured = objective.take(learner.reduce) | probed
-        emit(sinks, step, {**batch.metrics, **measured, **update_metrics(updates), **report.metrics(), **phases.take(), "weights/version": step, **evaluation})
+        emit(sinks, step, {**batch.metrics, **measured, **update_metrics(updates), **replay_metrics(report), **phases.take(), "weights/version": step, **evaluation})
 
 
 def score_anchors(learner: Learner, batch: TrainBatch, config: Config, mode: ReplayMode, pad_token_id: int) -> list[Anchored]:
@@ -90,6 +91,14 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
         "optimizer/lr": updates[-1].lr,
         "optimizer/steps": float(len(updates)),
         "optimizer/skipped": float(sum(not update.applied for update in updates)),
+    }
+
+
+def replay_metrics(report: ReplayReport) -> dict[str, float]:
+    return {
+        "replay/applied_fraction": report.applied_fraction,
+        "replay/token_layers": float(report.replayed),
+        "routing/local_flip_rate": report.local_flip_rate,
     }
 
 

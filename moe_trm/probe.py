@@ -2,7 +2,7 @@
 
 native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
 
-Shape letters: B rows, R forwarded tokens, L MoE layers, K experts per token, N scored tokens of this rank.
+Shape letters: B rows, R forwarded tokens, L MoE layers, N scored tokens of this rank.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.config.schema import ProbeConfig
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
 from moe_trm.types import TokenBatch
-from routing import RouteRecord
+from routing.flips import flipped_tokens
 from routing.layout import Layout
-from routing.replay import Record, Recorded, ReplayRecords
+from routing.replay import Record, ReplayRecords
 
 
 
@@ -72,14 +71,13 @@ class Probe:
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        arrays = {name: np.ascontiguousarray(value.numpy()) for name, value in vars(tokens).items()}
-        save_file(arrays, self._folder / f"step-{step:06d}-rank{rank}.safetensors")
+        save_file(vars(tokens), self._folder / f"step-{step:06d}-rank{rank}.safetensors")
 
 
 def _compare(batch: TokenBatch, groups: Sequence[int], native: Scores, replayed: Scores) -> ProbeTokens:
     assert native.recorded is not None
     rows, _ = batch.mask.nonzero(as_tuple=True)
-    flips = flipped_layers(batch.routes, native.recorded, *batch.mask.shape)
+    flips = flipped_tokens(native.recorded, batch.routes, Layout(*batch.mask.shape)).sum(-1).to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
         group_id=torch.tensor([*groups, 0], dtype=torch.int64)[rows],
@@ -88,22 +86,6 @@ def _compare(batch: TokenBatch, groups: Sequence[int], native: Scores, replayed:
         flipped_layers=flips[batch.mask],
         log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask],
     )
-
-
-def flipped_layers(
-    routes: Sequence[RouteRecord | None], recorded: Recorded, num_rows: int, length: int
-) -> Tensor:
-    """`[B, R]` int16: MoE layers in which the learner's own expert set differs from the rollout's."""
-    layout = Layout(num_rows, length)
-    count = torch.zeros(num_rows, length, dtype=torch.int16)
-    for layer, experts in recorded.experts.items():
-        own = layout.from_router(experts).sort(-1).values
-        for row, record in enumerate(routes):
-            if record is not None:
-                column = record.experts[:, record.layer_ids.index(layer)].astype(np.int64)
-                theirs = torch.from_numpy(np.sort(column, -1))
-                count[row, : len(theirs)] += (own[row, : len(theirs)] != theirs).any(-1).to(torch.int16)
-    return count
 
 
 def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:

@@ -155,7 +155,7 @@ class RuleConfig(Section):
 
     name: str
     """A registered correction, e.g. `trm_max`, `icepop`, `opsm`."""
-    thresholds: dict[str, float] = {}
+    thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
 
 

@@ -38,7 +38,7 @@ class ProgressLines:
         ("routing/native_flip_rate", "flips", "{:.2%}"),
         ("replay/applied_fraction", "replayed", "{:.0%}"),
         ("correction/kept_fraction", "kept", "{:.1%}"),
-        ("loss/clip_fraction", "clip", "{:.1%}"),
+        ("loss/pg_clipfrac", "clip", "{:.1%}"),
         ("optimizer/grad_norm", "grad", "{:.2f}"),
         ("ledger/rejected", "rejected", "{:.0f}"),
         ("eval/accuracy", "ACCURACY", "{:.3f}"),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
+from moe_trm.quickstart.checkpoint import TinyShape
 from moe_trm.quickstart.summary import print_probe, read_metrics
 
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
@@ -87,7 +88,9 @@ def prepare_checkpoint(folder: Path) -> Path:
     if (folder / "warmup.json").exists():
         print(f"starting from the warmed-up model in {folder} (delete the folder to make it anew)", flush=True)
         return folder
-    print("warming up a tiny Qwen3-MoE by supervised steps: first sums with working, then mostly bare answers", flush=True)
+    print(
+        "warming up a tiny Qwen3-MoE by supervised steps: first sums with working, then mostly bare answers", flush=True
+    )
     command = [sys.executable, "-m", "moe_trm.quickstart.warmup", "--out", str(folder)]
     if subprocess.run(command, check=False).returncode:
         raise MoeTrmError("the warm-up failed", where=str(folder), fix="Its own message above says why.")
@@ -110,7 +113,9 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
 
 def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
     """Say what happened in plain words; 0 only when every run did what it should."""
-    print("\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, but mostly")
+    print(
+        "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, but mostly"
+    )
     print("blurts an answer; what RL teaches it is to show its working.\n")
     print(f"{'run':<28}{'before':>8}{'after':>8}{'gain':>8}{'optimizer steps':>17}{'seconds':>9}   verdict")
     for outcome in outcomes:
@@ -119,9 +124,11 @@ def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
             f"{outcome.trial.name:<28}{outcome.before:>8.3f}{outcome.after:>8.3f}{outcome.gain:>+8.3f}"
             f"{outcome.optimizer_steps:>17}{outcome.seconds:>9.0f}   {verdict}"
         )
-    print_probe([run_dir / outcome.trial.name for outcome in outcomes if outcome.trial.gain_at_least > 0])
+    learned = [run_dir / outcome.trial.name for outcome in outcomes if outcome.trial.gain_at_least > 0]
+    print_probe(learned, num_layers=TinyShape().layers)
     results = [
-        {"run": o.trial.name, "before": o.before, "after": o.after, "seconds": o.seconds, "passed": o.passed} for o in outcomes
+        {"run": o.trial.name, "before": o.before, "after": o.after, "seconds": o.seconds, "passed": o.passed}
+        for o in outcomes
     ]
     (run_dir / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"\nrun directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")

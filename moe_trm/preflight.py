@@ -1,0 +1,21 @@
+"""Everything that can be refused about a run is refused here, before a tensor is loaded or a process started."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from moe_trm.config.schema import Config
+from moe_trm.learner.megatron.layout import check_layout, check_vocabulary, read_hf_config
+from moe_trm.objective import Objective
+
+
+def check_launch(config: Config, *, world_size: int) -> None:
+    """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
+
+    Looks at the checkpoint's config.json and tokenizer, the parallel layout on this Megatron-Core, and the names and
+    thresholds of corrections and loss.
+    """
+    hf_config = read_hf_config(config.model.checkpoint)
+    check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+    check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
+    Objective(config)

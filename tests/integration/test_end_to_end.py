@@ -1,0 +1,150 @@
+"""Whole runs on the real engines: SGLang samples in bfloat16, two Megatron ranks replay and train; then the recorded run repeated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.job import run_job
+from moe_trm.quickstart.checkpoint import make_checkpoint
+from moe_trm.rollout.bundle import BundleReader, BundleWriter
+from moe_trm.types import RolloutRecord
+from routing import RouteRecord, token_digest
+
+STEPS = 2
+CONFIG = """
+name: {name}
+run_dir: {run_dir}
+model: {{checkpoint: {checkpoint}}}
+task: {{eval_size: 8}}
+rollout:
+  prompts_per_step: 4
+  group_size: 4
+  top_p: 0.95
+  max_new_tokens: 16
+  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32}}
+replay: {{mode: R3}}
+probe: {{every: 1, save: true}}
+correction:
+  rules:
+    - {{name: trm_max, thresholds: {{max_kl: 0.5}}}}
+    - {{name: icepop}}
+learner: {{minibatches: 2, micro_batch_rows: 4, parallel: {{expert: 2}}}}
+train: {{steps: {steps}, export: false}}
+"""
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    timed = ("time/", "rollout/tokens_per_s")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("end-to-end")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    checkpoint = make_checkpoint(folder / "checkpoint", seed=0)
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(name="live", run_dir=folder / "runs", checkpoint=checkpoint, steps=STEPS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path, config: Path) -> Path:
+    """A run on the real server with two learner ranks, recorded into a bundle."""
+    assert run_job(str(config), [f"record.bundle={folder / 'bundle'}"]) == 0
+    return folder / "runs" / "live"
+
+
+def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
+    return run_job(str(config), [f"name={name}", "rollout.engine=bundle", f"rollout.bundle={bundle}", *overrides])
+
+
+def test_every_promised_metric_is_in_every_step(live: Path) -> None:
+    rows = metrics_of(live)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert "eval/accuracy" in rows[0]
+    assert "eval/accuracy" in rows[-1]
+    promised = {
+        *("reward/mean", "response/length_mean", "replay/applied_fraction", "routing/local_flip_rate"),
+        *("routing/native_flip_rate", "engine/k3_kl", "staleness/k3_kl", "total/k3_kl"),
+        *("correction/kept_fraction", "correction/trm_max/kept_fraction", "correction/icepop/kept_fraction"),
+        *("loss/pg_clipfrac", "optimizer/grad_norm", "weights/version", "ledger/rejected", "ledger/issued"),
+        *("time/step_s", "time/rollout_s", "time/score_s", "time/update_s", "time/sync_s"),
+    }
+    for row in rows[1:]:
+        assert promised <= row.keys(), promised - row.keys()
+        assert row["replay/applied_fraction"] == 1.0
+        assert row["replay/token_layers"] > 0
+        assert row["weights/version"] == row["step"]
+        places = ("queued", "in_flight", "trained", "rejected", "dropped")
+        assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in places) == 16 * row["step"]
+
+
+def test_the_first_update_of_a_synchronous_step_is_bitwise_the_behaviour_pass(live: Path) -> None:
+    assert [row["update/first_nonzero_fraction"] for row in metrics_of(live)[1:]] == [0.0] * STEPS
+
+
+def test_replayed_routes_are_the_rollouts_and_flip_locally_only_a_little(live: Path) -> None:
+    for row in metrics_of(live)[1:]:
+        assert 0 < row["routing/local_flip_rate"] < 0.2
+        assert row["probe/replayed_k3_kl"] == pytest.approx(row["engine/k3_kl"], rel=0.5)
+
+
+def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Path) -> None:
+    """The bundle gives the recorded rollouts back; everything after them is computed anew, twice, and must be the same."""
+    assert from_bundle(config, "again", folder / "bundle") == 0
+    recorded, again = timeless(metrics_of(live)), timeless(metrics_of(folder / "runs" / "again"))
+    for one, two in zip(recorded[1:], again[1:], strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith("eval/")} == {
+            k: v for k, v in two.items() if not k.startswith("eval/")
+        }
+
+
+def shift_rows(record: RolloutRecord) -> RolloutRecord:
+    routes = with_routes(record)
+    return replace(record, routes=replace(routes, experts=np.roll(routes.experts, 1, axis=0)))
+
+
+def swap_layers(record: RolloutRecord) -> RolloutRecord:
+    routes = with_routes(record)
+    return replace(record, routes=replace(routes, experts=np.ascontiguousarray(routes.experts[:, [1, 0, 3, 2]])))
+
+
+def stale(record: RolloutRecord) -> RolloutRecord:
+    return replace(record, routes=replace(with_routes(record), token_digest=token_digest(record.tokens + 1)))
+
+
+def with_routes(record: RolloutRecord) -> RouteRecord:
+    assert record.routes is not None
+    return record.routes
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [(shift_rows, "misaligned"), (swap_layers, "misaligned"), (stale, "routes belong to other tokens")],
+)
+def test_wrong_routes_stop_the_run_before_anything_is_trained(
+    live: Path, folder: Path, config: Path, mutate: Callable[[RolloutRecord], RolloutRecord], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bundle = folder / f"bundle-{mutate.__name__}"
+    writer = BundleWriter(str(bundle))
+    writer.write(1, [mutate(record) for record in BundleReader(str(folder / "bundle")).read(1)])
+    name = f"broken-{mutate.__name__}"
+    assert from_bundle(config, name, bundle, "train.steps=1") != 0
+    assert said in capfd.readouterr().err
+    assert len(metrics_of(folder / "runs" / name)) <= 1
+    shutil.rmtree(bundle)
