@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
 
 from moe_trm.quickstart.hf import qwen3_moe
 
@@ -88,8 +89,14 @@ def tiny_model(seed: int, shape: TinyShape | None = None) -> Qwen3MoeForCausalLM
 def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config, weights (one tensor per expert and matrix) and tokenizer to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def make_checkpoint(folder: Path, seed: int = 0, shape: TinyShape | None = None) -> None:

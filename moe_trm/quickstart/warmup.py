@@ -46,10 +46,12 @@ class Recipe:
     """The warm-up's settings.
 
     Attributes:
-        enough: share of problems solved with working that ends phase 1.
-        max_steps: limit of phase 1; `check_every` steps between its measurements, the first after `first_check`.
-        mixed_steps: steps of phase 2, in which `direct_share` of the answers are bare guesses; while greedy accuracy is above
-            `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
+        pool_batches: batches drawn at once and cut by length.
+        lr: peak of phase 1; up within `lr_warmup_steps`, down to `lr_floor` of it at `steps`.
+        steps, further_steps, max_steps: phase 1 is measured after `steps`, and while it solves less than `enough` after every
+            `further_steps`, up to `max_steps`.
+        mixed_lr, mixed_steps, direct_share: phase 2, in which that share of the answers are bare guesses; while greedy
+            accuracy is above `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
         min_working: what the finished start must still solve when it may not begin with `#`.
         max_seconds: wall-clock limit of the whole warm-up.
     """
@@ -60,11 +62,11 @@ class Recipe:
     lr_warmup_steps: int = 30
     lr_floor: float = 0.1
     max_digits: int = 3
-    steps: int = 400
+    steps: int = 380
     further_steps: int = 50
     max_steps: int = 700
     enough: float = 0.8
-    mixed_lr: float = 5e-4
+    mixed_lr: float = 1.5e-4
     mixed_steps: int = 60
     direct_share: float = 0.6
     max_greedy: float = 0.25
@@ -200,9 +202,13 @@ class Warmup:
         return ids[:, :-1], targets[:, 1:]
 
     def _draw_pool(self, direct_share: float) -> list[list[tuple[list[int], list[int]]]]:
-        """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding."""
+        """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding.
+
+        With direct answers among them only one batch: sorted by length they would come in batches of their own, and the habit
+        would swing from batch to batch.
+        """
         size, rows = self.recipe.batch_size, []
-        for _ in range(self.recipe.pool_batches * size):
+        for _ in range((self.recipe.pool_batches if direct_share == 0 else 1) * size):
             problem = draw(self.rng, self.recipe.max_digits, held_out=False)
             solution = problem.solution(with_working=self.rng.random() >= direct_share)
             answer = [*self.tokenizer.encode(solution, add_special_tokens=False), EOS]

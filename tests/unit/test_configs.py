@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_trm import corrections
 from moe_trm.config import resolve
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -16,6 +17,12 @@ def test_shipped_configuration(path: Path) -> None:
     resolved = resolve(path)
     assert resolved.warnings == ()
     assert resolved.config.name == path.stem
+
+
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
+def test_shipped_corrections_exist_and_take_these_thresholds(path: Path) -> None:
+    for rule in resolve(path).config.correction.rules:
+        corrections.get(rule.name).bind(**rule.thresholds)
 
 
 def test_there_are_configurations() -> None:

@@ -1,0 +1,61 @@
+# `make help` lists the targets. Everything runs in $(VENV), which the first target that needs it makes.
+
+VENV ?= .venv
+SEEDS ?= 0
+PYTEST_ARGS ?=
+# The first Python on the path that this project supports; `make PYTHON=/path/to/python3.12 ...` chooses another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && { echo "$$python"; break; }; done)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Two threads per process on busy cores make steps many times slower.
+QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
+SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
+
+.PHONY: help install .venv quickstart quickstart-controls test test-all lint types clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-20s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## make the virtual environment with everything the CPU lane needs
+.venv: $(STAMP)
+
+$(STAMP): requirements/cpu.txt pyproject.toml $(SUPPORT)
+	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12)) or sys.exit("MoE-TRM needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0])'
+	@echo "installing into $(VENV) (about 2 GB, a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --no-deps -r requirements/cpu.txt
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+		echo "this torch is a CUDA build: installing its CUDA libraries too (several GB; a CPU wheel index in PIP_EXTRA_INDEX_URL avoids that)"; \
+		$(PIP) --constraint requirements/cpu.txt --force-reinstall "$$(grep '^torch==' requirements/cpu.txt)" && $(PIP) --no-deps -r requirements/cpu.txt; }
+	@$(PIP) --no-deps --no-build-isolation packages/sglang_cpu
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs)
+	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --seeds $(SEEDS)
+
+quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
+	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --seeds $(SEEDS) --controls
+
+test: lint types ## everything CI needs, from nothing: lint, types, tests that are not slow
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: lint types ## the same with the slow tests, and on a GPU those that need one
+	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## style and common mistakes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## static types
+	$(BIN)/mypy
+
+clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
