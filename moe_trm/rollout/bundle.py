@@ -1,0 +1,318 @@
+"""A recorded run: every accepted record of every step on disk, and an engine that gives them back instead of sampling.
+
+Format 1. A bundle is a folder with one file `step-NNNNNN.safetensors` per training step. Shape letters, summed over the N records of the
+step: T tokens, S sampled tokens, M kept ids, Q bytes of encoded routes. Arrays:
+
+| name | type | shape | content |
+|---|---|---|---|
+| `tokens`, `sampled`, `turn_ids` | int32, uint8, int16 | `[T]` | as in `RolloutRecord`, record after record |
+| `rollout_logprobs`, `full_logprobs`, `versions` | float32, float32, int32 | `[S]` | as in `RolloutRecord` |
+| `token_offsets`, `sampled_offsets` | int64 | `[N + 1]` | record `n` has `offsets[n]:offsets[n + 1]` |
+| `mask_ids`, `mask_logprobs` | int32, float32 | `[M]` | kept ids and their log-probs |
+| `mask_sizes` | int32 | `[S]` | kept ids of each sampled token; 0 where the record has no mask |
+| `routes`, `route_offsets` | uint8, int64 | `[Q]`, `[N + 1]` | `routing.encode` of each record; empty where it has none |
+| `rewards` | float64 | `[N]` | NaN where none was set |
+
+The safetensors metadata holds one JSON object under `bundle`: `format`, `version`, `step`, the per-record lists `sample_ids`, `group_ids`,
+`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), and `checksum`, the blake2b-16 of that object without the checksum
+followed by every array's name and bytes in order of name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from moe_trm.errors import BundleError, RecordRejected
+from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from routing import RouteError, decode, encode
+
+FORMAT = "moe-trm-bundle"
+FORMAT_VERSION = 1
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Header(msgspec.Struct):
+    """What the metadata of one step's file says."""
+
+    format: str
+    version: int
+    step: int
+    sample_ids: list[int]
+    group_ids: list[int]
+    prompt_ids: list[str]
+    finish_reasons: list[str]
+    mask_kinds: list[str]
+    checksum: str = ""
+
+
+class FormatStamp(msgspec.Struct):
+    """The fields that every version of the format has."""
+
+    format: str
+    version: int
+
+
+class BundleWriter:
+    """Writes a bundle, step by step.
+
+    Args:
+        folder: made if missing; steps that are there already are replaced.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def write(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        """Write the accepted records of one step. The file appears whole or not at all."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        arrays = _pack(records)
+        header = Header(
+            format=FORMAT,
+            version=FORMAT_VERSION,
+            step=step,
+            sample_ids=[record.sample_id for record in records],
+            group_ids=[record.group_id for record in records],
+            prompt_ids=[record.prompt_id for record in records],
+            finish_reasons=[record.finish_reason for record in records],
+            mask_kinds=[_mask_kind(record.sampling_mask) for record in records],
+        )
+        header.checksum = _checksum(header, arrays)
+        path = _path(self._folder, step)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(save(dict(arrays), metadata={"bundle": msgspec.json.encode(header).decode()}))
+        os.replace(partial, path)
+
+
+class BundleReader:
+    """Reads a bundle. Every method raises `BundleError` when a file is missing, damaged, truncated or of a newer format."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def steps(self) -> list[int]:
+        """The recorded steps, ascending."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.safetensors"))
+
+    def header(self, step: int) -> Header:
+        """The header of one step, without reading its arrays; the checksum is not verified."""
+        return self._open(step, with_arrays=False)[0]
+
+    def read(self, step: int) -> list[RolloutRecord]:
+        """The records of one step as they were written, after checking the checksum and the lengths."""
+        header, arrays = self._open(step, with_arrays=True)
+        if _checksum(header, arrays) != header.checksum:
+            raise self._damaged(step, "the checksum does not match")
+        try:
+            return _unpack(header, arrays)
+        except (KeyError, ValueError, IndexError, RouteError) as error:
+            raise self._damaged(step, f"{type(error).__name__}: {error}") from error
+
+    def _open(self, step: int, *, with_arrays: bool) -> tuple[Header, Arrays]:
+        path = _path(self._folder, step)
+        if not path.is_file():
+            raise BundleError(
+                "the recording has no such step", where=str(self._folder), got=step, expected=f"one of {self.steps()}"
+            )
+        try:
+            with safe_open(path, framework="np") as file:
+                text = (file.metadata() or {}).get("bundle", "")
+                stamp = msgspec.json.decode(text, type=FormatStamp)
+                if stamp.format != FORMAT or stamp.version > FORMAT_VERSION:
+                    raise BundleError(
+                        "a bundle of another format",
+                        where=str(path),
+                        got=f"{stamp.format} {stamp.version}",
+                        expected=f"{FORMAT}, at most {FORMAT_VERSION}",
+                        fix="Read it with the version of moe-trm that wrote it, or update.",
+                    )
+                header = msgspec.json.decode(text, type=Header)
+                return header, {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
+        except (SafetensorError, msgspec.DecodeError, OSError) as error:
+            raise self._damaged(step, str(error)) from error
+
+    def _damaged(self, step: int, how: str) -> BundleError:
+        return BundleError(
+            "a file of the bundle is damaged or truncated",
+            where=str(_path(self._folder, step)),
+            got=how,
+            expected="the file as written",
+            fix="Copy the bundle again or record the run again.",
+        )
+
+
+class BundleEngine:
+    """`RolloutEngine` that gives back recorded responses by sample id, so that everything after sampling can be repeated bit for bit.
+
+    Args:
+        folder: a bundle.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._reader = BundleReader(folder)
+        self._folder = folder
+        self._step_of: dict[int, int] = {}
+        self._last_group = -1
+        self._loaded: tuple[int, dict[int, RolloutRecord]] = (-1, {})
+        self._version = -1
+
+    async def start(self) -> None:
+        """Read the headers. Raises `BundleError`."""
+        steps = self._reader.steps()
+        if not steps:
+            raise BundleError(
+                "nothing is recorded here",
+                where=self._folder,
+                expected="files named step-NNNNNN.safetensors",
+                fix="Record a run with record.bundle=FOLDER, then set rollout.bundle to that folder.",
+            )
+        for step in steps:
+            header = self._reader.header(step)
+            self._step_of |= dict.fromkeys(header.sample_ids, step)
+            self._last_group = max([self._last_group, *header.group_ids])
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """The recorded record. Raises `RecordRejected` (`not_recorded`) where the recorded run rejected it, `BundleError` where the run differs."""
+        step = self._step_of.get(sample_id)
+        if step is None:
+            if group_id > self._last_group:
+                raise BundleError(
+                    "the recording ends before this sample",
+                    where=self._folder,
+                    got=f"group {group_id}",
+                    expected=f"at most {self._last_group}",
+                )
+            raise RecordRejected("not_recorded", "the recorded run rejected this sample", where=f"sample {sample_id}")
+        record = self._records(step)[sample_id]
+        self._check_same_run(record, prompt, group_id)
+        return record
+
+    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
+        """A recording has no evaluations: every answer is () (not finished)."""
+        return [()] * len(prompts)
+
+    async def load_weights(self, push: WeightPush) -> None:
+        """Only the version number advances."""
+        self._version = push.version
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    def _records(self, step: int) -> dict[int, RolloutRecord]:
+        if self._loaded[0] != step:
+            self._loaded = step, {record.sample_id: record for record in self._reader.read(step)}
+        return self._loaded[1]
+
+    def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
+        recorded_prompt = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
+        if recorded_prompt != tuple(prompt.token_ids) or record.group_id != group_id:
+            raise BundleError(
+                "the recording was made with other prompts",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"prompt {prompt.prompt_id!r} of group {group_id}",
+                expected=f"prompt {record.prompt_id!r} of group {record.group_id} with the same token ids",
+                fix="Use the seed, task and batch sizes of the recorded run (its config.json).",
+            )
+        if int(record.versions.max()) > self._version:
+            raise BundleError(
+                "the recording is ahead of this run",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"sampled with weight version {int(record.versions.max())}",
+                expected=f"at most {self._version}",
+            )
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def _mask_kind(mask: SamplingMask | None) -> str:
+    if mask is None:
+        return "none"
+    return "ids" if mask.logprobs is None else "logprobs"
+
+
+def _checksum(header: Header, arrays: Arrays) -> str:
+    content = msgspec.structs.replace(header, checksum="")
+    hasher = hashlib.blake2b(msgspec.json.encode(content), digest_size=16)
+    for name in sorted(arrays):
+        hasher.update(name.encode())
+        hasher.update(np.ascontiguousarray(arrays[name]).data)
+    return hasher.hexdigest()
+
+
+def _pack(records: Sequence[RolloutRecord]) -> dict[str, np.ndarray]:
+    routes = [np.frombuffer(encode(record.routes) if record.routes else b"", np.uint8) for record in records]
+    masks = [record.sampling_mask for record in records]
+    sizes = [
+        np.diff(mask.offsets) if mask else np.zeros(record.num_sampled)
+        for mask, record in zip(masks, records, strict=True)
+    ]
+    return {
+        "tokens": _join([record.tokens for record in records], np.int32),
+        "sampled": _join([record.sampled for record in records], np.uint8),
+        "turn_ids": _join([record.turn_ids for record in records], np.int16),
+        "rollout_logprobs": _join([record.rollout_logprobs for record in records], np.float32),
+        "full_logprobs": _join([record.full_logprobs for record in records], np.float32),
+        "versions": _join([record.versions for record in records], np.int32),
+        "token_offsets": _offsets([record.num_tokens for record in records]),
+        "sampled_offsets": _offsets([record.num_sampled for record in records]),
+        "mask_ids": _join([mask.ids for mask in masks if mask], np.int32),
+        "mask_logprobs": _join([mask.logprobs for mask in masks if mask and mask.logprobs is not None], np.float32),
+        "mask_sizes": _join(sizes, np.int32),
+        "routes": _join(routes, np.uint8),
+        "route_offsets": _offsets([len(data) for data in routes]),
+        "rewards": np.array([np.nan if record.reward is None else record.reward for record in records], np.float64),
+    }
+
+
+def _join(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *(part.astype(dtype, copy=False) for part in parts)])
+
+
+def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(lengths, np.int64))])
+
+
+def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
+    records, ids_at, logprobs_at = [], 0, 0
+    for number, sample_id in enumerate(header.sample_ids):
+        of_tokens = slice(*arrays["token_offsets"][number : number + 2])
+        of_sampled = slice(*arrays["sampled_offsets"][number : number + 2])
+        sizes, kind = arrays["mask_sizes"][of_sampled], header.mask_kinds[number]
+        kept = int(sizes.sum())
+        mask = None
+        if kind != "none":
+            logprobs = arrays["mask_logprobs"][logprobs_at : logprobs_at + kept] if kind == "logprobs" else None
+            mask = SamplingMask(arrays["mask_ids"][ids_at : ids_at + kept], _offsets(sizes), logprobs)
+            ids_at, logprobs_at = ids_at + kept, logprobs_at + (kept if kind == "logprobs" else 0)
+        encoded = arrays["routes"][slice(*arrays["route_offsets"][number : number + 2])].tobytes()
+        reward = float(arrays["rewards"][number])
+        records.append(
+            RolloutRecord(
+                sample_id=sample_id,
+                group_id=header.group_ids[number],
+                prompt_id=header.prompt_ids[number],
+                tokens=arrays["tokens"][of_tokens],
+                sampled=arrays["sampled"][of_tokens].astype(bool),
+                turn_ids=arrays["turn_ids"][of_tokens],
+                rollout_logprobs=arrays["rollout_logprobs"][of_sampled],
+                full_logprobs=arrays["full_logprobs"][of_sampled],
+                versions=arrays["versions"][of_sampled],
+                routes=decode(encoded) if encoded else None,
+                sampling_mask=mask,
+                finish_reason=header.finish_reasons[number],
+                reward=None if np.isnan(reward) else reward,
+            )
+        )
+    return records
