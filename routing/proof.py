@@ -44,14 +44,14 @@ def expected_routes(
 ) -> dict[int, Tensor]:
     """Layer id -> `[N, K]` int64 recorded ids in router order; rows that are not due hold zeros and must not be read."""
     sequence, column = locate(layout)
-    routes_NLK = np.zeros((len(sequence), len(layer_ids), top_k), dtype=np.int64)
+    routes_NLK = np.zeros((len(sequence), len(layer_ids), top_k), dtype=np.uint16)
     for index, record in enumerate(records):
         if record is None:
             continue
         mine = np.flatnonzero((sequence == index) & (column < record.num_rows))
         wanted = layer_columns(record, layer_ids, num_experts, top_k)
         routes_NLK[mine] = record.experts[column[mine]][:, wanted]
-    return {layer: torch.from_numpy(routes_NLK[:, place].copy()) for place, layer in enumerate(layer_ids)}
+    return {layer: torch.from_numpy(routes_NLK[:, place].astype(np.int64)) for place, layer in enumerate(layer_ids)}
 
 
 def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:

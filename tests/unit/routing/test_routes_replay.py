@@ -101,6 +101,10 @@ def test_a_record_of_another_model_is_refused():
         with pytest.raises(RouteError) as error:
             local_targets(records, Layout(3, R), *arguments)
         assert error.value.reason == reason
+    wide = [replace(r, experts=r.experts.astype(np.uint16) + 256) if r else None for r in records]
+    with pytest.raises(RouteError) as error:
+        local_targets(wide, Layout(3, R), (2,), E, K)
+    assert error.value.reason == "dtype"
     with pytest.raises(RouteError) as error:
         local_targets(records, Layout(3, 6), (2,), E, K)
     assert error.value.reason == "rows"
