@@ -1,0 +1,227 @@
+"""Predicted engine checksums on tensors small enough to hash by hand, and pushes on disk without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from moe_trm.errors import CheckpointError, SyncError
+from moe_trm.sync.api import check_can_verify, check_version, check_weights
+from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, tensor_digest
+from moe_trm.sync.disk import finish_push, load_from_disk, verified_checksums, write_shard
+from moe_trm.sync.manifest import WeightPush
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2),
+    "model.layers.0.self_attn.v_proj.weight": torch.full((1, 2), 3.0),
+    "model.layers.0.self_attn.q_proj.weight": torch.full((2, 2), 1.0),
+    "model.layers.0.self_attn.k_proj.weight": torch.full((1, 2), 2.0),
+    "model.layers.0.mlp.gate.weight": torch.full((11, 2), 9.0),
+    **{
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight": torch.full((2, 2), 10.0 * expert + index)
+        for expert in range(11)
+        for index, part in enumerate(("down", "gate", "up"))
+    },
+    "model.layers.1.mlp.up_proj.weight": torch.full((1, 2), 5.0),
+    "model.layers.1.mlp.gate_proj.weight": torch.full((1, 2), 4.0),
+    "model.norm.weight": torch.ones(2),
+}
+LITERAL = torch.tensor([1.0, -2.0])
+"""Bytes 00 00 80 3f 00 00 00 c0."""
+
+
+def sha(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
+
+def expected() -> dict[str, str]:
+    attention, experts = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+    w13 = torch.stack(
+        [torch.cat([TENSORS[f"{experts}.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(11)]
+    )
+    w2 = torch.stack([TENSORS[f"{experts}.{e}.down_proj.weight"] for e in range(11)])
+    return {
+        "model.embed_tokens.weight": sha(TENSORS["model.embed_tokens.weight"], torch.zeros(61, 2)),
+        f"{attention}.qkv_proj.weight": sha(*(TENSORS[f"{attention}.{part}_proj.weight"] for part in "qkv")),
+        "model.layers.0.mlp.gate.weight": sha(TENSORS["model.layers.0.mlp.gate.weight"]),
+        f"{experts}.w13_weight": sha(w13),
+        f"{experts}.w2_weight": sha(w2),
+        "model.layers.1.mlp.gate_up_proj.weight": sha(torch.tensor([[4.0, 4.0], [5.0, 5.0]])),
+        "model.norm.weight": sha(torch.ones(2)),
+    }
+
+
+def checksums(tensors: Mapping[str, torch.Tensor], dtype: str = "float32") -> dict[str, str]:
+    result = EngineChecksums(tensors, dtype)
+    for name, tensor in tensors.items():
+        result.add(name, tensor)
+    return result.result()
+
+
+def test_a_literal() -> None:
+    assert checksums({"model.norm.weight": LITERAL}) == {"model.norm.weight": "ee4ac73c2bd27756"}
+    # bfloat16 keeps the upper half of each number: 80 3f 00 c0.
+    assert checksums({"model.norm.weight": LITERAL}, "bfloat16") == {"model.norm.weight": "7b429b1e3fd37fd0"}
+    assert tensor_digest(LITERAL) == "f76600d11c87295e0d0a3f146dfdff06"
+
+
+def test_fused_tensors_are_hashed_part_by_part() -> None:
+    assert checksums(TENSORS) == expected()
+
+
+@given(st.permutations(sorted(TENSORS)))
+def test_the_order_of_arrival_does_not_matter(names: list[str]) -> None:
+    assert checksums({name: TENSORS[name] for name in names}) == expected()
+
+
+def test_a_tensor_that_never_came_is_named() -> None:
+    result = EngineChecksums(TENSORS, "float32")
+    for name, tensor in TENSORS.items():
+        if "experts.10.up" not in name:
+            result.add(name, tensor)
+    with pytest.raises(SyncError, match=r"experts\.10\.up_proj"):
+        result.result()
+
+
+def test_every_single_changed_value_changes_its_checksum() -> None:
+    for name, tensor in TENSORS.items():
+        changed = tensor.clone()
+        changed.view(-1)[-1] = torch.nextafter(changed.view(-1)[-1], torch.tensor(1e6))
+        with pytest.raises(SyncError) as caught:
+            compare(checksums(TENSORS), checksums({**TENSORS, name: changed}), "here")
+        assert caught.value.got == f"1 differ: {engine_place(name)[0]}"
+
+
+def test_absent_and_unknown_tensors_are_named() -> None:
+    with pytest.raises(SyncError, match="1 not in the engine: a; 1 never pushed: b"):
+        compare({"a": "0"}, {"b": "0"}, "here")
+
+
+def checkpoint(folder: Path) -> str:
+    folder.mkdir()
+    for name, text in (
+        ("config.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("model.safetensors", "weights of the base model"),
+    ):
+        (folder / name).write_text(text)
+    return str(folder)
+
+
+def push(tmp_path: Path, version: int = 1) -> WeightPush:
+    folder = tmp_path / "pushes" / f"v{version:06d}"
+    names = sorted(TENSORS)
+    halves = (names[::2], names[1::2])
+    entries = [
+        write_shard(folder / f"{i}.safetensors", [(name, TENSORS[name]) for name in half], "float32")
+        for i, half in enumerate(halves)
+    ]
+    base = tmp_path / "base"
+    return finish_push(str(folder), entries[0] + entries[1], version, str(base) if base.exists() else checkpoint(base))
+
+
+def test_a_push_folder_is_complete_and_verifiable(tmp_path: Path) -> None:
+    made = push(tmp_path)
+    names = {path.name for path in Path(made.directory).iterdir()}
+    assert names == {
+        "0.safetensors",
+        "1.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "push.json",
+    }
+    assert verified_checksums(made, "float32") == expected()
+    assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
+
+
+def test_two_pushes_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "pushes" / "v000077").mkdir(parents=True)
+    (tmp_path / "pushes" / "notes").mkdir()
+    for version in range(4):
+        push(tmp_path, version)
+    assert sorted(path.name for path in (tmp_path / "pushes").iterdir()) == ["notes", "v000002", "v000003"]
+
+
+def test_a_shard_of_an_earlier_run_is_removed(tmp_path: Path) -> None:
+    stray = tmp_path / "pushes" / "v000001" / "9.safetensors"
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"old")
+    push(tmp_path)
+    assert not stray.exists()
+
+
+def test_broken_pushes_are_refused(tmp_path: Path) -> None:
+    made = push(tmp_path)
+    with pytest.raises(SyncError, match="two ranks"):
+        finish_push(made.directory, made.tensors + made.tensors[:1], 1, str(tmp_path / "base"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        finish_push(made.directory, made.tensors, 1, str(tmp_path))
+    (Path(made.directory) / "0.safetensors").unlink()
+    with pytest.raises(SyncError, match="missing"):
+        finish_push(made.directory, made.tensors, 1, str(tmp_path / "base"))
+    with pytest.raises(SyncError, match="cannot be read"):
+        verified_checksums(made, "float32")
+
+
+def test_a_file_that_differs_from_memory_is_refused_by_name(tmp_path: Path) -> None:
+    made = push(tmp_path)
+    for file, name in itertools.product(("0.safetensors", "1.safetensors"), sorted(TENSORS)):
+        path = Path(made.directory) / file
+        tensors = load_file(path)
+        if name in tensors:
+            changed = tensors[name].clone()
+            changed.view(-1)[0] += 1
+            save_file({**tensors, name: changed}, path)
+            with pytest.raises(SyncError) as caught:
+                verified_checksums(made, "float32")
+            assert caught.value.got == name
+            save_file(tensors, path)
+
+
+class FakeEngine:
+    """Answers like an engine that holds the tensors of `held` under `version`."""
+
+    def __init__(self, held: Mapping[str, torch.Tensor], version: str) -> None:
+        self.held, self.version = held, version
+
+    async def get(self, path: str) -> Any:
+        return {"weight_version": self.version}
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+        if path == "/weights_checker":
+            return {"success": True, "ranks": [{"checksums": checksums(self.held)}]}
+        return {"success": True, "message": ""}
+
+
+def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: Path) -> None:
+    made = push(tmp_path)
+    asyncio.run(load_from_disk(FakeEngine(TENSORS, "1"), made, dtype="float32", verify=True))
+    wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
+    with pytest.raises(SyncError, match="another version"):
+        asyncio.run(load_from_disk(FakeEngine(TENSORS, "0"), made, dtype="float32", verify=True))
+    with pytest.raises(SyncError, match=r"model\.norm\.weight"):
+        asyncio.run(load_from_disk(FakeEngine(wrong, "1"), made, dtype="float32", verify=True))
+    asyncio.run(load_from_disk(FakeEngine(wrong, "1"), made, dtype="float32", verify=False))
+
+
+def test_checks_say_what_is_wrong() -> None:
+    with pytest.raises(SyncError, match="another version"):
+        asyncio.run(check_version(FakeEngine(TENSORS, "2"), 1))
+    with pytest.raises(SyncError, match="differ"):
+        asyncio.run(check_weights(FakeEngine(TENSORS, "2"), dict.fromkeys(expected(), "0" * 16)))
+    check_can_verify({"tp_size": 1, "device": "cpu"})
+    with pytest.raises(SyncError, match="tensor parallel size 2"):
+        check_can_verify({"tp_size": 2, "device": "cpu"})
+    with pytest.raises(SyncError, match="GPU kernel"):
+        check_can_verify({"tp_size": 1, "device": "cuda"})
