@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.integration.learner_support.ranks import Ranks, run_ranks
-from tests.integration.learner_support.tiny import load_reference, make_checkpoint
+from tests.integration.learner_support.tiny import load_reference, make_checkpoint, make_dense_checkpoint
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch
 
 PLAIN, EP2, EP2_PLAIN, DP2 = "train:distributed=0", "train:expert=2", "train:expert=2:distributed=0", "train:expert=1"
+TIED, DENSE = "train:model=tied", "train:model=dense:mode=none"
 RECOMPUTE, BF16 = "train:recompute=full", "train:dtype=bfloat16"
+
+MISFITS: dict[str, dict[str, Any]] = {
+    "vocabulary": {"config": {"vocab_size": 120}},
+    "lacking": {"tensors": lambda t: {k: v for k, v in t.items() if "experts.5.up_proj" not in k}},
+    "surplus": {"tensors": lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}},
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("learner") / "checkpoint")
+    """The checkpoint of most runs; the others lie beside it."""
+    folder = tmp_path_factory.mktemp("learner")
+    make_checkpoint(folder / "tied", tie_word_embeddings=True, norm_topk_prob=False)
+    make_dense_checkpoint(folder / "dense")
+    main = make_checkpoint(folder / "main")
+    for name, change in MISFITS.items():
+        (folder / name).mkdir()
+        save_file(
+            change.get("tensors", lambda t: t)(load_file(main / "model.safetensors")),
+            folder / name / "model.safetensors",
+        )
+        config = json.loads((main / "config.json").read_text()) | change.get("config", {})
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return main
 
 
 @pytest.fixture(scope="module")
 def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = [PLAIN, RECOMPUTE, BF16, TIED, DENSE, "replay", "replay:recompute=full"]
     return run_ranks(
-        tmp_path_factory.mktemp("one"), checkpoint, 1, PLAIN, RECOMPUTE, BF16, "replay", "replay:recompute=full"
+        tmp_path_factory.mktemp("one"), checkpoint, 1, *runs, *(f"misfit:model={name}" for name in MISFITS)
     )
 
 
@@ -54,6 +76,29 @@ def test_loaded_weights_are_the_checkpoint_bit_for_bit(two: Ranks, checkpoint: P
     assert same_bits(two.exported(run, "before"), load_file(checkpoint / "model.safetensors"))
 
 
+@pytest.mark.parametrize(("run", "model"), [(TIED, "tied"), (DENSE, "dense")])
+def test_tied_and_dense_models_round_trip_and_train(one: Ranks, checkpoint: Path, run: str, model: str) -> None:
+    before = one.exported(run, "before")
+    assert same_bits(before, load_file(checkpoint.with_name(model) / "model.safetensors"))
+    assert ("lm_head.weight" in before) == (model == "dense")
+    after = one.exported(run, "after")
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("vocabulary", "[128, 64]\n  expected: [120, 64]\n  do:       vocab_size"),
+        ("lacking", "tensor missing"),
+        ("surplus", "q_proj.bias"),
+    ],
+)
+def test_checkpoints_that_do_not_fit_are_refused(one: Ranks, name: str, said: str) -> None:
+    message = (one.folder / f"misfit:model={name}" / "message").read_text()
+    assert message.startswith("CheckpointError")
+    assert said in message
+
+
 def test_each_rank_exports_only_the_experts_it_owns(two: Ranks) -> None:
     shards = sorted((two.folder / EP2 / "before").glob("*.safetensors"))
     numbers = [
@@ -63,9 +108,10 @@ def test_each_rank_exports_only_the_experts_it_owns(two: Ranks) -> None:
     assert all("experts." in name for name in load_file(shards[1]))
 
 
-def test_logprobs_agree_with_hugging_face(one: Ranks, checkpoint: Path) -> None:
-    reference = load_reference(checkpoint)
-    saved = one.union(PLAIN, "logprobs")
+@pytest.mark.parametrize(("run", "model"), [(PLAIN, "main"), (TIED, "tied"), (DENSE, "dense")])
+def test_logprobs_agree_with_hugging_face(one: Ranks, checkpoint: Path, run: str, model: str) -> None:
+    reference = load_reference(checkpoint.with_name(model))
+    saved = one.union(run, "logprobs")
     for number in range(NUM_BATCHES):
         batch = global_batch(number)
         with torch.no_grad():

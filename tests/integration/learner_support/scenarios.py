@@ -1,6 +1,6 @@
 """What learner ranks do in the integration tests. Started by torchrun: `scenarios.py CHECKPOINT OUT RUN [RUN ...]`.
 
-A RUN is `name` or `name:key=value:...`; what it saves goes to OUT/RUN. Global work is four micro-batches; with two ranks, each takes two.
+A RUN is `name` or `name:key=value:...`; what it saves goes to OUT/RUN. `model=NAME` takes the checkpoint NAME beside CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two.
 Nothing is asserted here: results are saved for the tests to judge.
 """
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.config.schema import Config
+from moe_trm.errors import MoeTrmError
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
@@ -35,7 +36,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
     config = Config.model_validate(
         {
             "model": {"checkpoint": checkpoint},
-            "replay": {"max_local_flip_rate": float(options.get("flips", 1.0))},
+            "replay": {"mode": options.get("mode", "R3"), "max_local_flip_rate": float(options.get("flips", 1.0))},
             "rollout": {"temperature": TEMPERATURE},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {
@@ -197,6 +198,16 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     save(out, "logprobs", named)
 
 
+def misfit(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Build from a checkpoint that does not fit; save what the user is told."""
+    try:
+        build(checkpoint, options)
+        message = "accepted"
+    except MoeTrmError as error:
+        message = f"{type(error).__name__}: {error}"
+    (out / "message").write_text(message)
+
+
 def main() -> None:
     checkpoint, out, *runs = sys.argv[1:]
     dist.init_process_group("gloo")
@@ -204,8 +215,9 @@ def main() -> None:
         name, *options = run.split(":")
         folder = Path(out) / run
         folder.mkdir(parents=True, exist_ok=True)
-        scenario = {"train": train, "edges": edges, "replay": replay}[name]
-        scenario(checkpoint, folder, dict(option.split("=", 1) for option in options))
+        chosen = dict(option.split("=", 1) for option in options)
+        scenario = {"train": train, "edges": edges, "replay": replay, "misfit": misfit}[name]
+        scenario(str(Path(checkpoint).with_name(chosen.get("model", Path(checkpoint).name))), folder, chosen)
     close_learner()
 
 

@@ -1,46 +1,62 @@
-"""A tiny Qwen3-MoE checkpoint made by transformers, and micro-batches for it."""
+"""Tiny Qwen3-MoE and Qwen3 checkpoints made by transformers, and micro-batches for them."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from moe_trm_sglang_cpu import torchvision_ops
 
 from moe_trm.types import TokenBatch
 from routing import RouteRecord, expert_dtype, token_digest
 
 VOCAB = 128
 EXPERTS, TOP_K = 8, 2
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+
+
+def _allow_hf_models() -> None:
+    """Model classes of transformers import torchvision, whose wheel does not load beside a CPU build of torch."""
+    if find_spec("moe_trm_sglang_cpu") is not None:
+        from moe_trm_sglang_cpu import torchvision_ops
+
+        torchvision_ops.install()
 
 
 def make_checkpoint(folder: Path, **overrides: object) -> Path:
     """Random weights, with norms away from 1 so that a swapped norm shows."""
-    torchvision_ops.install()
+    _allow_hf_models()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings: dict[str, object] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "router_aux_loss_coef": 0.0,
-        "initializer_range": 0.1,
-    }
+    moe = {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "mlp_only_layers": [1]}
+    config = Qwen3MoeConfig(**{**SHAPE, **moe, "norm_topk_prob": True, "router_aux_loss_coef": 0.0, **overrides})
+    return _save(Qwen3MoeForCausalLM, config, folder)
+
+
+def make_dense_checkpoint(folder: Path) -> Path:
+    """A Qwen3 model without experts."""
+    _allow_hf_models()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _save(Qwen3ForCausalLM, Qwen3Config(**SHAPE), folder)
+
+
+def _save(model_class: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **overrides})).float().eval()
+    model = model_class(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -51,7 +67,7 @@ def make_checkpoint(folder: Path, **overrides: object) -> Path:
 
 def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers runs it, in float32."""
-    torchvision_ops.install()
+    _allow_hf_models()
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,66 @@
+"""Hugging Face <-> Megatron tensors: literal packings, exact inverses, names under both layer kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_trm.errors import CheckpointError
+from moe_trm.learner.megatron.convert import Heads, Link, expert_number, is_expert, link, pack, unpack, with_expert
+
+LOCAL, FUSED = (
+    "decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
+    "decoder.layers.3.mlp.experts.linear_fc1.weight7",
+)
+
+
+def test_qkv_rows_are_interleaved_by_group() -> None:
+    # 4 query heads, 2 groups, head_dim 1: the rows of one group are its 2 queries, its key, its value.
+    query, key, value = (
+        torch.tensor([[1.0], [2.0], [3.0], [4.0]]),
+        torch.tensor([[10.0], [20.0]]),
+        torch.tensor([[100.0], [200.0]]),
+    )
+    packed = pack("qkv", [query, key, value], Heads(groups=2, head_dim=1))
+    assert packed.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+
+
+def test_gated_rows_are_gate_then_up() -> None:
+    gate, up = torch.ones(2, 3), torch.zeros(2, 3)
+    assert pack("gated", [gate, up], Heads(1, 1)).tolist() == [[1, 1, 1]] * 2 + [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("packing", "shapes"), [("copy", [(5, 6)]), ("gated", [(4, 6), (4, 6)]), ("qkv", [(24, 6), (6, 6), (6, 6)])]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpack_is_the_exact_inverse(packing: str, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    back = unpack(packing, pack(packing, tensors, Heads(groups=2, head_dim=3)), Heads(groups=2, head_dim=3))
+    assert all(torch.equal(a, b) and b.is_contiguous() for a, b in zip(tensors, back, strict=True))
+
+
+def test_expert_names_of_both_layer_kinds_mean_the_same_tensors() -> None:
+    names = ("model.layers.3.mlp.experts.7.gate_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight")
+    assert link(LOCAL) == link(FUSED) == Link(names, "gated")
+
+
+@pytest.mark.parametrize("name", [LOCAL, FUSED])
+def test_expert_numbers_are_read_and_replaced(name: str) -> None:
+    assert is_expert(name)
+    assert expert_number(name) == 7
+    assert with_expert(name, 12) == name.replace("7", "12")
+
+
+def test_dense_and_shared_parameters_are_not_experts() -> None:
+    for name in ("output_layer.weight", "decoder.layers.3.mlp.router.weight", "decoder.layers.7.mlp.linear_fc1.weight"):
+        assert not is_expert(name)
+    assert link("decoder.layers.3.mlp.router.weight") == Link(("model.layers.3.mlp.gate.weight",))
+    assert link("decoder.layers.0.mlp.linear_fc1.layer_norm_weight") == link(
+        "decoder.layers.0.pre_mlp_layernorm.weight"
+    )
+
+
+def test_unknown_parameter_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="no Hugging Face counterpart"):
+        link("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")

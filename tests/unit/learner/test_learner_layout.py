@@ -1,0 +1,156 @@
+"""Refusals before anything is loaded: models, layouts, vocabularies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.megatron.layout import check_layout, check_vocabulary, moe_layers, read_hf_config
+
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "vocab_size": 100,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "vocab_size": 100}
+
+
+def config(mode: str = "R3", **parallel: int) -> Config:
+    return Config.model_validate(
+        {"model": {"checkpoint": "model"}, "replay": {"mode": mode}, "learner": {"parallel": parallel}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size"), [({}, None), ({}, 3), ({"expert": 2}, 2), ({"expert": 2}, 4), ({"expert": 8}, 8)]
+)
+def test_data_and_expert_parallel_are_accepted(parallel: dict[str, int], world_size: int | None) -> None:
+    check_layout(config(**parallel), "0.16.1", MOE, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({"tensor": 2, "expert_tensor": 2}, "sequence parallelism"),
+        ({"context": 2}, "not yet validated"),
+        ({"pipeline": 2}, "not yet validated"),
+        ({"expert_tensor": 2}, "not yet validated"),
+        ({"pipeline": 2, "virtual_pipeline": 2}, "overlapped transfers"),
+        ({"virtual_pipeline": 2}, "need a pipeline"),
+        ({"expert": 3}, "do not divide"),
+    ],
+)
+def test_other_layouts_are_refused_with_the_reason(parallel: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check_layout(config(**parallel), "0.19.2", MOE)
+    assert caught.value.where.startswith("learner.parallel")
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.16.1", "does not reduce expert gradients"),
+        ("0.17.0", "sequence parallelism"),
+        ("0.19.2rc1", "sequence parallelism"),
+    ],
+)
+def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron(version: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_layout(config(tensor=2), version, MOE)
+
+
+def test_ranks_must_divide_into_expert_groups() -> None:
+    with pytest.raises(ConfigError, match="3 ranks, expert=2"):
+        check_layout(config(expert=2), "0.16.1", MOE, world_size=3)
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3", "auto"])
+def test_replay_on_a_dense_model_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"{mode} with Qwen3ForCausalLM"):
+        check_layout(config(mode), "0.16.1", DENSE)
+
+
+def test_a_mixture_whose_layers_are_all_dense_is_dense() -> None:
+    with pytest.raises(ConfigError, match="no MoE layer"):
+        check_layout(config(), "0.16.1", {**MOE, "mlp_only_layers": [0, 1, 2, 3]})
+
+
+def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -> None:
+    check_layout(config("none"), "0.16.1", DENSE)
+    with pytest.raises(ConfigError, match="needs a mixture of experts"):
+        check_layout(config("none", expert=2), "0.16.1", DENSE)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture is not supported"),
+        ({"architectures": None}, "architecture is not supported"),
+        ({"num_nextn_predict_layers": 1}, "multi-token-prediction"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_unsupported_models_are_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        check_layout(config(), "0.16.1", {**MOE, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"num_experts": None, "num_local_experts": 8}, (0, 1, 2, 3)),
+        ({"mlp_only_layers": [1]}, (0, 2, 3)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"num_experts": 0}, ()),
+    ],
+)
+def test_moe_layers(change: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert moe_layers({**MOE, **change}) == expected
+
+
+def test_checkpoint_folder_and_config_must_exist_and_parse(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="folder not found"):
+        read_hf_config(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    assert read_hf_config(tmp_path) == MOE
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "largest"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 99}}, "added_tokens": []}, 99),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 100, "content": "<end>"}]}, 100),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}, 1),
+    ],
+)
+def test_tokenizer_must_fit_the_vocabulary(tmp_path: Path, tokenizer: dict[str, Any], largest: int) -> None:
+    check_vocabulary(tmp_path, 1)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check_vocabulary(tmp_path, largest + 1)
+    with pytest.raises(CheckpointError, match=f"token id {largest}"):
+        check_vocabulary(tmp_path, largest)
+
+
+def test_checks_import_neither_torch_nor_megatron() -> None:
+    code = "import sys, moe_trm.learner.megatron.layout; sys.exit(any(m in sys.modules for m in ('torch', 'megatron')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
