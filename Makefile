@@ -32,7 +32,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml $(SUPPORT)
 	@$(PIP) --no-deps -r requirements/cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "this torch is a CUDA build: installing its CUDA libraries too (several GB; a CPU wheel index in PIP_EXTRA_INDEX_URL avoids that)"; \
-		$(PIP) --constraint requirements/cpu.txt --force-reinstall "$$(grep '^torch==' requirements/cpu.txt)" && $(PIP) --no-deps -r requirements/cpu.txt; }
+		$(PIP) --constraint requirements/cpu.txt "$$(grep '^torch==' requirements/cpu.txt)"; }
 	@$(PIP) --no-deps --no-build-isolation packages/sglang_cpu
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -50,8 +50,8 @@ class Recipe:
         lr: peak of phase 1; up within `lr_warmup_steps`, down to `lr_floor` of it at `steps`.
         steps, further_steps, max_steps: phase 1 is measured after `steps`, and while it solves less than `enough` after every
             `further_steps`, up to `max_steps`.
-        mixed_lr, mixed_steps, direct_share: phase 2, in which that share of the answers are bare guesses; while greedy
-            accuracy is above `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
+        mixed_lr, mixed_steps, direct_share: phase 2, falling like phase 1, in which that share of the answers are bare guesses;
+            while greedy accuracy is above `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
         min_working: what the finished start must still solve when it may not begin with `#`.
         max_seconds: wall-clock limit of the whole warm-up.
     """
@@ -62,12 +62,12 @@ class Recipe:
     lr_warmup_steps: int = 30
     lr_floor: float = 0.1
     max_digits: int = 3
-    steps: int = 380
+    steps: int = 420
     further_steps: int = 50
     max_steps: int = 700
     enough: float = 0.8
-    mixed_lr: float = 1.5e-4
-    mixed_steps: int = 60
+    mixed_lr: float = 2.5e-4
+    mixed_steps: int = 70
     direct_share: float = 0.6
     max_greedy: float = 0.25
     extra_steps: int = 20
@@ -155,10 +155,12 @@ class Warmup:
 
     def _learn_to_guess(self, problems: Sequence[Problem]) -> None:
         self._pool.clear()
-        rounds = [self.recipe.mixed_steps] + [self.recipe.extra_steps] * self.recipe.extra_rounds
-        for steps in rounds:
-            for _ in range(steps):
-                self._train_step(direct_share=self.recipe.direct_share, lr=self.recipe.mixed_lr)
+        recipe = self.recipe
+        for number in range(1 + recipe.extra_rounds):
+            steps = recipe.extra_steps if number else recipe.mixed_steps
+            for step in range(steps):
+                share = recipe.lr_floor if number else max(recipe.lr_floor, 1 - step / steps)
+                self._train_step(direct_share=recipe.direct_share, lr=recipe.mixed_lr * share)
             greedy, working = self.accuracy(problems), self.accuracy(problems, ban_direct=True)
             self._say(
                 f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is now the habit"

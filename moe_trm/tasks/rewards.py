@@ -49,6 +49,7 @@ def guarded(reward: Callable[[Prompt, Sequence[int]], float], prompt: Prompt, to
     except (
         MoeTrmError,
         ArithmeticError,
+        AssertionError,
         AttributeError,
         LookupError,
         OSError,

@@ -117,6 +117,16 @@ def test_score_reads_the_sampled_tokens_without_the_stop_token(arithmetic: Task)
     assert score(arithmetic, prompt, record(tokens, num_prompt)) == 1.0
     assert score(arithmetic, prompt, record(tokens[:-1], num_prompt, "length")) == 0.0
     assert score(arithmetic, replace(prompt, answer="12345"), record(tokens, num_prompt)) == 0.0
+    seen: list[Sequence[int]] = []
+
+    class Recorder(type(arithmetic)):  # type: ignore[misc]
+        def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
+            seen.append(tuple(token_ids))
+            return 0.5
+
+    recorder = Recorder(arithmetic.tokens, seed=0, max_digits=3, eval_size=1)
+    assert score(recorder, prompt, record(tokens, num_prompt)) == 0.5
+    assert seen == [tuple(answer)]
     assert score_answer(arithmetic, prompt, answer, finished=True) == 1.0
     assert score_answer(arithmetic, prompt, answer, finished=False) == 0.0
 
