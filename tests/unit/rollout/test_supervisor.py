@@ -1,0 +1,160 @@
+"""Supervision of a child process, with a small stand-in named `sglang` on the path: start, refuse, die, time out, stop the whole tree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.rollout.supervisor import child_environment, launch_command, start_server
+
+FAKE_SERVER = '''
+"""Serves /health after a while; a child and the server itself ignore SIGTERM when told to."""
+import http.server, json, os, signal, subprocess, sys, time
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], os.environ["OMP_NUM_THREADS"], flush=True)
+if "--die" in sys.argv:
+    sys.exit("bad option: --die")
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+def leave(*args):
+    child.kill()
+    os._exit(0)
+signal.signal(signal.SIGTERM, leave)
+open(os.environ["FAKE_PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+if "--stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "--never" in sys.argv:
+    time.sleep(60)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+'''
+
+
+@pytest.fixture
+def pids_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "path" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(FAKE_SERVER)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("MOE_TRM_API_KEY", "must not reach the child")
+    return tmp_path / "pids"
+
+
+def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
+    server = {"port": port, "device": "cpu", "extra_args": extra, "startup_timeout_s": timeout_s}
+    return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": {"server": server}})
+
+
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def wait_until_dead(pids: list[int], patience_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + patience_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("extra", [(), ("--stubborn", "yes")])
+def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path, extra: tuple[str, ...]) -> None:
+    server = start_server(config(tmp_path, *extra), tmp_path / "run" / "rollout.log", "secret-key")
+    pids = [int(pid) for pid in pids_file.read_text().split()]
+    assert server.poll() is None
+    assert all(map(alive, pids))
+    started = time.monotonic()
+    server.stop(grace_s=0.5)
+    server.stop(grace_s=0.5)
+    assert time.monotonic() - started < 5
+    assert server.poll() is not None
+    assert wait_until_dead(pids)
+
+
+def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_path: Path, pids_file: Path) -> None:
+    log = tmp_path / "rollout.log"
+    server = start_server(config(tmp_path), log, "secret-key")
+    arguments = Path(f"/proc/{server.process.pid}/cmdline").read_text()
+    environment = Path(f"/proc/{server.process.pid}/environ").read_text()
+    server.stop(grace_s=0.5)
+    assert "secret-key" not in arguments
+    assert "MOE_TRM_API_KEY" not in environment
+    assert log.read_text().splitlines()[0] == 'server_args api-key: "***" 1 1'
+
+
+def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, pids_file: Path) -> None:
+    with pytest.raises(EngineError, match="died while starting") as caught:
+        start_server(config(tmp_path, "--die", "yes"), tmp_path / "rollout.log", "key")
+    assert "bad option: --die" in str(caught.value)
+
+
+def test_a_server_that_never_answers_is_stopped(tmp_path: Path, pids_file: Path) -> None:
+    with pytest.raises(EngineError, match="did not become ready"):
+        start_server(config(tmp_path, "--never", "yes", timeout_s=2.0), tmp_path / "rollout.log", "key")
+    assert wait_until_dead([int(pid) for pid in pids_file.read_text().split()])
+
+
+def test_a_taken_port_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EngineError, match="not available"):
+            start_server(config(tmp_path, port=taken.getsockname()[1]), tmp_path / "rollout.log", "key")
+
+
+def test_a_missing_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint to serve"):
+        start_server(config(tmp_path / "nowhere"), tmp_path / "rollout.log", "key")
+
+
+def test_the_launcher_stops_its_server_on_a_signal(tmp_path: Path, pids_file: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"name: r\nrun_dir: {tmp_path}\nmodel: {{checkpoint: {tmp_path}}}\nrollout: {{server: {{port: 0, device: cpu}}}}\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MOE_TRM_API_KEY"}
+    command = [sys.executable, "-m", "launch.rollout", str(path)]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        lines = [launcher.stdout.readline() for _ in range(3)]
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=15) == 0, launcher.stdout.read()
+    assert "ready at http://127.0.0.1:" in lines[1]
+    key = lines[2].rpartition("=")[2].strip()
+    assert len(key) > 20
+    assert key not in (tmp_path / "r" / "rollout.log").read_text()
+    assert wait_until_dead([int(pid) for pid in pids_file.read_text().split()])
+
+
+def test_the_command_line_of_each_device(tmp_path: Path) -> None:
+    cpu = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+    pairs = dict(pairwise(cpu))
+    assert pairs["--attention-backend"] == "torch_native"
+    assert pairs["--max-total-tokens"] == "65536"
+    assert {"--sleep-on-idle", "--enable-return-routed-experts", "--skip-server-warmup"} <= set(cpu)
+    server = config(tmp_path).rollout.server.model_copy(update={"device": "cuda"})
+    base = config(tmp_path)
+    cuda = launch_command(
+        base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": server})}), tmp_path, 7, "k.yaml"
+    )
+    assert "--enable-return-routed-experts" in cuda
+    assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup"} & set(cuda)
+    assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
