@@ -14,7 +14,7 @@ from torch import Tensor
 
 from routing import Layout, ReplayProofError
 from routing.megatron import MegatronReplayer
-from routing.replay import Record, Recorded, ReplayRecorded, RouteSource
+from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
 from tests.integration.replay_support import (
     FULL,
     LAYERS,
@@ -129,7 +129,12 @@ def pipeline_gradients_equal_one_process(folder: Path) -> None:
         return
     model = build(**FULL)
     replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
-    train(model, replayer, lambda seed: random_records(batch(seed), seed))
+
+    def own_layers(seed: int) -> ReplayRecords:
+        records = random_records(batch(seed), seed).records
+        return ReplayRecords(tuple(record and record.select(replayer.layer_ids) for record in records))
+
+    train(model, replayer, own_layers)
     gradients = dict(zip(replayer.layer_ids, router_gradients(model), strict=True))
     if dist.get_world_size() == 1:
         torch.save(gradients, folder / "gradients.pt")
