@@ -158,7 +158,7 @@ def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **paralle
         for process in ranks:
             process.start()
         for _ in range(world * len(scenarios)):
-            name, rank, text = results.get(timeout=120)
+            name, rank, text = results.get(timeout=300)
             found.setdefault(name, []).append(text and f"rank {rank} of {world}:\n{text}")
         for process in ranks:
             process.join(30)

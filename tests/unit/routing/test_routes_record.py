@@ -1,0 +1,83 @@
+"""Invariants of a record, one violation each, and the package standing alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from routing import RouteError, RouteRecord, token_digest
+
+TOKENS = np.array([5, 6, 7, 8], dtype=np.int32)
+GOOD = RouteRecord(np.array([[[0, 3], [2, 1]]] * 3, dtype=np.uint8), (1, 4), 4, token_digest(TOKENS))
+
+
+def edited(**changes: object) -> RouteRecord:
+    return replace(GOOD, **changes)
+
+
+def test_a_good_record_passes():
+    GOOD.validate(num_tokens=4)
+    GOOD.check_tokens(TOKENS)
+    edited(experts=GOOD.experts[:0]).validate(num_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (edited(experts=GOOD.experts[0]), "shape"),
+        (edited(experts=GOOD.experts.astype(np.int32)), "dtype"),
+        (edited(num_experts=300), "dtype"),
+        (edited(layer_ids=(1,)), "layers"),
+        (edited(layer_ids=(4, 1)), "layers"),
+        (edited(layer_ids=(1, 1)), "layers"),
+        (edited(experts=GOOD.experts[:2]), "rows"),
+        (edited(experts=GOOD.experts[:, :, :0]), "shape"),
+        (edited(experts=GOOD.experts + np.uint8(1)), "range"),
+        (edited(experts=np.where(GOOD.experts == 3, np.uint8(0), GOOD.experts)), "duplicate"),
+    ],
+)
+def test_each_violation_has_its_reason(bad: RouteRecord, reason: str):
+    with pytest.raises(RouteError) as error:
+        bad.validate(num_tokens=4)
+    assert error.value.reason == reason
+
+
+def test_errors_name_the_place():
+    experts = GOOD.experts.copy()
+    experts[2, 1] = [3, 3]
+    with pytest.raises(RouteError, match=r"row 2, layer 4.*\[3, 3\]"):
+        edited(experts=experts).validate()
+
+
+def test_duplicates_are_found_between_any_two_places():
+    for first in range(4):
+        for second in range(first + 1, 4):
+            experts = np.tile(np.arange(4, dtype=np.uint16), (2, 1, 1))
+            experts[1, 0, second] = first
+            with pytest.raises(RouteError, match="row 1"):
+                RouteRecord(experts, (0,), 300).validate()
+
+
+def test_other_tokens_are_refused():
+    for record, tokens in ((GOOD, TOKENS[::-1]), (GOOD, TOKENS[:3]), (edited(token_digest=None), TOKENS)):
+        with pytest.raises(RouteError) as error:
+            record.check_tokens(tokens)
+        assert error.value.reason == "digest"
+
+
+def test_select_keeps_named_layers():
+    chosen = GOOD.select((4,))
+    assert chosen.experts.tolist() == [[[2, 1]]] * 3
+    chosen.validate(num_tokens=4)
+    with pytest.raises(RouteError):
+        GOOD.select((2,))
+
+
+def test_the_package_needs_no_engine():
+    code = "import sys, routing, routing.megatron, routing.sglang; print([m for m in ('moe_trm', 'megatron', 'sglang') if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
