@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
-from moe_trm.learner.build import build_learner
+from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.loop import push_directory, train
 from moe_trm.observe.sinks import JsonLines, ProgressLines, Sink
 from moe_trm.passes import resolve_mode
@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(config: Config) -> None:
     """One rank's life: rendezvous, learner, controller, loop."""
+    silence_known_notices()
+    from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
+
     store, rank, world_size = next(iter(dist.rendezvous("env://")))
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size

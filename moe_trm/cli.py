@@ -21,7 +21,10 @@ class Command:
     help: str
 
 
-COMMANDS = (Command("config", "moe_trm.config.commands", "show, explain and compare configurations"),)
+COMMANDS = (
+    Command("train", "launch.job", "start the rollout server and the learner on this host"),
+    Command("config", "moe_trm.config.commands", "show, explain and compare configurations"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
