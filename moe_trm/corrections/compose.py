@@ -12,7 +12,7 @@ from moe_trm.corrections.rule import BoundRule, kept_fractions
 from moe_trm.errors import ConfigError
 
 
-def compose(rules: Sequence[BoundRule]) -> Callable[[Evidence], Correction]:
+def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Callable[[Evidence], Correction]:
     """One correction that applies `rules`, each to the original evidence: no rule sees a mask thinned by another.
 
     weights = prod_k weights_k,  keep = mask and keep_1 and keep_2 ...
@@ -22,13 +22,23 @@ def compose(rules: Sequence[BoundRule]) -> Callable[[Evidence], Correction]:
     what was dropped) of all together, in summable form.
 
     Raises:
-        ConfigError: a rule named twice.
+        ConfigError: a rule named twice, or one of batch scope unless `whole_minibatch` says that evidence is of all micro-batches
+            and ranks together.
     """
     names = [bound.rule.name for bound in rules]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 "a correction is listed twice", where="correction.rules", got=name, expected="each rule once"
+            )
+    for bound in rules:
+        if bound.rule.scope == "batch" and not whole_minibatch:
+            raise ConfigError(
+                f"{bound.rule.name} judges the whole minibatch and cannot run on one micro-batch",
+                where="correction.rules",
+                got=bound.rule.name,
+                expected="a rule of token or sequence scope",
+                fix="use trm_max or opsm, or compute the correction before micro-batching",
             )
 
     def joint(evidence: Evidence) -> Correction:

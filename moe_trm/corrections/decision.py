@@ -7,6 +7,7 @@ A weight that is not finite cannot be trusted: its token is dropped, and weights
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,16 +26,17 @@ def weigh(
     return Correction(weights=torch.where(kept, weights.detach(), 0.0), keep=kept, metrics=metrics or {})
 
 
-def keep_tokens(keep: Tensor, mask: Tensor, score: Tensor | None = None) -> Correction:
+def keep_tokens(keep: Tensor, mask: Tensor, score: Tensor) -> Correction:
     """Drop the tokens where `keep` `[B, T]` is False. `score` `[B, T]` is the statistic the rule thresholds."""
-    metrics = {} if score is None else summable.mean("score", score, mask)
-    return weigh(torch.ones_like(mask, dtype=_weight_dtype(score)), mask, keep, metrics)
+    decision = weigh(torch.ones_like(score), mask, keep, summable.mean("score", score, mask))
+    return replace(decision, score=score)
 
 
-def keep_rows(keep: Tensor, mask: Tensor, score: Tensor | None = None) -> Correction:
+def keep_rows(keep: Tensor, mask: Tensor, score: Tensor) -> Correction:
     """Drop the rows where `keep` `[B]` is False. `score` `[B]` is the statistic the rule thresholds."""
-    metrics = {} if score is None else summable.mean("score", score, mask.any(dim=1))
-    return weigh(torch.ones_like(mask, dtype=_weight_dtype(score)), mask, over_tokens(keep, mask), metrics)
+    weights = over_tokens(torch.ones_like(score), mask)
+    decision = weigh(weights, mask, over_tokens(keep, mask), summable.mean("score", score, mask.any(dim=1)))
+    return replace(decision, score=score)
 
 
 def check_band(rule: str, low: float, high: float) -> None:
@@ -52,7 +54,3 @@ def check_positive(rule: str, name: str, value: float) -> None:
     """Refuse a threshold that is not above 0."""
     if not value > 0:
         raise ConfigError("threshold must be above 0", where=f"correction {rule}, {name}", got=value, expected="> 0")
-
-
-def _weight_dtype(score: Tensor | None) -> torch.dtype:
-    return torch.float32 if score is None else torch.promote_types(score.dtype, torch.float32)

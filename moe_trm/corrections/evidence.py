@@ -42,11 +42,15 @@ class Correction:
         weights: `[B, T]` float32, detached, 0 off-mask: multiplies the policy term of the loss.
         keep: `[B, T]` bool: False removes the token from the gradient. Denominators never change.
         metrics: scalars (0-d tensors, not synchronised with the host).
+        score: `[B]` or `[B, T]` statistic that the rule thresholds from above, or None; what calibration takes quantiles of.
+        judged: rows or tokens, shaped as `score`, that the threshold can reject; None: all.
     """
 
     weights: Tensor
     keep: Tensor
     metrics: Mapping[str, Tensor]
+    score: Tensor | None = None
+    judged: Tensor | None = None
 
 
 class Rule(Protocol):

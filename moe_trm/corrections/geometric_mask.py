@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from moe_trm.corrections.decision import check_band, keep_rows
@@ -11,7 +13,11 @@ from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="engine", scope="sequence")
+@rule(
+    ratio="engine",
+    scope="sequence",
+    calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+)
 def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999, high: float = 1.001) -> Correction:
     """Keep row i iff low <= rho_geo <= high, rho_geo = exp(mean_t log rho_t), the geometric mean of the token ratios.
 
@@ -19,5 +25,6 @@ def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999,
     Opposite errors cancel inside the mean. Source: methods.md 2.2.
     """
     check_band("geometric_mask", low, high)
-    geometric = row_mean(clamp_log_ratio(log_ratio), evidence.mask).exp()
-    return keep_rows((geometric >= low) & (geometric <= high), evidence.mask, score=geometric)
+    average = row_mean(clamp_log_ratio(log_ratio), evidence.mask)
+    geometric = average.exp()
+    return keep_rows((geometric >= low) & (geometric <= high), evidence.mask, average.abs())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,9 @@ from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="engine", scope="token")
+@rule(
+    ratio="engine", scope="token", calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)}
+)
 def icepop(
     evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 5.0, weight: str = "ratio"
 ) -> Correction:
@@ -27,4 +32,5 @@ def icepop(
         raise ConfigError("unknown weight form", where="correction icepop, weight", got=weight, expected="ratio, one")
     ratio = clamp_log_ratio(log_ratio).exp()
     keep = (ratio >= low) & (ratio <= high)
-    return weigh(ratio if weight == "ratio" else torch.ones_like(ratio), evidence.mask, keep)
+    decision = weigh(ratio if weight == "ratio" else torch.ones_like(ratio), evidence.mask, keep)
+    return replace(decision, score=clamp_log_ratio(log_ratio).abs())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from moe_trm import summable
@@ -12,7 +14,7 @@ from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="total", scope="sequence")
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})
 def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: float) -> Correction:
     """LN-TRM: keep row i iff S_i / W_i <= max_score.
 
@@ -35,4 +37,4 @@ def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: fl
     score = deviation / total_weight.where(scored, total_weight.new_ones(()))
     decision = keep_rows(score <= max_score, mask, score)
     unscored = summable.fraction("unscored_fraction", ~scored, mask.any(dim=1))
-    return Correction(decision.weights, decision.keep, {**decision.metrics, **unscored})
+    return replace(decision, metrics={**decision.metrics, **unscored})

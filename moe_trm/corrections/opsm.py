@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="total", scope="sequence")
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"delta": quantile})
 def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
 
@@ -28,4 +30,5 @@ def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
     metrics = summable.mean("score", divergence, mask.any(dim=1)) | summable.fraction(
         "negative_kept_fraction", ~too_far, mask & negative
     )
-    return weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far), metrics)
+    decision = weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far), metrics)
+    return replace(decision, score=divergence, judged=(negative & mask).any(dim=1))

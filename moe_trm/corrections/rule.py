@@ -34,6 +34,7 @@ class RegisteredRule:
         scope: `token`: each token alone; `sequence`: needs whole rows; `batch`: needs the whole minibatch.
         defaults: thresholds that may be left out, with their values.
         required: thresholds without a default, because no value is right for every model.
+        calibrate: the thresholds at which a given score is just kept, or None if the rule has no such score.
     """
 
     name: str
@@ -42,6 +43,7 @@ class RegisteredRule:
     defaults: Mapping[str, Parameter]
     required: tuple[str, ...]
     function: RuleFunction
+    calibrate: Callable[[float], Mapping[str, float]] | None = None
 
     def __call__(self, evidence: Evidence, **thresholds: Parameter) -> Correction:
         return self.bind(**thresholds)(evidence)
@@ -75,12 +77,14 @@ class BoundRule:
         return replace(correction, metrics=own | kept_fractions(prefix, correction.keep, evidence.mask))
 
 
-def rule(*, ratio: Ratio, scope: Scope) -> Callable[[RuleFunction], RegisteredRule]:
+def rule(
+    *, ratio: Ratio, scope: Scope, calibrate: Callable[[float], Mapping[str, float]] | None = None
+) -> Callable[[RuleFunction], RegisteredRule]:
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds."""
 
     def register(function: RuleFunction) -> RegisteredRule:
         required, defaults = declared(function)
-        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function)
+        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function, calibrate)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 

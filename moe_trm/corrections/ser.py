@@ -11,7 +11,7 @@ from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="total", scope="sequence")
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})
 def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> Correction:
     """SER: keep row i iff mean_t |w_t - 1| <= max_score.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from moe_trm.corrections.rows import row_min
 from moe_trm.corrections.rule import rule
 
 
-@rule(ratio="engine", scope="sequence")
+@rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"min_ratio": math.exp(-quantile)})
 def token_veto(evidence: Evidence, log_ratio: Tensor, *, min_ratio: float = 1e-4) -> Correction:
     """Keep row i iff min_t rho_t >= min_ratio (WTRS). One-sided: large ratios never veto.
 
@@ -21,6 +22,6 @@ def token_veto(evidence: Evidence, log_ratio: Tensor, *, min_ratio: float = 1e-4
     """
     check_positive("token_veto", "min_ratio", min_ratio)
     lowest = row_min(log_ratio, evidence.mask)
-    decision = keep_rows(lowest >= math.log(min_ratio), evidence.mask)
+    decision = keep_rows(lowest >= math.log(min_ratio), evidence.mask, -lowest)
     catastrophic = summable.fraction("catastrophic_token_fraction", ~(log_ratio >= math.log(min_ratio)), evidence.mask)
-    return Correction(decision.weights, decision.keep, {**decision.metrics, **catastrophic})
+    return replace(decision, metrics={**decision.metrics, **catastrophic})

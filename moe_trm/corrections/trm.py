@@ -12,7 +12,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="total", scope="sequence")
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_kl": quantile})
 def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence: str = "sampled") -> Correction:
     """TRM-Max: keep row i iff max_t d_t <= max_kl.
 
@@ -26,7 +26,7 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
     return keep_rows(score <= max_kl, evidence.mask, score)
 
 
-@rule(ratio="total", scope="sequence")
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"mean_kl": quantile})
 def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence: str = "sampled") -> Correction:
     """TRM-Avg: keep row i iff mean_t d_t <= mean_kl.
 

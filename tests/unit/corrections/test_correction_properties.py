@@ -20,6 +20,17 @@ THRESHOLDS: dict[str, dict[str, float]] = {
     "geometric_mask": {"low": 0.9, "high": 1.2},
     "ln_trm": {"delta": 0.02, "max_score": 0.3},
     "opsm": {"delta": 0.05},
+    "seq_max_k2": {"upper": 0.3},
+    "seq_max_k3": {"upper": 0.3},
+    "seq_mean_k1": {"low": 0.8, "high": 1.3},
+    "seq_mean_k2": {"upper": 0.15},
+    "seq_mean_k3": {"upper": 0.15},
+    "seq_sum_k1": {"low": 0.4, "high": 3.0},
+    "seq_sum_k2": {"upper": 0.8},
+    "seq_sum_k3": {"upper": 0.8},
+    "token_k1": {"low": 0.7, "high": 1.4},
+    "token_k2": {"upper": 0.1},
+    "token_k3": {"upper": 0.1},
     "seq_mis": {"low": 0.4, "high": 3.0},
     "ser": {"max_score": 0.3},
     "token_mis": {"low": 0.7, "high": 1.4},
@@ -28,17 +39,8 @@ THRESHOLDS: dict[str, dict[str, float]] = {
     "trm_max": {"max_kl": 0.3},
     "trm_max_avg": {"max_kl": 0.4, "mean_kl": 0.1},
 }
-LENGTH_NEUTRAL = (
-    "geometric_mask",
-    "icepop",
-    "opsm",
-    "ser",
-    "token_mis",
-    "token_tis",
-    "token_veto",
-    "trm_avg",
-    "trm_max",
-    "trm_max_avg",
+LENGTH_NEUTRAL = tuple(
+    name for name in corrections.names() if not name.startswith(("seq_sum", "seq_tis", "seq_mis", "ln_trm", "m2po"))
 )
 every_rule = pytest.mark.parametrize("rule", corrections.names())
 Logprobs = tuple[Tensor, Tensor, Tensor]

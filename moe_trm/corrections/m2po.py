@@ -1,0 +1,36 @@
+"""M2PO's second-moment mask: drop the few tokens that spend the divergence budget in the harmful direction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.decision import check_positive, weigh
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rule import rule
+from moe_trm.ratios import clamp_log_ratio
+
+
+@rule(ratio="total", scope="batch")
+def m2po(evidence: Evidence, log_ratio: Tensor, *, budget: float = 0.04) -> Correction:
+    """Among harmful tokens, A > 0 with w > 1 or A < 0 with w < 1, drop the largest (log w)^2 until the mean of the rest is below `budget`.
+
+    If no subset reaches it, the one harmful token with the smallest (log w)^2 stays. Other tokens are never dropped. The
+    statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. NaN counts as the
+    largest. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official code's. Budget 0.04 is the
+    paper's. Source: methods.md 2.13.
+    """
+    check_positive("m2po", "budget", budget)
+    x, mask = clamp_log_ratio(log_ratio), evidence.mask
+    advantages = evidence.advantages
+    harmful = mask & (((advantages > 0) & ~(x <= 0)) | ((advantages < 0) & ~(x >= 0)))
+    moments = torch.where(harmful, x**2, 0.0).nan_to_num(nan=torch.inf)
+    position = harmful.flatten().nonzero()[:, 0]
+    order = torch.argsort(moments.flatten()[position], stable=True)
+    ascending = moments.flatten()[position][order].double()
+    running = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=x.device)
+    kept_count = (running < budget).sum().clamp(min=1)
+    dropped = position[order][torch.arange(len(order), device=x.device) >= kept_count]
+    keep = mask.flatten().index_fill(0, dropped, False).view_as(mask)
+    return weigh(torch.ones_like(x), mask, keep, summable.mean("score", moments, harmful))

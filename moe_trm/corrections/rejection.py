@@ -1,0 +1,152 @@
+"""The eleven rejection modes that other frameworks call `token_k1` ... `seq_max_k3`, and their threshold strings.
+
+Each mode is an estimator of the divergence, k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, taken per token or as
+the sum, mean or maximum of a row. Every mode looks at all sampled tokens, never at a mask that another mode has thinned.
+Shape letters: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from moe_trm.corrections.decision import check_band, check_positive, keep_rows, keep_tokens
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.rows import row_max, row_mean, row_sum
+from moe_trm.corrections.rule import RegisteredRule, Scope, rule
+from moe_trm.errors import ConfigError
+from moe_trm.ratios import clamp_log_ratio
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: x**2 / 2,
+    "k3": lambda x: x.expm1() - x,
+}
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": row_sum,
+    "seq_mean": row_mean,
+    "seq_max": row_max,
+}
+
+
+def _band(level: str) -> RegisteredRule:
+    def function(
+        evidence: Evidence, log_ratio: Tensor, *, low: float, high: float, orientation: str = "verl"
+    ) -> Correction:
+        check_band(f"{level}_k1", low, high)
+        check_positive(f"{level}_k1", "low", low)
+        if orientation not in ("verl", "ratio"):
+            raise ConfigError(
+                "unknown orientation", where=f"correction {level}_k1", got=orientation, expected="verl, ratio"
+            )
+        k1 = _REDUCTIONS[level](_ESTIMATORS["k1"](clamp_log_ratio(log_ratio)), evidence.mask)
+        tested = k1 if orientation == "verl" else -k1
+        keep = (tested >= math.log(low)) & (tested <= math.log(high))
+        return keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, evidence.mask, k1)
+
+    function.__name__ = f"{level}_k1"
+    function.__doc__ = f"""{_subject(level)} iff log low <= s <= log high, s = {_statistic(level)} of k1 = -log rho.
+
+    With `orientation="verl"` (the field's) s is -log rho, so what stays has rho in [1/high, 1/low]: a mirrored band unless
+    low = 1/high. `orientation="ratio"` tests log rho itself. No default thresholds.{_bias(level)} Source: methods.md 2.5.
+    """
+    return rule(ratio="engine", scope=_scope(level))(function)
+
+
+def _upper(level: str, estimator: str) -> RegisteredRule:
+    def function(evidence: Evidence, log_ratio: Tensor, *, upper: float) -> Correction:
+        check_positive(f"{level}_{estimator}", "upper", upper)
+        score = _REDUCTIONS[level](_ESTIMATORS[estimator](clamp_log_ratio(log_ratio)), evidence.mask)
+        keep = score <= upper
+        return keep_tokens(keep, evidence.mask, score) if level == "token" else keep_rows(keep, evidence.mask, score)
+
+    formula = {"k2": "(log rho)^2 / 2", "k3": "rho - 1 - log rho"}[estimator]
+    function.__name__ = f"{level}_{estimator}"
+    function.__doc__ = f"""{_subject(level)} iff {_statistic(level)} of {estimator} = {formula} is at most `upper` nats.
+
+    No default threshold.{_bias(level)} Source: methods.md 2.5.
+    """
+    return rule(ratio="engine", scope=_scope(level), calibrate=lambda quantile: {"upper": quantile})(function)
+
+
+def _subject(level: str) -> str:
+    return "Keep a token" if level == "token" else "Keep a row"
+
+
+def _statistic(level: str) -> str:
+    return "the value" if level == "token" else f"the {level.removeprefix('seq_')} over its tokens"
+
+
+def _scope(level: str) -> Scope:
+    return "token" if level == "token" else "sequence"
+
+
+def _bias(level: str) -> str:
+    return " Sums grow with length, so long rows are rejected more often." if level == "seq_sum" else ""
+
+
+token_k1, seq_sum_k1, seq_mean_k1 = _band("token"), _band("seq_sum"), _band("seq_mean")
+token_k2, token_k3 = _upper("token", "k2"), _upper("token", "k3")
+seq_sum_k2, seq_sum_k3 = _upper("seq_sum", "k2"), _upper("seq_sum", "k3")
+seq_mean_k2, seq_mean_k3 = _upper("seq_mean", "k2"), _upper("seq_mean", "k3")
+seq_max_k2, seq_max_k3 = _upper("seq_max", "k2"), _upper("seq_max", "k3")
+
+MODES = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def parse_modes(modes: str, thresholds: str) -> dict[str, dict[str, float]]:
+    """Comma-joined modes with one threshold each, or one for all, as other frameworks write them: rule name -> thresholds.
+
+    k1 takes "l_u", or "u" for the band 1/u to u; k2 and k3 take one number. Repeated modes count once.
+
+    Raises:
+        ConfigError: an unknown mode, a number of thresholds that does not fit, or a threshold its mode cannot take.
+    """
+    names = list(dict.fromkeys(part.strip() for part in modes.split(",") if part.strip()))
+    texts = [part.strip() for part in thresholds.split(",") if part.strip()]
+    for name in names:
+        if name not in MODES:
+            raise ConfigError("unknown rejection mode", where="correction", got=name, expected=", ".join(MODES))
+    if len(texts) not in (1, len(names)):
+        raise ConfigError(
+            "thresholds do not fit the rejection modes",
+            where="correction",
+            got=f"{len(texts)} thresholds for {len(names)} modes",
+            expected=f"1 or {len(names)}",
+        )
+    return {name: _parse(name, texts[index if len(texts) > 1 else 0]) for index, name in enumerate(names)}
+
+
+def _parse(name: str, text: str) -> dict[str, float]:
+    try:
+        numbers = [float(part) for part in text.split("_")]
+    except ValueError as error:
+        raise ConfigError(
+            "not a threshold", where=f"correction {name}", got=text, expected="a number or low_high"
+        ) from error
+    if min(numbers) <= 0 or len(numbers) > (2 if name.endswith("k1") else 1):
+        raise ConfigError(
+            "not a threshold of this mode",
+            where=f"correction {name}",
+            got=text,
+            expected="low_high, both above 0" if name.endswith("k1") else "one number above 0",
+        )
+    if not name.endswith("k1"):
+        return {"upper": numbers[0]}
+    low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else numbers
+    return {"low": low, "high": high}

@@ -1,0 +1,107 @@
+"""Rules and numbers that need the whole minibatch: M2PO's mask, batch normalisation, calibrated thresholds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_trm import corrections
+from moe_trm.corrections.batch_norm import normalized, weight_sums
+from moe_trm.corrections.evidence import Evidence
+from moe_trm.errors import ConfigError
+from moe_trm.ratios import LogRatios
+
+
+def from_total(log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor | None = None) -> Evidence:
+    zero = torch.zeros_like(log_ratio)
+    mask = torch.ones_like(zero, dtype=torch.bool) if mask is None else mask
+    return Evidence(LogRatios(zero, log_ratio, log_ratio, mask), advantages)
+
+
+def test_m2po_drops_the_two_largest_moments() -> None:
+    squares = torch.tensor([[0.01, 0.5, 0.02, 0.3, 0.001]], dtype=torch.float64)
+    got = corrections.get("m2po")(from_total(squares.sqrt(), torch.ones_like(squares)), budget=0.04)
+    assert got.keep.tolist() == [[True, False, True, False, True]]
+    harmless = corrections.get("m2po")(from_total(-squares.sqrt(), torch.ones_like(squares)), budget=0.04)
+    assert harmless.keep.all()
+    impossible = corrections.get("m2po")(from_total(squares.sqrt(), torch.ones_like(squares)), budget=1e-6)
+    assert impossible.keep.tolist() == [[False, False, False, False, True]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), budget=st.floats(0.005, 0.5))
+def test_m2po_agrees_with_a_loop(seed: int, budget: float) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    x, mask = torch.randn(3, 6, generator=gen, dtype=torch.float64) * 0.4, torch.rand(3, 6, generator=gen) < 0.7
+    advantages = torch.randn(3, 1, generator=gen, dtype=torch.float64).expand(3, 6)
+    got = corrections.get("m2po")(from_total(x, advantages, mask), budget=budget)
+    harmful = [(i, j) for i in range(3) for j in range(6) if mask[i, j] and x[i, j] * advantages[i, j] > 0]
+    ranked = sorted(harmful, key=lambda cell: -float(x[cell] ** 2))
+    while len(ranked) > 1 and sum(float(x[c] ** 2) for c in ranked) / len(ranked) >= budget:
+        ranked.pop(0)
+    expected = mask.clone()
+    for cell in set(harmful) - set(ranked):
+        expected[cell] = False
+    assert torch.equal(got.keep, expected)
+
+
+def test_batch_scope_is_refused_on_micro_batches() -> None:
+    rule = corrections.get("m2po").bind()
+    with pytest.raises(ConfigError, match="whole minibatch"):
+        corrections.compose([rule])
+    corrections.compose([rule], whole_minibatch=True)
+
+
+def test_golden_batch_normalisation(fx) -> None:
+    tis = corrections.get("token_tis")(fx.evidence)
+    sums = weight_sums(tis, fx.mask, "token")
+    assert corrections.finalize(sums)["weight"] == pytest.approx(1.044582, abs=1e-6)
+    assert normalized(tis, sums).weights[fx.mask].mean().item() == pytest.approx(1.0)
+    seq = corrections.get("seq_tis")(fx.evidence)
+    sums = weight_sums(seq, fx.mask, "sequence")
+    assert corrections.finalize(sums)["weight"] == pytest.approx(1.137623, abs=1e-6)
+    scaled = normalized(seq, sums).weights.amax(dim=1)
+    assert scaled.tolist() == pytest.approx([0.651198, 0.795375, 1.758051, 0.795375], abs=1e-6)
+
+
+def test_normalisation_of_nothing_changes_nothing(fx) -> None:
+    tis = corrections.get("token_tis")(fx.evidence)
+    empty = weight_sums(tis, torch.zeros_like(fx.mask), "token")
+    assert torch.equal(normalized(tis, empty).weights, tis.weights)
+
+
+CALIBRATED = tuple(name for name in corrections.names() if corrections.get(name).calibrate)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("rate", [0.02, 0.25])
+def test_calibrated_threshold_rejects_the_target_share_of_its_window(name: str, rate: float) -> None:
+    gen = torch.Generator().manual_seed(5)
+    rule, fixed = corrections.get(name), {"delta": 0.02} if name == "ln_trm" else {}
+    window, batches = [], []
+    for _ in range(4):
+        x = torch.randn(100, 8, generator=gen, dtype=torch.float64) * 0.3
+        mask = torch.rand(100, 8, generator=gen) < 0.8
+        mask[:, 0] = True
+        batches.append(from_total(x, torch.randn(100, 1, generator=gen, dtype=torch.float64).expand(100, 8), mask))
+        window.append(corrections.scores(rule, batches[-1], **fixed))
+    bound = corrections.calibrate(rule, window, rate, **fixed)
+    units = rejected = 0
+    for evidence, scores in zip(batches, window, strict=True):
+        correction = bound(evidence)
+        dropped = evidence.mask & ~correction.keep
+        rejected += int(dropped.sum() if correction.score.dim() == 2 else dropped.any(dim=1).sum())
+        units += len(scores)
+    assert rejected / units == pytest.approx(rate, abs=1.5 / units + 0.5 * rate * (units < 10))
+
+
+def test_calibration_errors() -> None:
+    for rule, window, rate in (
+        ("trm_max", [], 0.1),
+        ("trm_max", [torch.ones(3)], 0.0),
+        ("token_tis", [torch.ones(3)], 0.1),
+    ):
+        with pytest.raises(ConfigError):
+            corrections.calibrate(corrections.get(rule), window, rate)
