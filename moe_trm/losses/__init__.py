@@ -12,7 +12,34 @@ from moe_trm.parameters import unknown
 __all__ = ["Aggregation", "BoundObjective", "LossInputs", "Objective", "TokenLoss", "aggregate", "get", "names"]
 
 _MODULE_OF = {
+    "aspo": "aspo",
+    "cispo": "cispo",
+    "clip_cov": "covariance",
+    "ctpo": "ctpo",
+    "dispo": "dispo",
+    "dppo_kl": "dppo",
+    "dppo_tv": "dppo",
+    "dro": "dro",
+    "gmpo": "gmpo",
+    "gpg": "reinforce",
+    "gspo": "gspo",
+    "gspo_token": "gspo",
+    "ipo_tv": "ipo_tv",
+    "kl_cov": "covariance",
+    "m2po_clip": "m2po_clip",
+    "minirl": "minirl",
+    "minpro": "minpro",
+    "oapl": "oapl",
     "ppo_clip": "ppo_clip",
+    "quatro": "quatro",
+    "r2vpo": "r2vpo",
+    "reinforce": "reinforce",
+    "sapo": "sapo",
+    "tbpo": "tbpo",
+    "topr": "topr",
+    "turn_ppo": "turn_ppo",
+    "unclipped": "unclipped",
+    "vespo": "vespo",
 }
 
 

@@ -1,4 +1,7 @@
-"""What makes a function a policy objective: `f(inputs, *, parameters...) -> TokenLoss`, decorated with `@objective(...)`."""
+"""What makes a function a policy objective: `f(inputs, log_ratio, *, parameters...) -> TokenLoss`, decorated with `@objective(...)`.
+
+It receives its log-ratio `[B, T]` with gradient and 0 on tokens that do not train.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from moe_trm.corrections.rule import Scope
+from moe_trm.errors import ConfigError
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.parameters import Parameter, resolve
-from moe_trm.ratios import LogRatios
+from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 ObjectiveFunction = Callable[..., TokenLoss]
 
@@ -21,12 +26,16 @@ class Objective:
 
     Attributes:
         name: registry name.
+        ratio: the ratio it is written on unless `ratio=` is given: `update` against the proximal policy, `total` against the rollout.
         aggregation: how its published form turns token losses into one number.
+        scope: `token`, `sequence`, or `batch` if it compares rows or tokens of the whole minibatch.
         experimental: the published form is not established; the docstring says what is in doubt.
     """
 
     name: str
+    ratio: str
     aggregation: Aggregation
+    scope: Scope
     experimental: bool
     function: ObjectiveFunction
 
@@ -35,8 +44,11 @@ class Objective:
 
     def bind(self, **parameters: Parameter) -> BoundObjective:
         """This objective with its parameters, checked now: unknown, missing or senseless ones raise `ConfigError`."""
+        ratio = parameters.pop("ratio", self.ratio)
+        if ratio not in RATIO_NAMES:
+            raise ConfigError("unknown ratio", where=f"loss {self.name}", got=ratio, expected=", ".join(RATIO_NAMES))
         resolved = resolve(self.function, parameters, what="loss parameter", where=f"loss {self.name}")
-        bound = BoundObjective(self, resolved)
+        bound = BoundObjective(self, str(ratio), resolved)
         bound(_no_inputs())
         return bound
 
@@ -46,18 +58,22 @@ class BoundObjective:
     """An objective with all its parameters: `bound(inputs) -> TokenLoss`."""
 
     objective: Objective
+    ratio: str
     parameters: Mapping[str, Parameter]
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        loss = self.objective.function(inputs.kept(), **self.parameters)
+        log_ratio = torch.where(inputs.keep, inputs.ratios.get(self.ratio), 0.0)
+        loss = self.objective.function(inputs.kept(), log_ratio, **self.parameters)
         return replace(loss, metrics={f"loss/{key}": value for key, value in loss.metrics.items()})
 
 
-def objective(*, aggregation: Aggregation, experimental: bool = False) -> Callable[[ObjectiveFunction], Objective]:
+def objective(
+    *, aggregation: Aggregation, ratio: str = "update", scope: Scope = "token", experimental: bool = False
+) -> Callable[[ObjectiveFunction], Objective]:
     """Turn a function into an `Objective` of the same name; its keyword-only parameters are its settings."""
 
     def register(function: ObjectiveFunction) -> Objective:
-        registered = Objective(function.__name__, aggregation, experimental, function)
+        registered = Objective(function.__name__, ratio, aggregation, scope, experimental, function)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.errors import ConfigError
@@ -13,9 +14,15 @@ from moe_trm.ratios import clamp_log_ratio
 
 @objective(aggregation="token-mean")
 def ppo_clip(
-    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+    inputs: LossInputs,
+    log_ratio: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> TokenLoss:
-    """PPO clip: X = W max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_update).
+    """PPO clip: X = W max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_update), or the total ratio
+    with `ratio="total"` (bypass mode).
 
     The gradient vanishes where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. With `dual_clip` c > 1 and A < 0,
     X = W min(-A c, X), which bounds the loss of tokens that became likelier. W are the correction weights: with a correction
@@ -31,11 +38,10 @@ def ppo_clip(
             expected="clip_low >= 0, clip_high >= 0, dual_clip > 1 or none",
         )
     advantages, keep = inputs.advantages, inputs.keep
-    log_update = torch.where(keep, inputs.ratios.update, 0.0)
-    ratio = clamp_log_ratio(log_update).exp()
+    ratio = clamp_log_ratio(log_ratio).exp()
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     values = torch.maximum(free, clipped)
-    metrics = summable.fraction("pg_clipfrac", clipped > free, keep) | summable.mean("ppo_kl", -log_update, keep)
+    metrics = summable.fraction("pg_clipfrac", clipped > free, keep) | summable.mean("ppo_kl", -log_ratio, keep)
     if dual_clip is not None:
         bound = -advantages * dual_clip
         binds = (advantages < 0) & (values > bound)

@@ -11,6 +11,11 @@ from torch import Tensor
 from moe_trm import corrections, losses
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs, aggregate
+from moe_trm.losses.covariance import clip_cov_candidates
+from moe_trm.losses.m2po_clip import moment_cap
+from moe_trm.losses.minpro import prefix_min
+from moe_trm.losses.quatro import optimal_multiplier
+from moe_trm.losses.r2vpo import next_penalty
 from moe_trm.ratios import LogRatios
 from moe_trm.summable import finalize
 
@@ -60,6 +65,47 @@ GOLDEN = [
         correction=("token_tis", {}),
         case="decoupled",
     ),
+    Golden(
+        "reinforce",
+        0.556349,
+        (0.226209, 0.226209, -0.226209, 0.5, -0.083218),
+        3.059328,
+        correction=("seq_tis", {"ratio": "total"}),
+        case="seqtis",
+    ),
+    Golden("gspo", -0.000275, (0, 0, -0.0625, 0, 0), 0.25),
+    Golden("gspo_token", -0.000275, (0, 0, -0.0625, 0, 0), 0.25),
+    Golden("gmpo", -0.118072, (0.065704, 0.065704, -0.0625, 0.145229, 0), 0.926746),
+    Golden("gpg", -0.092308, (0.076923, 0.076923, -0.076923, 0.076923, -0.076923), 1.0),
+    Golden("cispo", 0.037034, (0.085013, 0.062979, -0.069603, 0.098462, -0.046656), 0.974615),
+    Golden("sapo", -0.175435, (0.068883, 0.050753, -0.056411, 0.163673, -0.048447), 0.979859),
+    Golden("dppo_tv", 0.119549, (0.085013, 0.062979, -0.069603, 0.103835, 0), 0.938707, {"ratio": "update"}),
+    Golden(
+        "dppo_kl",
+        0.170836,
+        (0.085013, 0.062979, -0.069603, 0.103835, 0),
+        0.881721,
+        {"ratio": "update", "bound_low": 0.04, "bound_high": 0.04},
+    ),
+    Golden("topr", 0.321753, (0.25, 0.25, -0.226209, 0.25, -0.083218), 2.654491),
+    Golden("aspo", 0.049680, (0.069603, 0.093954, -0.069603, 0, 0), 0.689614),
+    Golden("minpro", 0.061668, (0.085013, 0.069603, -0.076923, 0.103835, -0.038199), 0.920947),
+    Golden("ctpo", 0.076965, (0, 0.069603, -0.076923, 0, 0), 0.369975),
+    Golden("vespo", 0.076046, (0.083788, 0.083788, -0.068933, 0, -0.010773), 0.643204),
+    Golden("unclipped", -0.033463, P3, 0.777885, correction=("m2po", {"ratio": "staleness"}), case="m2po"),
+    Golden("m2po_clip", -0.026466, (0.085013, 0.062979, -0.069603, 0.103835, 0), 0.938707),
+    Golden("dispo", 0.054230, (0.085013, 0.062979, -0.069603, 0.103835, -0.046656), 0.985363),
+    Golden("r2vpo", -0.011201, (0.076072, 0.074395, -0.062979, 0.067508, -0.028298), 0.875274),
+    Golden("kl_cov", -0.033656, (0.085013, 0.062979, -0.069603, 0.103835, -0.046656), 0.985363, {"share": 0.2}),
+    Golden("quatro", -0.006745, (0.068011, 0.088171, -0.055682, 0.041534, 0), 0.769074),
+    Golden(
+        "oapl",
+        0.457750,
+        (0.083277, 0.083277, -0.166723, -0.279223, -0.041723),
+        1.683613,
+        {"beta": 0.5, "beta_value": 0.5},
+    ),
+    Golden("turn_ppo", -0.009380, (0.080867, 0.080867, -0.074401, 0.089372, 0), 0.810429),
 ]
 
 
@@ -94,9 +140,12 @@ def test_value_and_gradient(golden: Golden, fx) -> None:
     assert not current.grad[~fx.mask].any()
 
 
-@pytest.mark.parametrize(
-    "golden", [g for g in GOLDEN if not g.correction], ids=lambda g: f"{g.name}-{g.case}" if g.case else g.name
-)
+WITHOUT_CORRECTION = [g for g in GOLDEN if not g.correction]
+ON_POLICY = [g for g in WITHOUT_CORRECTION if g.name != "oapl"]  # a regression, not a policy gradient
+ON_POLICY += [Golden(name, 0, (), 0) for name in losses.names() if name not in {g.name for g in WITHOUT_CORRECTION}]
+
+
+@pytest.mark.parametrize("golden", ON_POLICY, ids=lambda g: f"{g.name}-{g.case}" if g.case else g.name)
 def test_on_policy_every_token_gets_its_advantage(golden: Golden, fx) -> None:
     fx.rollout = fx.behavior = fx.current
     current = fx.current.clone().requires_grad_()
@@ -197,6 +246,116 @@ def test_correction_weights_scale_the_gradient(fx) -> None:
         losses.get("ppo_clip")(inputs).values.sum().backward()
         gradients.append(current.grad)
     torch.testing.assert_close(gradients[1], gradients[0] * 0.25)
+
+
+def cells(name: str, fx, **parameters: float | str) -> Tensor:
+    """-d sum(X) / d current_logprobs, before aggregation."""
+    current = fx.current.clone().requires_grad_()
+    inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
+    losses.get(name)(inputs, **parameters).values[fx.mask].sum().backward()
+    return -current.grad
+
+
+def test_minirl_weights_by_the_total_ratio_and_masks_by_the_update(fx) -> None:
+    A, r, w = fx.advantages, fx.ratios.update.exp(), fx.ratios.total.exp()
+    masked = ((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8))
+    torch.testing.assert_close(cells("minirl", fx), torch.where(masked, 0, w * A) * fx.mask)
+
+
+def test_ipo_tv_masks_by_probability_and_pulls_back(fx) -> None:
+    p, q, w, f = fx.current.exp(), fx.rollout.exp(), fx.ratios.total.exp(), fx.ratios.total
+    expected = torch.where((p - q).abs() <= 0.1, fx.advantages * w, 0) - 2e-3 * f
+    torch.testing.assert_close(cells("ipo_tv", fx), expected * fx.mask)
+
+
+def test_dro_penalises_the_log_ratio(fx) -> None:
+    torch.testing.assert_close(cells("dro", fx, beta=0.5), (fx.advantages - 0.5 * fx.ratios.update) * fx.mask)
+
+
+def test_cispo_absolute_cap(fx) -> None:
+    fx.behavior = fx.current - 2.0
+    got = cells("cispo", fx, clip_high=5.0, cap_is_absolute=True)
+    torch.testing.assert_close(got, 5.0 * fx.advantages)
+
+
+def test_tbpo_gives_negative_rows_outside_the_band_no_gradient() -> None:
+    for log_update, moves in ((-0.5, False), (0.0, True), (0.5, False)):
+        inputs, current = one_token(log_update, -1.0)
+        losses.get("tbpo")(inputs).values.sum().backward()
+        assert bool(current.grad.any()) == moves
+
+
+def test_ctpo_geometric_form_divides_the_prefix_by_its_length(fx) -> None:
+    """With equal log-ratios the geometric prefix is constant, the cumulative one grows."""
+    fx.behavior, fx.signs = fx.current - 0.01, torch.ones(4, dtype=torch.float64)
+    wide = {"low": 9.0, "high": 9.0, "power": 0.0}
+    rank = fx.mask.cumsum(1)
+    torch.testing.assert_close(cells("ctpo", fx, form="geometric", **wide), fx.mask * torch.tensor(0.01).double().exp())
+    torch.testing.assert_close(cells("ctpo", fx, **wide), fx.mask * (0.01 * rank.double()).exp())
+
+
+def test_minpro_weights() -> None:
+    ratios = torch.tensor([[0.9, 7.0, 1.2, 0.8, 1.1]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True, True, True]])
+    got = prefix_min(ratios, mask)
+    assert got[mask].tolist() == [1, 0.9, 0.9, 0.8]
+    assert (got * ratios)[mask].tolist() == pytest.approx([0.9, 1.08, 0.72, 0.88])
+
+
+def test_covariance_filters_choose_the_published_tokens(fx) -> None:
+    behavior, fx.behavior = (
+        fx.behavior,
+        fx.current - 0.1,
+    )  # the penalty has a slope everywhere; the choice depends on current log-probs alone
+    with_penalty, without = cells("kl_cov", fx, share=0.2, beta=0.3), cells("kl_cov", fx, share=0.2, beta=0.0)
+    assert (with_penalty != without).nonzero().tolist() == [[0, 2], [2, 0]]
+    fx.behavior = behavior
+    inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages).kept()
+    ratio, A = fx.ratios.update.exp(), fx.advantages
+    clipped = ((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))
+    assert clip_cov_candidates(inputs, clipped, 0.2, 1.0).sum() == 4
+    dropped = [
+        cells("clip_cov", fx, share=0.1, low=0.2, high=1.0, seed=seed) != cells("ppo_clip", fx) for seed in range(8)
+    ]
+    assert all(int(d.sum()) <= 1 for d in dropped)
+    assert len({tuple(d.flatten().tolist()) for d in dropped}) > 1
+
+
+def test_m2po_cap_and_quatro_multiplier() -> None:
+    squares = torch.tensor([0.01, 0.5, 0.02, 0.3, 0.001], dtype=torch.float64)
+    cap = moment_cap(squares, 0.04)
+    assert float(squares.clamp(max=cap**2).mean()) == pytest.approx(0.04)
+    assert moment_cap(squares, 1.0) == float("inf")
+    assert moment_cap(squares[:0], 0.1) == float("inf")
+    assert optimal_multiplier([0.5, -0.5, 0.5, -0.5], 0.01) == pytest.approx(3.51779, abs=1e-5)
+    assert optimal_multiplier([0.2, 0.2], 0.01) == 0.0
+    assert next_penalty(0.5, 0.3, target=0.1, rate=2.0) == pytest.approx(0.9)
+    assert next_penalty(0.1, 0.0, target=0.1, rate=2.0) == 0.0
+
+
+def test_sapo_gate_has_slope_one_on_policy_and_vespo_peaks_where_published() -> None:
+    for tau in (0.5, 1.0, 3.0):
+        inputs, current = one_token(0.0, 1.0)
+        losses.get("sapo")(inputs, tau_positive=tau).values.sum().backward()
+        assert current.grad.item() == pytest.approx(-1.0)
+    for advantage, peak, height in ((1.0, 2 / 3, 1.2081), (-1.0, 1.5, 1.2416)):
+        inputs, current = one_token(float(torch.tensor(peak, dtype=torch.float64).log()), advantage)
+        losses.get("vespo")(inputs).values.sum().backward()
+        assert -current.grad.item() / advantage == pytest.approx(height, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_extreme_ratios_stay_finite(name: str, fx) -> None:
+    for shift in (1000.0, -1000.0):
+        current = (fx.current + shift).float().requires_grad_()
+        inputs = LossInputs.uncorrected(
+            LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask), current, fx.advantages.float()
+        )
+        inputs = replace(inputs, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1]))
+        values = losses.get(name)(inputs).values[fx.mask]
+        values.sum().backward()
+        assert values.isfinite().all()
+        assert current.grad.isfinite().all()
 
 
 def test_configuration_errors() -> None:

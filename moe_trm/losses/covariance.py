@@ -1,0 +1,75 @@
+"""Filters on the covariance of log-prob and advantage, which drives entropy down."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.losses.checks import require
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="token-mean", scope="batch")
+def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
+    """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
+
+    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Source: methods.md 5.23.
+    """
+    require(0 < share <= 1 and beta >= 0, "kl_cov", "0 < share <= 1, beta >= 0", share=share, beta=beta)
+    keep, x = inputs.keep, clamp_log_ratio(log_ratio)
+    covariance = _covariance(inputs)
+    count = min(max(1, int(share * int(keep.sum()))), keep.numel())
+    chosen = keep
+    if keep.any():
+        chosen = keep & (covariance >= covariance.flatten().topk(count).values[-1])
+    values = -inputs.weights * inputs.advantages * x.exp() + torch.where(chosen, beta * x.abs(), 0.0)
+    return TokenLoss(values, summable.fraction("cov_fraction", chosen, keep))
+
+
+@objective(aggregation="token-mean", scope="batch")
+def clip_cov(
+    inputs: LossInputs,
+    log_ratio: Tensor,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    seed: float = 0,
+) -> TokenLoss:
+    """Clip-cov: PPO clip, with no loss on a random `share` of all tokens (at least one) among those with low < cov < high.
+
+    Tokens that PPO clips already are no candidates. The choice depends on `seed` alone: change it every step.
+    Source: methods.md 5.23.
+    """
+    require(0 < share <= 1 and low < high, "clip_cov", "0 < share <= 1, low < high", share=share, low=low, high=high)
+    keep, advantages = inputs.keep, inputs.advantages
+    ratio = clamp_log_ratio(log_ratio).exp()
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    candidates = clip_cov_candidates(inputs, clipped > free, low, high).flatten().nonzero()[:, 0]
+    count = max(1, int(share * int(keep.sum())))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(int(seed)))[:count]
+    dropped = (
+        torch.zeros_like(keep).flatten().index_fill(0, candidates[order.to(candidates.device)], True).view_as(keep)
+    )
+    values = torch.where(dropped, 0.0, torch.maximum(free, clipped))
+    metrics = summable.fraction("pg_clipfrac", clipped > free, keep) | summable.fraction("cov_fraction", dropped, keep)
+    return TokenLoss(values * inputs.weights, metrics)
+
+
+def clip_cov_candidates(inputs: LossInputs, ppo_clipped: Tensor, low: float, high: float) -> Tensor:
+    """`[B, T]` bool: kept tokens with low < covariance < high that PPO does not clip."""
+    covariance = _covariance(inputs)
+    return inputs.keep & (covariance > low) & (covariance < high) & ~ppo_clipped
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    keep, logprobs = inputs.keep, inputs.current_logprobs.detach()
+    count = keep.sum().clamp(min=1)
+    average = torch.where(keep, logprobs, 0.0).sum() / count
+    mean_advantage = torch.where(keep, inputs.advantages, 0.0).sum() / count
+    return torch.where(keep, (inputs.advantages - mean_advantage) * (logprobs - average), -torch.inf)

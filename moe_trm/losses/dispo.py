@@ -1,0 +1,47 @@
+"""DISPO: separate weight bounds for correct and incorrect answers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.losses.checks import require
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="token-mean", experimental=True)
+def dispo(
+    inputs: LossInputs,
+    log_ratio: Tensor,
+    *,
+    correct_low: float = 1.0,
+    correct_high: float = 4.0,
+    incorrect_low: float = 0.5,
+    incorrect_high: float = 1.0,
+) -> TokenLoss:
+    """DISPO: X = -W sg[clip(r, 1 - low_c, 1 + high_c)] A log pi_theta, bounds by correctness c of the row.
+
+    Correct means reward above 0 where rewards are known, else A > 0. The four published values are not established; the
+    defaults are ours. Too tight an upper bound on incorrect answers invites repetition, too tight a lower one vanishing
+    length. Source: methods.md 5.20.
+    """
+    got = {
+        "correct_low": correct_low,
+        "correct_high": correct_high,
+        "incorrect_low": incorrect_low,
+        "incorrect_high": incorrect_high,
+    }
+    require(min(got.values()) >= 0, "dispo", "all >= 0", **got)
+    correct = (
+        inputs.advantages > 0 if inputs.rewards is None else (inputs.rewards > 0)[:, None].expand(inputs.keep.shape)
+    )
+    ratio = clamp_log_ratio(log_ratio.detach()).exp()
+    new = log_ratio.new_tensor
+    low = torch.where(correct, new(1 - correct_low), new(1 - incorrect_low))
+    high = torch.where(correct, new(1 + correct_high), new(1 + incorrect_high))
+    bounded = torch.minimum(torch.maximum(ratio, low), high)
+    values = -inputs.weights * bounded * inputs.advantages * inputs.current_logprobs
+    return TokenLoss(values, summable.fraction("pg_clipfrac", bounded != ratio, inputs.keep))

@@ -1,0 +1,31 @@
+"""Geometric-mean policy optimisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.rows import over_tokens, row_mean
+from moe_trm.losses.checks import require
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="seq-mean-token-mean", scope="sequence")
+def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> TokenLoss:
+    """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x = log_update.
+
+    The clip is per token and in log space; correction weights enter as their geometric mean over the row's kept tokens.
+    Source: methods.md 5.6.
+    """
+    require(log_clip > 0, "gmpo", "> 0", log_clip=log_clip)
+    keep, sign = inputs.keep, inputs.advantages.sign()
+    x = clamp_log_ratio(log_ratio)
+    clipped = x.clamp(-log_clip, log_clip)
+    limited = sign * torch.minimum(sign * x, sign * clipped)
+    log_weight = torch.where(keep, inputs.weights, 1.0).log()
+    value = -row_mean(inputs.advantages, keep) * row_mean(limited + log_weight, keep).exp()
+    metrics = summable.fraction("pg_clipfrac", sign * x > sign * clipped, keep)
+    return TokenLoss(over_tokens(value, keep), metrics)

@@ -1,0 +1,44 @@
+"""Group sequence policy optimisation: one ratio for each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.corrections.rows import over_tokens, row_mean
+from moe_trm.losses.checks import require
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="seq-mean-token-mean", scope="sequence")
+def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update).
+
+    Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the row.
+    Source: methods.md 5.5.
+    """
+    require(clip_low >= 0 and clip_high >= 0, "gspo", "both >= 0", clip_low=clip_low, clip_high=clip_high)
+    keep = inputs.keep
+    ratio = row_mean(clamp_log_ratio(log_ratio), keep).exp()
+    advantage = row_mean(inputs.advantages, keep)
+    free, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
+    metrics = summable.fraction("pg_clipfrac", over_tokens(clipped > free, keep), keep)
+    return TokenLoss(over_tokens(torch.maximum(free, clipped), keep) * inputs.weights, metrics)
+
+
+@objective(aggregation="seq-mean-token-mean", scope="sequence")
+def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a row.
+
+    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: methods.md 5.5.
+    """
+    require(clip_low >= 0 and clip_high >= 0, "gspo_token", "both >= 0", clip_low=clip_low, clip_high=clip_high)
+    keep, advantages = inputs.keep, inputs.advantages
+    level = over_tokens(row_mean(clamp_log_ratio(log_ratio.detach()), keep), keep)
+    ratio = (level + log_ratio - log_ratio.detach()).clamp(max=10.0).exp()
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    metrics = summable.fraction("pg_clipfrac", clipped > free, keep)
+    return TokenLoss(torch.maximum(free, clipped) * inputs.weights, metrics)

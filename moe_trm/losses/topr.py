@@ -1,0 +1,31 @@
+"""Tapered off-policy REINFORCE: positive rows as they are, negative ones by their clipped trajectory ratio."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_trm.corrections.rows import over_tokens, row_sum
+from moe_trm.errors import ConfigError
+from moe_trm.losses.checks import require
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="seq-mean-token-sum", ratio="total", scope="sequence")
+def topr(
+    inputs: LossInputs, log_ratio: Tensor, *, low: float = 0.0, high: float = 1.0, level: str = "trajectory"
+) -> TokenLoss:
+    """TOPR: X = -W c A log pi_theta; c = 1 where A > 0, else clip(ratio, low, high), detached.
+
+    The ratio is the trajectory's, exp(sum_t log w), or each token's with `level="token"`. The advantage stands for the reward
+    minus a baseline. Source: methods.md 5.11.
+    """
+    require(0 <= low <= high, "topr", "0 <= low <= high", low=low, high=high)
+    if level not in ("trajectory", "token"):
+        raise ConfigError("unknown level", where="loss topr, level", got=level, expected="trajectory, token")
+    keep, x = inputs.keep, log_ratio.detach()
+    summed = x if level == "token" else over_tokens(row_sum(x, keep), keep)
+    taper = torch.where(inputs.advantages > 0, 1.0, clamp_log_ratio(summed).exp().clamp(low, high))
+    return TokenLoss(-inputs.weights * taper * inputs.advantages * inputs.current_logprobs, {})

@@ -1,0 +1,19 @@
+"""The surrogate without a clip."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.objective import objective
+from moe_trm.ratios import clamp_log_ratio
+
+
+@objective(aggregation="token-mean")
+def unclipped(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
+    """Unclipped surrogate: X = -W A r, r = exp(log_update).
+
+    With the `m2po` correction it is M2PO, with `trm_max` on `ratio="total"` it is the trust-region masked surrogate: the mask
+    does what a clip would do. Source: methods.md 2.9, 5.15.
+    """
+    return TokenLoss(-inputs.weights * inputs.advantages * clamp_log_ratio(log_ratio).exp(), {})
