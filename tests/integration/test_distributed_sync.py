@@ -1,0 +1,97 @@
+"""Two senders broadcast their own tensors into a real server, with the same proof as a push through files."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_trm.errors import SyncError
+from moe_trm.rollout.http import EngineHttp
+from moe_trm.rollout.supervisor import Server
+from moe_trm.sync.checksum import EngineChecksums
+from moe_trm.sync.distributed import DistributedPush, Sender, Share, announce
+
+Tensors = dict[str, torch.Tensor]
+EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"
+
+
+def shares_of(checkpoint: Path) -> list[Tensors]:
+    """Two ranks of expert parallelism: shared tensors and experts 0-3 on the first, experts 4-7 on the second."""
+    ranks: list[Tensors] = [{}, {}]
+    for name, tensor in sorted(load_file(checkpoint / "model.safetensors").items()):
+        is_late_expert = ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) >= 4
+        ranks[is_late_expert][name] = tensor
+    return ranks
+
+
+@contextmanager
+def in_threads(*work: threading.Thread) -> Iterator[None]:
+    for thread in work:
+        thread.start()
+    yield
+    for thread in work:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def push(server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str) -> float:
+    """Push `sent` after announcing `announced`; seconds of the load, groups not included."""
+    senders = [Sender(f"{group}{rank}", timeout_s=60) for rank in range(len(sent))]
+    shares = [Share(s.meeting.group, announce(t.items(), "float32")) for s, t in zip(senders, announced, strict=True)]
+
+    async def run() -> float:
+        async with EngineHttp(server.url, server.api_key, timeout_s=60, max_attempts=1) as api:
+            control = DistributedPush(api, timeout_s=60)
+            with in_threads(*(threading.Thread(target=sender.connect) for sender in senders)):
+                await control.join([sender.meeting for sender in senders])
+            started = time.perf_counter()
+            try:
+                with in_threads(
+                    *(
+                        threading.Thread(target=s.send, args=(t.items(), "float32"))
+                        for s, t in zip(senders, sent, strict=True)
+                    )
+                ):
+                    await control.load(version, shares, dtype="float32", verify=True)
+            finally:
+                await control.close()
+            return time.perf_counter() - started
+
+    return asyncio.run(run())
+
+
+def served_checksums(server: Server) -> dict[str, str]:
+    async def run() -> dict[str, str]:
+        async with EngineHttp(server.url, server.api_key, timeout_s=60, max_attempts=1) as api:
+            answer = await api.post("/weights_checker", {"action": "checksum"})
+            return dict(answer["ranks"][0]["checksums"])
+
+    return asyncio.run(run())
+
+
+def test_owners_send_their_own_tensors_and_the_engine_proves_them(
+    rollout_server: Server, tiny_moe: Path, other_moe: Path
+) -> None:
+    for version, checkpoint in ((11, other_moe), (12, tiny_moe)):
+        ranks = shares_of(checkpoint)
+        print(f"distributed push: {push(rollout_server, version, ranks, ranks, f'ok{version}-'):.3f} s")
+        whole = ranks[0] | ranks[1]
+        expected = EngineChecksums(whole, "float32")
+        for name, tensor in whole.items():
+            expected.add(name, tensor)
+        assert served_checksums(rollout_server) == expected.result()
+
+
+def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tiny_moe: Path) -> None:
+    announced, sent = shares_of(tiny_moe), shares_of(tiny_moe)
+    sent[1][EXPERT] = sent[1][EXPERT] + torch.eye(64) * 1e-6
+    with pytest.raises(SyncError, match=r"layers\.1\.mlp\.experts\.6\.down_proj"):
+        push(rollout_server, 13, announced, sent, "bad-")
