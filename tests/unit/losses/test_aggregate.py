@@ -60,3 +60,12 @@ def test_settings_that_cannot_work_are_refused() -> None:
         aggregate(nothing, nothing.bool(), nothing.bool(), "mean", num_sequences=1, num_tokens=1)
     with pytest.raises(ConfigError, match="horizon"):
         aggregate(nothing, nothing.bool(), nothing.bool(), "seq-mean-token-sum-norm", num_sequences=1, num_tokens=1)
+
+
+def test_dropped_tokens_do_not_raise_the_weight_of_their_row(fx) -> None:
+    keep = fx.mask.clone()
+    keep[0, :3] = False
+    ones = torch.ones_like(fx.current)
+    counts = {"num_sequences": 4, "num_tokens": 13}
+    assert aggregate(ones, keep, fx.mask, "seq-mean-token-mean", **counts).item() == pytest.approx((1 / 4 + 3) / 4)
+    assert aggregate(ones, keep, fx.mask, "token-mean", **counts).item() == pytest.approx(10 / 13)

@@ -237,15 +237,38 @@ def test_ppo_metrics_count_clipped_tokens(fx) -> None:
     assert got["loss/ppo_kl"] == pytest.approx(-fx.ratios.update.sum().item() / 13)
 
 
-def test_correction_weights_scale_the_gradient(fx) -> None:
+PENALISED = (
+    "r2vpo",
+    "kl_cov",
+    "ipo_tv",
+    "vespo",
+)  # a penalty that weights do not touch, or weights inside the objective
+
+
+@pytest.mark.parametrize("name", [name for name in losses.names() if name not in PENALISED])
+def test_correction_weights_scale_the_gradient(name: str, fx) -> None:
+    """One weight for all tokens, so that row-level means of weights are that weight too."""
     gradients = []
     for factor in (1.0, 0.25):
         current = fx.current.clone().requires_grad_()
         inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
-        inputs = replace(inputs, weights=inputs.weights * factor)
-        losses.get("ppo_clip")(inputs).values.sum().backward()
+        inputs = replace(
+            inputs, weights=inputs.weights * factor, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1])
+        )
+        losses.get(name)(inputs).values[fx.mask].sum().backward()
         gradients.append(current.grad)
+    assert gradients[0].any()
     torch.testing.assert_close(gradients[1], gradients[0] * 0.25)
+
+
+def test_vespo_takes_weights_into_its_sequence_ratio(fx) -> None:
+    """A weight of e^c on every token acts like a log-ratio that is larger by c."""
+    current = fx.current.clone().requires_grad_()
+    plain = LossInputs.uncorrected(LogRatios(fx.rollout - 0.2, fx.behavior, current, fx.mask), current, fx.advantages)
+    weighted = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
+    weighted = replace(weighted, weights=weighted.weights * torch.tensor(0.2).double().exp())
+    values = [losses.get("vespo")(inputs).values[fx.mask] for inputs in (plain, weighted)]
+    torch.testing.assert_close(values[0], values[1])
 
 
 def cells(name: str, fx, **parameters: float | str) -> Tensor:
