@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from launch.job import run_job
-from moe_trm.quickstart.checkpoint import make_checkpoint
+from moe_trm.quickstart.warmup import Recipe, warm_up
 from moe_trm.rollout.bundle import BundleReader, BundleWriter
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
@@ -22,7 +22,7 @@ CONFIG = """
 name: {name}
 run_dir: {run_dir}
 model: {{checkpoint: {checkpoint}}}
-task: {{eval_size: 8}}
+task: {{max_digits: 1, eval_size: 16}}
 rollout:
   prompts_per_step: 4
   group_size: 4
@@ -38,6 +38,13 @@ correction:
 learner: {{minibatches: 2, micro_batch_rows: 4, parallel: {{expert: 2}}}}
 train: {{steps: {steps}, export: false}}
 """
+
+
+# A few seconds of supervised steps on one-digit sums: some samples are right and some wrong, so that there is a gradient.
+BRIEF = Recipe(
+    max_digits=1, steps=50, further_steps=1, max_steps=50, mixed_steps=5, extra_rounds=0, eval_size=16,
+    enough=0.0, max_greedy=1.0, min_working=0.0,
+)  # fmt: skip
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:
@@ -56,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> Path:
-    checkpoint = make_checkpoint(folder / "checkpoint", seed=0)
+    checkpoint = folder / "checkpoint"
+    warm_up(checkpoint, recipe=BRIEF)
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(name="live", run_dir=folder / "runs", checkpoint=checkpoint, steps=STEPS))
     return path
@@ -138,7 +146,12 @@ def with_routes(record: RolloutRecord) -> RouteRecord:
     [(shift_rows, "misaligned"), (swap_layers, "misaligned"), (stale, "routes belong to other tokens")],
 )
 def test_wrong_routes_stop_the_run_before_anything_is_trained(
-    live: Path, folder: Path, config: Path, mutate: Callable[[RolloutRecord], RolloutRecord], said: str, capfd: pytest.CaptureFixture[str]
+    live: Path,
+    folder: Path,
+    config: Path,
+    mutate: Callable[[RolloutRecord], RolloutRecord],
+    said: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     bundle = folder / f"bundle-{mutate.__name__}"
     writer = BundleWriter(str(bundle))
