@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_trm.learner.megatron.convert import Heads, link, unpack
+from moe_trm.types import TokenBatch
 from tests.integration.learner_support.ranks import Ranks, run_ranks
-from tests.integration.learner_support.tiny import load_reference, make_checkpoint, make_dense_checkpoint
-from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch
+from tests.integration.learner_support.tiny import EXPERTS, load_reference, make_checkpoint, make_dense_checkpoint
+from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 PLAIN, EP2, EP2_PLAIN, DP2 = "train:distributed=0", "train:expert=2", "train:expert=2:distributed=0", "train:expert=1"
 TIED, DENSE = "train:model=tied", "train:model=dense:mode=none"
@@ -115,19 +117,53 @@ def test_logprobs_agree_with_hugging_face(one: Ranks, checkpoint: Path, run: str
     for number in range(NUM_BATCHES):
         batch = global_batch(number)
         with torch.no_grad():
-            logits = reference(batch.input_ids, attention_mask=batch.valid.long()).logits.float() / TEMPERATURE
-        full = logits.log_softmax(-1)
-        target = full.gather(-1, batch.target_ids[..., None])[..., 0]
-        assert batch.kept_ids is not None
-        assert batch.kept_offsets is not None
-        mass = torch.zeros_like(target)
-        for place, position in enumerate(batch.mask.nonzero().tolist()):
-            kept = batch.kept_ids[batch.kept_offsets[place] : batch.kept_offsets[place + 1]]
-            mass[tuple(position)] = full[tuple(position)][kept].logsumexp(0)
-        expected = torch.where(batch.mask, target, 0.0)
-        torch.testing.assert_close(saved[f"full.{number}"], expected, atol=1e-4, rtol=0)
+            full, mass = reference_logprobs(reference, batch)
+        torch.testing.assert_close(saved[f"full.{number}"], full, atol=1e-4, rtol=0)
         torch.testing.assert_close(saved[f"mass.{number}"], mass, atol=1e-4, rtol=0)
-        torch.testing.assert_close(saved[f"score.{number}"], expected - mass, atol=1e-4, rtol=0)
+        torch.testing.assert_close(saved[f"score.{number}"], full - mass, atol=1e-4, rtol=0)
+
+
+def test_gradients_are_those_of_the_sum_of_objectives_in_hugging_face(two: Ranks, checkpoint: Path) -> None:
+    reference = load_reference(checkpoint)
+    for number in range(NUM_BATCHES):
+        batch = global_batch(number)
+        full, mass = reference_logprobs(reference, batch)
+        objective([batch], [])(0, full - mass).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    got: dict[str, Tensor] = {}
+    for name, gradient in two.union(EP2_PLAIN, "gradients").items():
+        found = link(name)
+        got |= dict(zip(found.hf_names, unpack(found.packing, gradient, Heads(groups=2, head_dim=16)), strict=True))
+    for name, gradient in expected.items():
+        if ".experts." not in name:
+            mine = got.pop(name)
+        elif name.endswith("gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            mine = torch.stack(
+                [
+                    torch.cat([got.pop(f"{stem}{e}.gate_proj.weight"), got.pop(f"{stem}{e}.up_proj.weight")])
+                    for e in range(EXPERTS)
+                ]
+            )
+        else:
+            stem = name.removesuffix("down_proj")
+            mine = torch.stack([got.pop(f"{stem}{e}.down_proj.weight") for e in range(EXPERTS)])
+        assert float((mine - gradient).norm() / gradient.norm()) < 1e-5, name
+    assert not got
+
+
+def reference_logprobs(model: Any, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """`[B, R]` full-vocabulary log-probs and log kept mass from plain logits, 0 off the mask."""
+    logits = model(batch.input_ids, attention_mask=batch.valid.long()).logits.float() / TEMPERATURE
+    assert batch.kept_ids is not None
+    assert batch.kept_offsets is not None
+    everything_NV = logits.log_softmax(-1)[batch.mask]
+    target_N = everything_NV.gather(-1, batch.target_ids[batch.mask][:, None])[:, 0]
+    bounds = batch.kept_offsets.tolist()
+    rows = [row[batch.kept_ids[a:b]] for row, a, b in zip(everything_NV, bounds, bounds[1:], strict=False)]
+    mass_N = torch.stack([row.logsumexp(0) for row in rows])
+    zeros = torch.zeros(batch.mask.shape)
+    return zeros.masked_scatter(batch.mask, target_N), zeros.masked_scatter(batch.mask, mass_N)
 
 
 @pytest.mark.parametrize("run", [PLAIN, RECOMPUTE, BF16])

@@ -7,7 +7,6 @@ Nothing is asserted here: results are saved for the tests to judge.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support.tiny import make_batch, random_routes
-from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch
+from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 
 def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> MegatronLearner:
@@ -55,16 +54,6 @@ def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     numbers = list(range(rank, NUM_BATCHES, size))
     return numbers, [global_batch(i, keep_mask=keep_mask) for i in numbers]
-
-
-def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
-    """A smooth loss in the log-probs, already a global sum."""
-
-    def loss(index: int, logprobs: Tensor) -> Tensor:
-        seen.append(logprobs.detach().clone())
-        return (batches[index].advantages * logprobs + 0.05 * logprobs.square()).sum() / 40
-
-    return loss
 
 
 def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
@@ -101,6 +90,7 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     seen: list[Tensor] = []
     result = learner.update(batches, sources, objective(batches, seen))
+    learner._optimizer.step = apply  # type: ignore[method-assign]
     learner.export_shard(str(out / "after"), "float32")
     learner.export_checkpoint(str(out / "final"))
     result_full = learner.update(dense, sources, objective(dense, []))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from moe_trm.types import TokenBatch
 from tests.integration.learner_support.tiny import make_batch
 
@@ -12,3 +16,13 @@ TEMPERATURE = 0.7
 def global_batch(number: int, *, keep_mask: bool = True) -> TokenBatch:
     """Micro-batch `number` of the global work; each has another padded length."""
     return make_batch(100 + number, length=9 + 2 * number, keep_mask=keep_mask)
+
+
+def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
+    """A smooth loss in the log-probs, already a global sum."""
+
+    def loss(index: int, logprobs: Tensor) -> Tensor:
+        seen.append(logprobs.detach().clone())
+        return (batches[index].advantages * logprobs + 0.05 * logprobs.square()).sum() / 40
+
+    return loss
