@@ -24,7 +24,9 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     else:
         engine = SglangEngine(config, api_key)
     await engine.start()
-    return RolloutController(config, engine, task, sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids))
+    return RolloutController(
+        config, engine, task, sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    )
 
 
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:

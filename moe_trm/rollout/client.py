@@ -88,7 +88,9 @@ class RolloutClient:
     def __enter__(self) -> RolloutClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._process is not None:
             if kind is None:
                 self._ask("stop")

@@ -90,7 +90,8 @@ class RolloutController:
         greedy = replace(self._params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
         answers = await self._engine.generate_greedy(prompts, greedy)
         rewards = [
-            score_answer(self._task, prompt, ids, finished=bool(ids)) for prompt, ids in zip(prompts, answers, strict=True)
+            score_answer(self._task, prompt, ids, finished=bool(ids))
+            for prompt, ids in zip(prompts, answers, strict=True)
         ]
         return {
             "eval/accuracy": float(np.mean(rewards)),
@@ -135,7 +136,9 @@ class RolloutController:
         spread = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
         versions = np.concatenate([record.versions for record in records])
         if not self._ledger.balanced:
-            raise ControllerError("the sample ledger does not balance", got=self._ledger, expected="issued = sum of all places")
+            raise ControllerError(
+                "the sample ledger does not balance", got=self._ledger, expected="issued = sum of all places"
+            )
         return {
             "reward/mean": float(rewards.mean()),
             "reward/zero_variance_groups": float(np.mean(np.array(spread) == 0)),

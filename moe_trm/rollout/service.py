@@ -60,7 +60,12 @@ class ControllerService:
     """Answers the ranks. Work that all ranks ask for (a step, a push) runs once; everyone waits for the same result."""
 
     def __init__(self, controller: RolloutController, start: Start, checkpoint: str) -> None:
-        self._controller, self._key, self._endpoint, self._checkpoint = controller, start.key, start.endpoint, checkpoint
+        self._controller, self._key, self._endpoint, self._checkpoint = (
+            controller,
+            start.key,
+            start.endpoint,
+            checkpoint,
+        )
         self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
         self._shards: dict[int, dict[int, tuple[TensorEntry, ...]]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
@@ -91,7 +96,9 @@ class ControllerService:
         try:
             request = wire.decode(frames, Request)
             if not hmac.compare_digest(request.key, self._key):
-                raise ControllerError("wrong controller key", fix="Only the ranks of this run may talk to its controller.")
+                raise ControllerError(
+                    "wrong controller key", fix="Only the ranks of this run may talk to its controller."
+                )
             reply = await self._handlers[request.op](self, request)
         except KeyError as error:
             reply = Reply(error=f"unknown request {error}")
