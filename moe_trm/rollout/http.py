@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import orjson
@@ -78,7 +78,7 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
 
-    async def __aenter__(self) -> EngineHttp:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, EngineError, RecordRejected
+from moe_trm.errors import CheckpointError, ConfigError, EngineError, RecordRejected
 from moe_trm.rollout.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.parse import Wanted, decode_answer, parse_answer
 from moe_trm.rollout.served import ServedModel
@@ -31,9 +31,18 @@ class SglangEngine:
 
     Raises:
         CheckpointError: `model.checkpoint` cannot be read, or is a dense model while routes are wanted.
+        ConfigError: weights are to be pushed in a way that the training loop does not drive.
     """
 
     def __init__(self, config: Config, api_key: str | None) -> None:
+        if config.sync.method != "disk":
+            raise ConfigError(
+                "the training loop pushes weights through files only",
+                where="config key sync.method",
+                got=config.sync.method,
+                expected="disk",
+                fix="Set sync.method=disk; programs of your own can push by broadcast with moe_trm.sync.distributed.",
+            )
         rollout, server = config.rollout, config.rollout.server
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
         self._wanted = Wanted(

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from moe_trm.config.schema import Config
+from moe_trm.quickstart.warmup import warm_up
 from moe_trm.rollout.supervisor import Server, start_server
+from tests.integration.jobs import BRIEF
 
 VOCAB_SIZE = 250
 """No multiple of 64: the engine pads its embedding."""
@@ -107,3 +109,11 @@ def served_config(rollout_config: Config, rollout_server: Server) -> Config:
     """The same configuration, attached to the running server."""
     rollout = rollout_config.rollout.model_copy(update={"url": rollout_server.url})
     return rollout_config.model_copy(update={"rollout": rollout})
+
+
+@pytest.fixture(scope="session")
+def brief_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model after a few seconds of warm-up: some of its samples are right and some wrong."""
+    folder = tmp_path_factory.mktemp("brief") / "checkpoint"
+    warm_up(folder, recipe=BRIEF)
+    return folder

@@ -246,6 +246,29 @@ def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config,
     assert caught.value.reason == "version_unknown"
 
 
+def test_a_sample_that_a_push_interrupts_is_rejected(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
+) -> None:
+    """The engine would label its early tokens with the old version and give the new weights' routes for them."""
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 7))
+    interrupting = make_push(tmp_path, other_moe, 8)
+
+    async def work(engine: SglangEngine) -> RolloutRecord:
+        long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=600)
+        sample = asyncio.create_task(engine.generate(prompts(1)[0], long, sample_id=0, group_id=0))
+        async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60, max_attempts=1) as api:
+            await asyncio.sleep(0.5)
+            await api.request("POST", "/pause_generation", {"mode": "retract"})
+            await load_from_disk(api, interrupting, dtype="float32", verify=True)
+            await api.request("POST", "/continue_generation", {})
+        return await sample
+
+    with pytest.raises(RecordRejected) as caught:
+        with_engine(served_config, rollout_server, work)
+    assert caught.value.reason == "version_span"
+    assert [span[0] for span in caught.value.got] == ["7", "8"]  # type: ignore[attr-defined]
+
+
 def test_a_server_that_dies_while_starting_shows_its_log(rollout_config: Config, tmp_path: Path) -> None:
     server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
