@@ -1,0 +1,91 @@
+"""Estimators of KL(pi_theta || pi_ref) from sampled tokens, and what sets their coefficient. Shape letters: B sequences, T tokens.
+
+x = log pi_theta - log pi_ref on tokens sampled from pi_theta. Which estimator may be differentiated is not obvious: the gradient
+of the mean of k1 is zero, that of k3 belongs to KL(pi_ref || pi_theta), that of k2 is right. Source: methods.md section 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_trm.parameters import unknown
+from moe_trm.ratios import clamp_log_ratio
+
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+
+
+def kl_estimate(name: str, current_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Estimate of each token's KL, `[B, T]` nats, 0 off-mask, differentiable in `current_logprobs`.
+
+    | name | value | gradient of its mean under on-policy sampling |
+    |---|---|---|
+    | `k1` | x | 0: for reward shaping, not for a loss |
+    | `abs` | abs(x) | biased |
+    | `k2` | x^2 / 2 | of KL(pi_theta, pi_ref); the value is biased |
+    | `k3` | e^-x - 1 + x | of KL(pi_ref, pi_theta); the value is unbiased and never negative |
+    | `k1+`, `k3+` | of k1, k3 | of k2, straight through |
+
+    Raises:
+        ConfigError: an unknown estimator.
+    """
+    x = clamp_log_ratio(_masked_log_ratio(current_logprobs, reference_logprobs, mask))
+    k2 = x**2 / 2
+    if name in ("k1+", "k3+"):
+        value = _value(name[:2], x, k2)
+        return k2 - k2.detach() + value.detach()
+    if name not in ESTIMATORS:
+        raise unknown("KL estimator", name, ESTIMATORS, "loss.kl")
+    return _value(name, x, k2)
+
+
+def importance_corrected_k3(
+    log_ratio: Tensor, current_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor
+) -> Tensor:
+    """k3 weighted by the *differentiated* ratio to the policy that sampled: w k3, `[B, T]`.
+
+    With tokens from another policy its mean has the exact gradient of KL(pi_theta || pi_ref); with a detached ratio it has not.
+    `log_ratio` `[B, T]` carries the gradient: total, or update if the proximal policy stands for the one that sampled.
+    """
+    k3 = kl_estimate("k3", current_logprobs, reference_logprobs, mask)
+    return torch.where(mask, clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp() * k3, 0.0)
+
+
+def shaped_rewards(
+    rewards: Tensor, behavior_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, beta: float
+) -> Tensor:
+    """Token rewards minus beta k1, `[B, T]`, detached: r_t - beta (log pi_old - log pi_ref)."""
+    k1 = _masked_log_ratio(behavior_logprobs.detach(), reference_logprobs, mask)
+    return torch.where(mask, rewards, 0.0) - beta * k1
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """Coefficient that steers the measured KL to a target: beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
+
+    A fixed coefficient is `horizon = inf`. Values, not state: `next` returns the controller of the next step.
+    """
+
+    beta: float = 0.001
+    target: float = 0.1
+    horizon: float = 10000.0
+
+    def next(self, measured_kl: float, num_samples: int) -> AdaptiveKL:
+        """The controller after a step of `num_samples` samples with mean KL `measured_kl` per sample."""
+        error = min(max(measured_kl / self.target - 1, -0.2), 0.2)
+        return replace(self, beta=self.beta * (1 + error * num_samples / self.horizon))
+
+
+def _masked_log_ratio(current: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
+    dtype = torch.promote_types(current.dtype, torch.float32)
+    return torch.where(mask, current, 0.0).to(dtype) - torch.where(mask, reference.detach(), 0.0).to(dtype)
+
+
+def _value(name: str, x: Tensor, k2: Tensor) -> Tensor:
+    if name == "k1":
+        return x
+    if name == "abs":
+        return x.abs()
+    return k2 if name == "k2" else (-x).expm1() + x
