@@ -14,8 +14,8 @@ step: T tokens, S sampled tokens, M kept ids, Q bytes of encoded routes. Arrays:
 | `rewards` | float64 | `[N]` | NaN where none was set |
 
 The safetensors metadata holds one JSON object under `bundle`: `format`, `version`, `step`, the per-record lists `sample_ids`, `group_ids`,
-`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), and `checksum`, the blake2b-16 of that object without the checksum
-followed by every array's name and bytes in order of name.
+`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), `rejected` (reason by sample id), and `checksum`, the blake2b-16 of
+that object with an empty checksum followed by every array's name and bytes in order of name.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Header(msgspec.Struct):
     prompt_ids: list[str]
     finish_reasons: list[str]
     mask_kinds: list[str]
+    rejected: dict[int, str]
     checksum: str = ""
 
 
@@ -73,8 +74,8 @@ class BundleWriter:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
-    def write(self, step: int, records: Sequence[RolloutRecord]) -> None:
-        """Write the accepted records of one step. The file appears whole or not at all."""
+    def write(self, step: int, records: Sequence[RolloutRecord], rejected: Mapping[int, str] | None = None) -> None:
+        """Write one step: its accepted records, and the reason by sample id of each rejected one. The file appears whole or not at all."""
         self._folder.mkdir(parents=True, exist_ok=True)
         arrays = _pack(records)
         header = Header(
@@ -86,6 +87,7 @@ class BundleWriter:
             prompt_ids=[record.prompt_id for record in records],
             finish_reasons=[record.finish_reason for record in records],
             mask_kinds=[_mask_kind(record.sampling_mask) for record in records],
+            rejected=dict(rejected or {}),
         )
         header.checksum = _checksum(header, arrays)
         path = _path(self._folder, step)
@@ -162,6 +164,7 @@ class BundleEngine:
         self._reader = BundleReader(folder)
         self._folder = folder
         self._step_of: dict[int, int] = {}
+        self._rejected: dict[int, str] = {}
         self._last_group = -1
         self._loaded: tuple[int, dict[int, RolloutRecord]] = (-1, {})
         self._version = -1
@@ -179,20 +182,25 @@ class BundleEngine:
         for step in steps:
             header = self._reader.header(step)
             self._step_of |= dict.fromkeys(header.sample_ids, step)
+            self._rejected |= header.rejected
             self._last_group = max([self._last_group, *header.group_ids])
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
-        """The recorded record. Raises `RecordRejected` (`not_recorded`) where the recorded run rejected it, `BundleError` where the run differs."""
+        """The recorded record. Raises `BundleError` where the run differs, `RecordRejected` where the recorded run rejected it.
+
+        The reason is the recorded one, or `not_recorded` where the writer was not told.
+        """
         step = self._step_of.get(sample_id)
         if step is None:
-            if group_id > self._last_group:
+            if group_id > self._last_group and sample_id not in self._rejected:
                 raise BundleError(
                     "the recording ends before this sample",
                     where=self._folder,
                     got=f"group {group_id}",
                     expected=f"at most {self._last_group}",
                 )
-            raise RecordRejected("not_recorded", "the recorded run rejected this sample", where=f"sample {sample_id}")
+            reason = self._rejected.get(sample_id, "not_recorded")
+            raise RecordRejected(reason, "the recorded run rejected this sample", where=f"sample {sample_id}")
         record = self._records(step)[sample_id]
         self._check_same_run(record, prompt, group_id)
         return record

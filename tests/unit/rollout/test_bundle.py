@@ -141,11 +141,12 @@ def test_another_run_is_refused(
         replayed(tmp_path, prompt, sample_id, group_id, version)
 
 
-def test_a_sample_the_recorded_run_rejected_is_rejected_again(tmp_path: Path) -> None:
-    BundleWriter(str(tmp_path)).write(1, RECORDS)
+@pytest.mark.parametrize(("sample_id", "reason"), [(5, "not_recorded"), (6, "route_range"), (40, "mask_sum")])
+def test_a_sample_the_recorded_run_rejected_is_rejected_again(tmp_path: Path, sample_id: int, reason: str) -> None:
+    BundleWriter(str(tmp_path)).write(1, RECORDS, {6: "route_range", 40: "mask_sum"})
     with pytest.raises(RecordRejected) as caught:
-        replayed(tmp_path, PROMPT, 5, 1)
-    assert caught.value.reason == "not_recorded"
+        replayed(tmp_path, PROMPT, sample_id, sample_id // 4)
+    assert caught.value.reason == reason
 
 
 def test_an_empty_folder_is_no_recording(tmp_path: Path) -> None:
