@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_trm.diagnostics.mismatch import metrics
 from moe_trm.diagnostics.strata import acceptance
+from moe_trm.diagnostics.verdict import Verdict, verdict
 from moe_trm.summable import add, finalize
 
-__all__ = ["acceptance", "add", "finalize", "metrics"]
+__all__ = ["Verdict", "acceptance", "add", "finalize", "metrics", "verdict"]

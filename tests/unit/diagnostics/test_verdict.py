@@ -1,0 +1,96 @@
+"""Each case of the decision tree, in its order, and the alarms."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_trm.diagnostics.verdict import escalation, mask_hides_gap, rising, verdict
+
+HEALTHY = {
+    "engine/k3_kl": 0.001,
+    "engine/probs_pearson": 0.999,
+    "engine/ppl_ratio": 1.001,
+    "staleness/k3_kl": 0.002,
+    "total/k3_kl": 0.003,
+    "total/chi2_token": 0.01,
+    "total/rollout_is_eff_sample_size": 0.98,
+    "loss/pg_clipfrac": 0.05,
+    "response/length_mean": 100.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "case", "config"),
+    [
+        ({}, "ok", ""),
+        ({"engine/k3_kl": 0.03}, "ok", ""),
+        ({"engine/k3_kl": 0.06}, "precision", "dtype"),
+        ({"engine/probs_pearson": 0.9}, "precision", "dtype"),
+        ({"engine/ppl_ratio": 0.9}, "precision", "dtype"),
+        (
+            {"engine/k3_kl": 0.06, "probe/native_k3_kl": 0.06, "probe/replayed_k3_kl": 0.006},
+            "precision",
+            "replay.mode=R3",
+        ),
+        ({"engine/k3_kl": 0.06, "staleness/k3_kl": 0.5}, "precision", "dtype"),
+        ({"staleness/k3_kl": 0.08, "total/chi2_token": 3.0}, "staleness", "minibatches"),
+        ({"total/rollout_is_eff_sample_size": 0.4, "total/chi2_token": 0.5}, "variance", "icepop"),
+        ({"total/chi2_token": 1.2}, "variance", "icepop"),
+        ({"total/chi2_token": 0.4}, "drift", "geometric_mask"),
+    ],
+)
+def test_cases_in_their_order(changes: dict[str, float], case: str, config: str) -> None:
+    got = verdict([HEALTHY, HEALTHY | changes])
+    assert got.case == case
+    assert config in got.config
+    assert bool(config) == bool(got.config)
+    assert got.evidence
+    assert got.sentence.endswith(".")
+
+
+def test_clipping_needs_a_high_and_rising_share() -> None:
+    climb = [HEALTHY | {"loss/pg_clipfrac": 0.1 + 0.01 * step} for step in range(20)]
+    assert verdict(climb).case == "clipping"
+    assert verdict([HEALTHY | {"loss/pg_clipfrac": 0.3}] * 20).case == "ok"
+    assert verdict(climb[:5]).case == "ok"
+
+
+def test_length_surge_over_a_hundred_steps() -> None:
+    surge = [HEALTHY] * 100 + [HEALTHY | {"response/length_mean": 121.0}]
+    assert verdict(surge).case == "length"
+    assert verdict(surge[1:]).case == "ok"
+    assert verdict([HEALTHY] * 100 + [HEALTHY | {"response/length_mean": 119.0}]).case == "ok"
+
+
+def test_nothing_measured_nothing_said() -> None:
+    assert verdict([]).case == verdict([{"reward": 1.0}]).case == "unclear"
+
+
+def test_alarm_when_rejection_falls_while_the_gap_widens() -> None:
+    steps = [{"correction/kept_fraction": 0.8 + 0.01 * i, "total/k3_kl": 0.01 * i} for i in range(10)]
+    assert mask_hides_gap(steps)
+    assert mask_hides_gap([step | {"total/k3_kl": 0.01} for step in steps]) is None
+    assert mask_hides_gap([step | {"correction/kept_fraction": 0.9} for step in steps]) is None
+
+
+def test_rising_ignores_noise() -> None:
+    assert rising([1, 2, 3, 4, 5])
+    assert not rising([1, 2, 3, 4])
+    assert not rising([3, 1, 4, 1, 5, 2, 3, 1, 4, 2])
+    assert not rising([1.0] * 9)
+
+
+@pytest.mark.parametrize(
+    ("chi2", "masked", "size", "pearson", "stage"),
+    [
+        (1.0, 0.05, 0.9, 0.99, "rejection"),
+        (2.5, 0.05, 0.9, 0.99, "rejection and token_tis"),
+        (1.0, 0.1, 0.9, 0.99, "rejection and token_tis"),
+        (1.0, 0.26, 0.9, 0.99, "systems"),
+        (1.0, 0.05, 0.2, 0.99, "systems"),
+        (1.0, 0.05, 0.9, 0.94, "systems"),
+        (4.1, 0.05, 0.9, 0.99, "systems"),
+    ],
+)
+def test_escalation_ladder(chi2: float, masked: float, size: float, pearson: float, stage: str) -> None:
+    assert escalation(chi2, masked, size, pearson) == stage
