@@ -1,0 +1,53 @@
+"""Small complete runs for the integration tests: configuration, a briefly warmed model, and what they wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moe_trm.quickstart.warmup import Recipe
+
+STEPS = 2
+CONFIG = """
+name: {name}
+run_dir: {run_dir}
+model: {{checkpoint: {checkpoint}}}
+task: {{max_digits: 1, eval_size: 16}}
+rollout:
+  prompts_per_step: 4
+  group_size: 4
+  top_p: 0.95
+  max_new_tokens: 16
+  server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32}}
+replay: {{mode: R3}}
+probe: {{every: 1, save: true}}
+correction:
+  rules:
+    - {{name: trm_max, thresholds: {{max_kl: 0.5}}}}
+    - {{name: icepop}}
+learner: {{minibatches: 2, micro_batch_rows: 4, parallel: {{expert: 2}}}}
+train: {{steps: {steps}, export: false}}
+"""
+
+
+# A few seconds of supervised steps on one-digit sums: some samples are right and some wrong, so that there is a gradient.
+BRIEF = Recipe(
+    max_digits=1, steps=50, further_steps=1, max_steps=50, mixed_steps=5, extra_rounds=0, eval_size=16,
+    enough=0.0, max_greedy=1.0, min_working=0.0,
+)  # fmt: skip
+
+
+def write_config(folder: Path, checkpoint: Path) -> Path:
+    """The configuration file of these runs; tests override what they need."""
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(name="live", run_dir=folder / "runs", checkpoint=checkpoint, steps=STEPS))
+    return path
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    timed = ("time/", "rollout/tokens_per_s")
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
