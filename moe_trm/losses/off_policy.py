@@ -1,0 +1,73 @@
+"""Tools around an objective when data are old: learning-rate scale, baselines, interpolated anchors, gradient projection.
+
+Shape letters: N rows, B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from moe_trm.errors import ConfigError
+
+
+def ess_ratio(sequence_weights: Tensor) -> Tensor:
+    """(sum w)^2 / (N sum w^2) of raw sequence ratios `[N]`, in (0, 1]; 1 for equal weights. Source: methods.md 5.17 (VCPO)."""
+    return sequence_weights.sum() ** 2 / (len(sequence_weights) * (sequence_weights**2).sum()).clamp(min=1e-30)
+
+
+def ess_lr_scale(ratio: float, *, base: float = 1.0, form: str = "sqrt") -> float:
+    """VCPO's learning-rate factor for one step: min(1, ratio / base)^(1/2), or without the root with `form="linear"`."""
+    if form not in ("sqrt", "linear"):
+        raise ConfigError("unknown form", where="ess_lr_scale", got=form, expected="sqrt, linear")
+    capped = min(1.0, ratio / base)
+    return math.sqrt(capped) if form == "sqrt" else capped
+
+
+def off_policy_baseline(sequence_weights: Tensor, score_norms: Tensor, rewards: Tensor) -> Tensor:
+    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score. Source: methods.md 5.17."""
+    energy = sequence_weights**2 * score_norms**2
+    return (energy * rewards).sum() / (energy.sum() + 1e-8)
+
+
+def interpolated_proximal(
+    behavior_logprobs: Tensor, current_logprobs: Tensor, versions: Tensor, current_version: int
+) -> Tensor:
+    """A-3PO: log pi_prox ~ log mu + alpha (sg[log pi] - log mu), alpha = (v - 1 - v_b) / (v - v_b) for v > v_b >= 0, else 0.
+
+    Stands in for a proximal pass when the weights of the last version are gone. `versions` `[B, T]` is -1 off the policy's own
+    tokens. Source: methods.md 5.4.
+    """
+    age = (current_version - versions).to(behavior_logprobs.dtype)
+    alpha = torch.where((versions >= 0) & (age > 0), (age - 1) / age.clamp(min=1), 0.0).clamp(0.0, 1.0)
+    gap = torch.where(alpha > 0, current_logprobs.detach() - behavior_logprobs, 0.0)
+    return behavior_logprobs + alpha * gap
+
+
+def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -> Tensor:
+    """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds `max_cosine`.
+
+    g <- g - (1 - max_cosine / c) (<g, g'> / |g'|^2) g'. No-op without a previous gradient. Published thresholds are not
+    established; 0.05-0.1 are suggested, synchronous runs are near 0. Source: methods.md 5.29.
+    """
+    inner, norms = gradient @ previous, gradient.norm() * previous.norm()
+    if float(norms) == 0 or float(inner / norms) <= max_cosine:
+        return gradient
+    projected: Tensor = gradient - (1 - max_cosine * norms / inner) * inner / (previous @ previous) * previous
+    return projected
+
+
+def fused_logits(teacher: Tensor, student: Tensor, share: float) -> Tensor:
+    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies. Source: methods.md 5.28."""
+    return share * teacher + (1 - share) * student
+
+
+def surge_lr(lr: float, length: float, earlier_length: float, *, initial_lr: float, surge: float = 1.2) -> float:
+    """Halve the learning rate when answers grew by more than `surge`, down to a tenth of `initial_lr`; call once per cool-down.
+
+    The rule is published, floor and cool-down are ours. Source: methods.md 5.30.
+    """
+    grew = earlier_length > 0 and length / earlier_length > surge
+    return max(0.5 * lr, 0.1 * initial_lr) if grew else lr
