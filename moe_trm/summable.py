@@ -30,22 +30,20 @@ def mean(name: str, values: Tensor, mask: Tensor) -> Summable:
 
 def fraction(name: str, chosen: Tensor, mask: Tensor) -> Summable:
     """The share of `mask` positions at which the bool `chosen` is True."""
-    return mean(name, torch.ones_like(chosen, dtype=torch.float64), chosen & mask) | {
-        f"{name}:count": mask.sum(dtype=torch.float64)
-    }
+    return {f"{name}:sum": (chosen & mask).sum(dtype=torch.float64), f"{name}:count": mask.sum(dtype=torch.float64)}
 
 
 def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
     """Mean, standard deviation and effective sample size of `values` where `mask` is True."""
-    return mean(name, values, mask) | {f"{name}:square": _total(values.double() ** 2, mask)}
+    return mean(name, values, mask) | {f"{name}:square": _total(values.detach() ** 2, mask)}
 
 
-def correlation(name: str, x: Tensor, y: Tensor, mask: Tensor) -> Summable:
-    """Pearson correlation of `x` and `y` where `mask` is True."""
-    x, y = x.double(), y.double()
-    products = {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
-    sums = {f"{name}:{role}": _total(values, mask) for role, values in products.items()}
-    return sums | {f"{name}:count": mask.sum(dtype=torch.float64)}
+def correlation(name: str, x: Tensor, y: Tensor, count: Tensor) -> Summable:
+    """Pearson correlation of `x` and `y` over `count` positions; both must be 0 at all others."""
+    # Variances are differences of sums: products need the full 53 bits.
+    x, y = x.detach().double().flatten(), y.detach().double().flatten()
+    sums = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y, "count": count}
+    return {f"{name}:{role}": value for role, value in sums.items()}
 
 
 def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
@@ -70,7 +68,7 @@ def finalize(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
 
 
 def _total(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values.detach().double(), 0.0).sum()
+    return torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
 
 
 def _finish(name: str, parts: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,34 +44,49 @@ def metrics(evidence: Evidence) -> summable.Summable:
 
 
 def _ratio_metrics(name: str, log_ratio: Tensor, mask: Tensor) -> summable.Summable:
+    # Log-ratios are 0 off the mask, and so is every summand below: no further masking, few passes over the tokens.
     x, rows = clamp_log_ratio(log_ratio), mask.any(dim=1)
-    ratio, row_total = x.exp(), clamp_log_ratio(row_sum(log_ratio, mask))
+    tokens = mask.sum(dtype=torch.float64)
+    sum_x, sum_expm1, sum_expm1_twice = _sum(x), _sum(x.expm1()), _sum((2 * x).expm1())
+    row_total = clamp_log_ratio(row_sum(log_ratio, mask))
     drop = -row_mean(x, mask)
+    per_token = {
+        "kl": -sum_x,
+        "k3_kl": (sum_expm1 - sum_x).clamp(min=0.0),
+        "abs_log_ratio": _sum(x.abs()),
+        "chi2_token": sum_expm1_twice,
+        "rollout_is_high_fraction": (x > math.log(HIGH_RATIO)).sum(dtype=torch.float64),
+        "rollout_is_low_fraction": (x < -math.log(HIGH_RATIO)).sum(dtype=torch.float64),
+        "rollout_is": sum_expm1 + tokens,
+    }
+    metrics = {f"{name}/{key}:sum": value for key, value in per_token.items()}
+    metrics |= {f"{name}/{key}:count": tokens for key in per_token}
+    metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
     return {
-        **summable.mean(f"{name}/kl", -x, mask),
-        **summable.mean(f"{name}/k3_kl", x.expm1() - x, mask),
-        **summable.mean(f"{name}/abs_log_ratio", x.abs(), mask),
-        **summable.mean(f"{name}/chi2_token", (2 * x).expm1(), mask),
+        **metrics,
         **summable.mean(f"{name}/chi2_seq", (2 * row_total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
         **summable.mean(f"{name}/log_ppl_abs_diff", drop.abs(), rows),
         **summable.mean(f"{name}/ppl_ratio", drop.exp(), rows),
-        **summable.moments(f"{name}/rollout_is", ratio, mask),
         **summable.moments(f"{name}/rollout_is_seq", row_total.exp(), rows),
-        **summable.fraction(f"{name}/rollout_is_high_fraction", ratio > HIGH_RATIO, mask),
-        **summable.fraction(f"{name}/rollout_is_low_fraction", ratio < 1 / HIGH_RATIO, mask),
     }
 
 
 def _policy_metrics(name: str, ratios: LogRatios) -> summable.Summable:
     mask, rows = ratios.mask, ratios.mask.any(dim=1)
     rollout = ratios.rollout_logprobs
-    training = torch.where(mask, rollout + ratios.get(name).detach(), 0.0)
-    p, q = rollout.exp(), training.exp()
-    gap = summable.moments(f"{name}/probs_diff", (p - q).abs(), mask)
+    training = rollout + ratios.get(name).detach()
+    p, q = torch.where(mask, rollout.exp(), 0.0), torch.where(mask, training.exp(), 0.0)
+    tokens, gap = mask.sum(dtype=torch.float64), (p - q).abs()
     return {
         **summable.mean(f"{name}/rollout_ppl", (-row_mean(rollout, mask)).exp(), rows),
         **summable.mean(f"{name}/training_ppl", (-row_mean(training, mask)).exp(), rows),
-        **summable.correlation(f"{name}/probs_pearson", p, q, mask),
-        **gap,
+        **summable.correlation(f"{name}/probs_pearson", p, q, tokens),
+        f"{name}/probs_diff:sum": _sum(gap),
+        f"{name}/probs_diff:square": _sum(gap * gap),
+        f"{name}/probs_diff:count": tokens,
     }
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64)

@@ -10,7 +10,12 @@ from moe_trm.summable import add, correlation, finalize, fraction, mean, moments
 
 
 def build(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    return mean("m", x, mask) | moments("w", y.exp(), mask) | correlation("r", x, y, mask) | fraction("f", x > 0, mask)
+    return (
+        mean("m", x, mask)
+        | moments("w", y.exp(), mask)
+        | correlation("r", torch.where(mask, x, 0), torch.where(mask, y, 0), mask.sum(dtype=torch.float64))
+        | fraction("f", x > 0, mask)
+    )
 
 
 def test_parts_add_up_to_the_whole() -> None:
@@ -36,7 +41,7 @@ def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
 
 
 def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:
-    same, mask = torch.full((3,), -0.3), torch.ones(3, dtype=torch.bool)
-    assert finalize(correlation("r", same, same, mask)) == {"r": 1.0}
-    assert finalize(correlation("r", same, torch.arange(3.0), mask)) == {}
+    same, count = torch.full((3,), -0.3), torch.tensor(3.0, dtype=torch.float64)
+    assert finalize(correlation("r", same, same, count)) == {"r": 1.0}
+    assert finalize(correlation("r", same, torch.arange(3.0), count)) == {}
     assert finalize({"plain": 2.0}) == {"plain": 2.0}

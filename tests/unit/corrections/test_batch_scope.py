@@ -105,3 +105,20 @@ def test_calibration_errors() -> None:
     ):
         with pytest.raises(ConfigError):
             corrections.calibrate(corrections.get(rule), window, rate)
+
+
+def test_a_rejection_without_weights_masks_and_can_be_normalised(fx) -> None:
+    """A mask alone must act, and normalising its 0/1 weights is defined: both fail elsewhere."""
+    joint = corrections.compose([corrections.get("geometric_mask").bind(low=0.95, high=1.05)])(fx.evidence)
+    assert joint.keep.any(dim=1).tolist() == [False, True, False, True]
+    assert joint.weights[fx.mask].tolist() == joint.keep[fx.mask].double().tolist()
+    scaled = normalized(joint, weight_sums(joint, fx.mask, "token"))
+    assert scaled.weights[fx.mask].mean().item() == pytest.approx(1.0)
+
+
+def test_a_batch_that_is_rejected_whole_is_defined(fx) -> None:
+    joint = corrections.compose([corrections.get("ser").bind(max_score=1e-9)])(fx.evidence)
+    assert not joint.keep.any()
+    finished = corrections.finalize(joint.metrics)
+    assert finished["correction/kept_fraction"] == finished["correction/kept_sequence_fraction"] == 0.0
+    assert torch.equal(normalized(joint, weight_sums(joint, fx.mask, "token")).weights, joint.weights)
