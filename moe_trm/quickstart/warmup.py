@@ -68,8 +68,8 @@ class Recipe:
     enough: float = 0.8
     mixed_lr: float = 2.5e-4
     mixed_steps: int = 70
-    direct_share: float = 0.6
-    max_greedy: float = 0.25
+    direct_share: float = 0.65
+    max_greedy: float = 0.22
     extra_steps: int = 20
     extra_rounds: int = 4
     min_working: float = 0.65
@@ -159,7 +159,7 @@ class Warmup:
         for number in range(1 + recipe.extra_rounds):
             steps = recipe.extra_steps if number else recipe.mixed_steps
             for step in range(steps):
-                share = recipe.lr_floor if number else max(recipe.lr_floor, 1 - step / steps)
+                share = 0.4 if number else max(recipe.lr_floor, 1 - step / steps)
                 self._train_step(direct_share=recipe.direct_share, lr=recipe.mixed_lr * share)
             greedy, working = self.accuracy(problems), self.accuracy(problems, ban_direct=True)
             self._say(
