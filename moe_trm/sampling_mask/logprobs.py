@@ -3,14 +3,16 @@
 Shape letters: N sampled tokens, H hidden size, V vocabulary, M kept ids in all, O = N + 1 offsets.
 
 A kept support is compressed sparse rows: token `n` keeps `kept_ids[kept_offsets[n]:kept_offsets[n + 1]]`. Work and memory
-follow the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits exist. Everything
-is computed in float32 (float64 for float64 inputs), in chunks of tokens. A token's value does not depend on its
-neighbours in the batch, nor on whether a gradient is asked for.
+follow the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits exist. Where supports
+are wide (over a quarter of the vocabulary on average) one matrix product per chunk is cheaper, and the kept logits are picked
+from it. Everything is computed in float32 (float64 for float64 inputs), in chunks of tokens. Values do not depend on whether a
+gradient is asked for; gathered ones do not depend on the other tokens of the batch either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,12 +132,18 @@ def exact_kl_on_support(mu_logprobs: Tensor, pi_logprobs: Tensor, offsets: Tenso
     return torch.segment_reduce(terms, "sum", offsets=offsets, initial=0.0).clamp(min=0.0)
 
 
+@dataclass(frozen=True)
 class _Chunk:
-    """The kept logits of tokens `start:stop`, whose ids are `first:last` of the CSR arrays."""
+    """The kept logits of tokens `start:stop`, whose ids are `first:last` of the CSR arrays; `row` is the token of each."""
 
-    def __init__(self, start: int, stop: int, first: int, last: int, offsets: Tensor, logits: Tensor, row: Tensor):
-        self.start, self.stop, self.first, self.last = start, stop, first, last
-        self.offsets, self.logits, self.row = offsets, logits, row
+    start: int
+    stop: int
+    first: int
+    last: int
+    offsets: Tensor
+    row: Tensor
+    logits: Tensor
+    wide: bool
 
     def spread(self, per_token: Tensor) -> Tensor:
         return per_token[self.row]
@@ -174,17 +182,21 @@ def _chunks(
     hidden_NH: Tensor, weight_VH: Tensor, kept_ids: Tensor, kept_offsets: Tensor, temperature: float, max_rows: int
 ) -> Iterator[_Chunk]:
     dtype, bounds = _compute_dtype(hidden_NH), kept_offsets.cpu()
-    start, num_tokens = 0, len(bounds) - 1
+    start, num_tokens, vocabulary = 0, len(bounds) - 1, weight_VH.shape[0]
+    wide = 4 * len(kept_ids) > num_tokens * vocabulary
+    weight = weight_VH.to(dtype) if wide else weight_VH
+    # A gathered row costs H numbers and a dense token V: the same memory either way.
+    wide_tokens = max(1, max_rows * weight_VH.shape[1] // vocabulary)
     while start < num_tokens:
         first = int(bounds[start])
         fitting = int(torch.searchsorted(bounds, first + max_rows, right=True)) - 1
-        stop = min(max(fitting, start + 1), num_tokens)
+        stop = min(start + wide_tokens if wide else max(fitting, start + 1), num_tokens)
         last = int(bounds[stop])
         offsets = kept_offsets[start : stop + 1] - first
         row = torch.repeat_interleave(offsets.diff(), output_size=last - first)
-        gathered = weight_VH[kept_ids[first:last]].to(dtype)
-        logits = torch.linalg.vecdot(gathered, hidden_NH[start:stop].to(dtype)[row]) / temperature
-        yield _Chunk(start, stop, first, last, offsets, logits, row)
+        hidden, ids = hidden_NH[start:stop].to(dtype), kept_ids[first:last]
+        logits = (hidden @ weight.T)[row, ids] if wide else torch.linalg.vecdot(weight[ids].to(dtype), hidden[row])
+        yield _Chunk(start, stop, first, last, offsets, row, logits / temperature, wide)
         start = stop
 
 
@@ -235,12 +247,21 @@ class _MaskedLogprobs(torch.autograd.Function):
             ids, tokens = kept_ids[chunk.first : chunk.last], slice(chunk.start, chunk.stop)
             probs = (chunk.logits - chunk.spread(_segment_logsumexp(chunk.logits, chunk.offsets))).exp()
             is_target = (ids == chunk.spread(target_N[tokens])).to(dtype)
-            grad_logits = (chunk.spread(grad_N[tokens]) * (is_target - probs) / ctx.temperature)[:, None]
+            grad_logits = chunk.spread(grad_N[tokens]) * (is_target - probs) / ctx.temperature
+            if chunk.wide:
+                dense = grad_logits.new_zeros(chunk.stop - chunk.start, len(weight_VH))
+                dense[chunk.row, ids] = grad_logits
+                if grad_hidden is not None:
+                    grad_hidden[tokens] = dense @ weight_VH.to(dtype)
+                if grad_weight is not None:
+                    grad_weight.addmm_(dense.T, hidden_NH[tokens].to(dtype))
+                continue
             if grad_hidden is not None:
-                terms = weight_VH[ids].to(dtype).mul_(grad_logits)
+                terms = weight_VH[ids].to(dtype).mul_(grad_logits[:, None])
                 grad_hidden[tokens] = torch.segment_reduce(terms, "sum", offsets=chunk.offsets)
             if grad_weight is not None:
-                grad_weight.index_add_(0, ids, hidden_NH[tokens].to(dtype)[chunk.row].mul_(grad_logits))
+                terms = hidden_NH[tokens].to(dtype)[chunk.row].mul_(grad_logits[:, None])
+                grad_weight.index_add_(0, ids, terms)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
