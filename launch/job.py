@@ -51,7 +51,10 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     config = load(config_path, overrides)
     run_dir = Path(config.run_dir) / config.name
     run_dir.mkdir(parents=True, exist_ok=True)
-    print(f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})", flush=True)
+    print(
+        f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})",
+        flush=True,
+    )
     server = start_server(config, run_dir / "rollout.log", api_key)
     try:
         return run_learner(config_path, overrides, ranks, api_key)
@@ -81,5 +84,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-

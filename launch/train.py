@@ -10,27 +10,32 @@ import argparse
 import json
 import os
 import secrets
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
-from moe_trm.loop import push_directory, train
+from moe_trm.learner.protocol import Learner
+from moe_trm.loop import train
 from moe_trm.observe.sinks import JsonLines, ProgressLines, Sink
 from moe_trm.passes import resolve_mode
 from moe_trm.preflight import check_launch
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
+from moe_trm.sync.pusher import BroadcastPusher, DiskPusher, Pusher
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="launch.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="launch.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", help="dotted overrides such as replay.mode=R3")
     args = parser.parse_args(argv)
@@ -49,7 +54,7 @@ def run(config: Config) -> None:
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
-    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    store, rank, world_size = next(iter(rendezvous("env://")))
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
@@ -64,20 +69,18 @@ def run(config: Config) -> None:
         sinks = [JsonLines(run_dir / "metrics.jsonl"), ProgressLines(config.train.steps)]
         print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
     learner = build_learner(config)
-    try:
-        with connect(config, store, rank, learner.data_rank, learner.data_size, run_dir) as rollouts:
-            train(config, learner, rollouts, sinks, mode=mode, run_dir=run_dir, pad_token_id=0)
-        if config.train.export:
-            learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
-    finally:
-        if rank == 0:
-            shutil.rmtree(push_directory(config, run_dir, 0).parent, ignore_errors=True)
+    with connect(config, store, rank, learner.data_rank, learner.data_size, run_dir) as rollouts:
+        pusher = build_pusher(config, learner, rollouts, rank, run_dir)
+        try:
+            train(config, learner, rollouts, pusher, sinks, mode=mode, run_dir=run_dir)
+        finally:
+            pusher.close()
+    if config.train.export:
+        learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
     dist.destroy_process_group()
 
 
-def connect(
-    config: Config, store: dist.Store, rank: int, data_rank: int, data_size: int, run_dir: Path
-) -> RolloutClient:
+def connect(config: Config, store: Store, rank: int, data_rank: int, data_size: int, run_dir: Path) -> RolloutClient:
     """Start the controller on the first rank and tell the others where it is, through the rendezvous store (bytes, never pickle)."""
     process = None
     if rank == 0:
@@ -86,6 +89,17 @@ def connect(
         store.set("moe-trm/controller", f"{key} {process.endpoint}")
     key, endpoint = store.get("moe-trm/controller").decode().split(" ", 1)
     return RolloutClient(endpoint, key, data_rank=data_rank, data_size=data_size, process=process)
+
+
+def build_pusher(config: Config, learner: Learner, rollouts: RolloutClient, rank: int, run_dir: Path) -> Pusher:
+    """How weights reach the engine: through `sync.dir` (by default shared memory where it exists), or by broadcast from this machine."""
+    dtype = config.rollout.server.dtype
+    if config.sync.method == "distributed":
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return BroadcastPusher(learner, rollouts, rank=rank, address=address, dtype=dtype)
+    shared = Path("/dev/shm")
+    root = Path(config.sync.dir) if config.sync.dir else (shared if shared.is_dir() else run_dir)
+    return DiskPusher(learner, rollouts, root / f"moe-trm-{os.getppid()}-{config.name}", dtype)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,25 @@ from moe_trm.observe.sinks import Sink
 from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
 from moe_trm.probe import Probe
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.sync.pusher import Pusher
 from moe_trm.types import TrainBatch
 from routing.replay import ReplayReport
 
 
 def train(
-    config: Config, learner: Learner, rollouts: RolloutClient, sinks: Sequence[Sink], *, mode: ReplayMode, run_dir: Path, pad_token_id: int
+    config: Config,
+    learner: Learner,
+    rollouts: RolloutClient,
+    pusher: Pusher,
+    sinks: Sequence[Sink],
+    *,
+    mode: ReplayMode,
+    run_dir: Path,
 ) -> None:
     """Run `config.train.steps` steps. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config), Probe(config.probe, run_dir), Phases()
     steps, every = config.train.steps, config.train.eval_every
-    push_weights(learner, rollouts, config, run_dir, version=0)
+    pusher.push(version=0)
     emit(sinks, 0, rollouts.evaluate(0))
 
     for step in range(1, steps + 1):
@@ -36,7 +44,7 @@ def train(
             with phases.time("wait"):
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
-                anchored = score_anchors(learner, batch, config, mode, pad_token_id)
+                anchored = score_anchors(learner, batch, mode, keep_mask=config.sampling_mask.mode == "keep")
             with phases.time("probe"):
                 probed = probe.run(step, learner, anchored, mode)
             with phases.time("update"):
@@ -46,20 +54,28 @@ def train(
                 ]
             report = learner.replay_report()
             with phases.time("sync"):
-                push_weights(learner, rollouts, config, run_dir, version=step)
+                pusher.push(version=step)
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
         measured = objective.take(learner.reduce) | probed
-        emit(sinks, step, {**batch.metrics, **measured, **update_metrics(updates), **replay_metrics(report), **phases.take(), "weights/version": step, **evaluation})
+        emit(
+            sinks,
+            step,
+            {
+                **batch.metrics,
+                **measured,
+                **update_metrics(updates),
+                **replay_metrics(report),
+                **phases.take(),
+                "weights/version": step,
+                **evaluation,
+            },
+        )
 
 
-def score_anchors(learner: Learner, batch: TrainBatch, config: Config, mode: ReplayMode, pad_token_id: int) -> list[Anchored]:
+def score_anchors(learner: Learner, batch: TrainBatch, mode: ReplayMode, *, keep_mask: bool) -> list[Anchored]:
     """The behaviour pass over the whole step, in exactly the micro-batches that the updates will use."""
-    keep = config.sampling_mask.mode == "keep"
-    batches = [
-        [collate(micro, keep_mask=keep, pad_token_id=pad_token_id) for micro in mini.micro_batches]
-        for mini in batch.mini_batches
-    ]
+    batches = [[collate(micro, keep_mask=keep_mask) for micro in mini.micro_batches] for mini in batch.mini_batches]
     flat = [item for part in batches for item in part]
     scores = iter(learner.score(flat, [anchor_source(mode, item) for item in flat]))
     anchored = []
@@ -68,21 +84,6 @@ def score_anchors(learner: Learner, batch: TrainBatch, config: Config, mode: Rep
         sources = [update_source(mode, item, score.recorded) for item, score in zip(part, own, strict=True)]
         anchored.append(Anchored(mini, part, own, sources))
     return anchored
-
-
-def push_weights(learner: Learner, rollouts: RolloutClient, config: Config, run_dir: Path, *, version: int) -> None:
-    """Every rank writes the tensors it owns; the controller loads them and proves by checksum that the engine has them."""
-    directory = push_directory(config, run_dir, version)
-    rollouts.push(version, str(directory), learner.export_shard(str(directory), config.rollout.server.dtype))
-
-
-def push_directory(config: Config, run_dir: Path, version: int) -> Path:
-    """Where the push of `version` goes: `sync.dir`, or shared memory where it exists, or the run directory."""
-    shared = Path("/dev/shm")
-    root = Path(config.sync.dir) if config.sync.dir else (shared if shared.is_dir() else run_dir)
-    directory = root / f"moe-trm-{run_dir.name}" / f"v{version:06d}"
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:

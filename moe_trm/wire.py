@@ -27,7 +27,7 @@ def encode(message: Any) -> list[bytes | memoryview]:
             raise TypeError(f"cannot send a {type(value).__name__}")
         if value.dtype.str not in _DTYPES:
             raise TypeError(f"cannot send an array of {value.dtype}")
-        buffers.append(memoryview(np.ascontiguousarray(value)).cast("B") if value.size else memoryview(b""))
+        buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return (len(buffers), value.dtype.str, value.shape)
 
     body = msgspec.msgpack.encode(message, enc_hook=hook)

@@ -8,15 +8,14 @@ import torch
 from moe_trm.types import MicroBatch, TokenBatch, TrainRow
 
 
-def collate(micro: MicroBatch, *, keep_mask: bool, pad_token_id: int) -> TokenBatch:
+def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     """Right-pad the rows of `micro`. An empty micro-batch becomes one row of padding, so that all ranks make the same forwards.
 
     With `keep_mask` the kept ids of the scored positions are concatenated in row-major order, which is the order of `mask.nonzero()`.
     """
     rows = micro.rows
     b, r = max(1, len(rows)), max([2, *(row.record.num_tokens - 1 for row in rows)])
-    input_ids = np.full((b, r), pad_token_id, np.int64)
-    target_ids = np.full((b, r), pad_token_id, np.int64)
+    input_ids, target_ids = np.zeros((b, r), np.int64), np.zeros((b, r), np.int64)
     valid, mask = np.zeros((b, r), bool), np.zeros((b, r), bool)
     rollout, full, advantages = (np.zeros((b, r), np.float32) for _ in range(3))
     versions, turn_ids = np.full((b, r), -1, np.int32), np.zeros((b, r), np.int16)

@@ -5,7 +5,7 @@ Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,9 @@ class Learner(Protocol):
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""
+
+    def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors this rank owns, always in the same order, on its device and in its dtype."""
 
     def export_checkpoint(self, directory: str) -> None:
         """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""

@@ -32,7 +32,7 @@ from safetensors.numpy import save
 
 from moe_trm.errors import BundleError, RecordRejected
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import RouteError, decode, encode
 
@@ -212,6 +212,10 @@ class BundleEngine:
     async def load_weights(self, push: WeightPush) -> None:
         """Only the version number advances."""
         self._version = push.version
+
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        """A recording receives nothing: nobody would answer the senders."""
+        raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")
 
     async def close(self) -> None:
         """Nothing is held open."""

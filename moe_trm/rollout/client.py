@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
-import zmq
+from zmq.constants import SocketOption, SocketType
+from zmq.sugar.context import Context
 
 from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
 from moe_trm.rollout.service import Reply, Request, Start
-from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import TrainBatch
 
 _POLL_MS = 500
@@ -67,8 +70,8 @@ class RolloutClient:
         self, endpoint: str, key: str, *, data_rank: int, data_size: int, process: ControllerProcess | None = None
     ) -> None:
         self._key, self._rank, self._size, self._process = key, data_rank, data_size, process
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = Context.instance().socket(SocketType.DEALER)
+        self._socket.setsockopt(SocketOption.LINGER, 0)
         self._socket.connect(endpoint)
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
@@ -77,9 +80,16 @@ class RolloutClient:
         assert batch is not None
         return batch
 
-    def push(self, version: int, directory: str, entries: tuple[TensorEntry, ...]) -> None:
+    def push(self, version: int, entries: tuple[TensorEntry, ...], *, directory: str) -> None:
         """Report this rank's shard of `version`; returns when the engine serves that version, proved. Raises `ControllerError`."""
         self._ask("push", version=version, directory=directory, entries=entries)
+
+    @contextmanager
+    def pushing(self, version: int, entries: tuple[TensorEntry, ...], *, meeting: Meeting) -> Iterator[None]:
+        """As `push`, while the body of the `with` broadcasts the tensors to the engine."""
+        self._send("push", version=version, meeting=meeting, entries=entries)
+        yield
+        self._receive("push")
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask. Empty without held-out prompts."""
@@ -98,8 +108,14 @@ class RolloutClient:
         self._socket.close()
 
     def _ask(self, op: str, **fields: object) -> Reply:
+        self._send(op, **fields)
+        return self._receive(op)
+
+    def _send(self, op: str, **fields: object) -> None:
         request = Request(key=self._key, op=op, data_rank=self._rank, data_size=self._size, **fields)  # type: ignore[arg-type]
         self._socket.send_multipart(wire.encode(request))
+
+    def _receive(self, op: str) -> Reply:
         while not self._socket.poll(_POLL_MS):
             if self._process is not None:
                 self._process.check()

@@ -20,7 +20,7 @@ from moe_trm.rollout.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import SampleStore
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import score, score_answer
 from moe_trm.types import MiniBatch, Prompt, RolloutRecord, SamplingParams, TrainBatch, TrainRow
@@ -47,6 +47,11 @@ class RolloutController:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
         await self._engine.load_weights(push)
         self._version = push.version
+
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        """The same by broadcast from the learner ranks, which send while this runs."""
+        await self._engine.receive_weights(version, shares)
+        self._version = version
 
     async def plan(self, step: int, data_size: int) -> list[TrainBatch]:
         """One step: sample, check, reward, and cut into one `TrainBatch` per data-parallel rank."""
@@ -83,9 +88,12 @@ class RolloutController:
         return [TrainBatch(step, tuple(share), metrics) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Greedy accuracy and answer length on the held-out prompts, with the weights the engine has now."""
+        """Greedy accuracy and answer length on the held-out prompts, with the weights the engine has now.
+
+        Empty without held-out prompts, and on a recorded run, whose engine has no weights.
+        """
         prompts = self._task.eval_prompts()
-        if not prompts:
+        if not prompts or self._config.rollout.engine == "bundle":
             return {}
         greedy = replace(self._params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
         answers = await self._engine.generate_greedy(prompts, greedy)
@@ -114,18 +122,22 @@ class RolloutController:
                 for j in range(size)
             )
         )
-        accepted = [record for record in outcomes if record is not None]
         if self._writer:
-            self._writer.write(step, accepted)
+            accepted = [outcome for outcome in outcomes if isinstance(outcome, RolloutRecord)]
+            rejected = {
+                number: outcome for number, outcome in enumerate(outcomes, first * size) if isinstance(outcome, str)
+            }
+            self._writer.write(step, accepted, rejected)
 
-    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord | None:
+    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord | str:
+        """The accepted record, or the reason of its rejection."""
         self._ledger.issue()
         try:
             record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
             record = replace(record, reward=score(self._task, prompt, record))
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
-            return None
+            return rejection.reason
         self._store.admit(record)
         return record
 

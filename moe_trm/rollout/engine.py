@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 
@@ -26,6 +26,9 @@ class RolloutEngine(Protocol):
 
     async def load_weights(self, push: WeightPush) -> None:
         """Make the engine serve `push.version`; verified by the engine's own checksums, prefix cache flushed. Raises `SyncError`."""
+
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        """As `load_weights`, by broadcast: every sender of `shares` is waiting or sending meanwhile. Raises `SyncError`."""
 
     async def close(self) -> None:
         """Release connections."""

@@ -13,15 +13,15 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
-import zmq
 import zmq.asyncio
+from zmq.constants import SocketOption, SocketType
 
 from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
 from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.sync.disk import finish_push
-from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import TrainBatch
 
 
@@ -46,6 +46,7 @@ class Request(msgspec.Struct, frozen=True):
     version: int = 0
     directory: str = ""
     entries: tuple[TensorEntry, ...] = ()
+    meeting: Meeting | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -67,14 +68,14 @@ class ControllerService:
             checkpoint,
         )
         self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
-        self._shards: dict[int, dict[int, tuple[TensorEntry, ...]]] = {}
+        self._shards: dict[int, dict[int, Request]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
         self._stop = asyncio.Event()
 
     async def serve(self) -> None:
         """Answer until a rank asks to stop."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 1000)
+        socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
+        socket.setsockopt(SocketOption.LINGER, 1000)
         socket.bind(self._endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
@@ -112,7 +113,7 @@ class ControllerService:
 
     async def _push(self, request: Request) -> Reply:
         shards = self._shards.setdefault(request.version, {})
-        shards[request.data_rank] = request.entries
+        shards[request.data_rank] = request
         complete = self._pushed.setdefault(request.version, asyncio.Event())
         if len(shards) == request.data_size:
             complete.set()
@@ -121,8 +122,12 @@ class ControllerService:
         return Reply()
 
     async def _load(self, request: Request) -> None:
-        shards = self._shards.pop(request.version)
-        entries = tuple(entry for rank in sorted(shards) for entry in shards[rank])
+        shards = [shard for _, shard in sorted(self._shards.pop(request.version).items())]
+        if request.meeting is not None:
+            shares = [Share(shard.meeting, shard.entries) for shard in shards if shard.meeting is not None]
+            await self._controller.receive_weights(request.version, shares)
+            return
+        entries = tuple(entry for shard in shards for entry in shard.entries)
         await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
 
     async def _evaluate(self, request: Request) -> Reply:

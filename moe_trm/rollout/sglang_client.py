@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, ConfigError, EngineError, RecordRejected
+from moe_trm.errors import CheckpointError, EngineError, RecordRejected
 from moe_trm.rollout.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.parse import Wanted, decode_answer, parse_answer
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sync.api import check_can_verify
 from moe_trm.sync.disk import load_from_disk
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.distributed import DistributedPush
+from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 BAD_REQUEST, SERVICE_UNAVAILABLE = 400, 503
@@ -31,22 +32,14 @@ class SglangEngine:
 
     Raises:
         CheckpointError: `model.checkpoint` cannot be read, or is a dense model while routes are wanted.
-        ConfigError: weights are to be pushed in a way that the training loop does not drive.
     """
 
     def __init__(self, config: Config, api_key: str | None) -> None:
-        if config.sync.method != "disk":
-            raise ConfigError(
-                "the training loop pushes weights through files only",
-                where="config key sync.method",
-                got=config.sync.method,
-                expected="disk",
-                fix="Set sync.method=disk; programs of your own can push by broadcast with moe_trm.sync.distributed.",
-            )
         rollout, server = config.rollout, config.rollout.server
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
         self._wanted = Wanted(
-            routes=config.replay.mode != "none" or config.probe.every > 0, mask=config.sampling_mask.mode == "keep"
+            routes=config.replay.mode in ("R3", "auto") or config.probe.every > 0,
+            mask=config.sampling_mask.mode == "keep",
         )
         if self._wanted.routes and not self._model.moe_layer_ids:
             raise CheckpointError(
@@ -64,6 +57,7 @@ class SglangEngine:
             timeout_s=rollout.timeout_s,
             max_attempts=rollout.max_attempts,
         )
+        self._broadcast: DistributedPush | None = None
         self._slots = asyncio.Semaphore(rollout.concurrency)
 
     async def start(self) -> None:
@@ -103,8 +97,17 @@ class SglangEngine:
         """Make the server load `push` from its folder and prove it. Raises `SyncError`."""
         await load_from_disk(self._http, push, dtype=self._dtype, verify=self._verify)
 
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
+        if self._broadcast is None:
+            self._broadcast = DistributedPush(self._http)
+            await self._broadcast.join([share.meeting for share in shares])
+        await self._broadcast.load(version, shares, dtype=self._dtype, verify=self._verify)
+
     async def close(self) -> None:
-        """Release connections."""
+        """Release connections and groups."""
+        if self._broadcast is not None:
+            await self._broadcast.close()
         await self._http.close()
 
     def generate_request(self, token_ids: Sequence[int], params: SamplingParams) -> dict[str, object]:

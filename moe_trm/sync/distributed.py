@@ -23,27 +23,10 @@ from torch import Tensor
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.sync.api import EngineApi, check_version, check_weights
 from moe_trm.sync.checksum import DTYPES, EngineChecksums, tensor_digest
-from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes that one request announces: the engine allocates them all before it loads them."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where one sender waits for the engine and the witness."""
-
-    group: str
-    address: str
-    port: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one sender contributes to a push, in the order it sends."""
-
-    group: str
-    entries: tuple[TensorEntry, ...]
 
 
 class Sender:
@@ -122,7 +105,9 @@ class DistributedPush:
         """
         checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype)
         requests = list(
-            chain.from_iterable(((share.group, bucket) for bucket in _buckets(share.entries)) for share in shares)
+            chain.from_iterable(
+                ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares
+            )
         )
         damaged: list[str] = []
         await self._succeed("/begin_weight_update", {})

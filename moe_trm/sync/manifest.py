@@ -19,6 +19,21 @@ class TensorEntry(msgspec.Struct, frozen=True):
     digest: str
 
 
+class Meeting(msgspec.Struct, frozen=True):
+    """Where one sending rank waits for the engine and the witness (distributed method): a TCP store of its own."""
+
+    group: str
+    address: str
+    port: int
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank contributes to a distributed push, in the order it sends, and where it waits."""
+
+    meeting: Meeting
+    entries: tuple[TensorEntry, ...]
+
+
 class WeightPush(msgspec.Struct, frozen=True):
     """Version `version` of all weights, in Hugging Face names and the engine's dtype.
 

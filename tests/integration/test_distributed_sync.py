@@ -17,7 +17,8 @@ from moe_trm.errors import SyncError
 from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.supervisor import Server
 from moe_trm.sync.checksum import EngineChecksums
-from moe_trm.sync.distributed import DistributedPush, Sender, Share, announce
+from moe_trm.sync.distributed import DistributedPush, Sender, announce
+from moe_trm.sync.manifest import Share
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"
@@ -45,7 +46,7 @@ def in_threads(*work: threading.Thread) -> Iterator[None]:
 def push(server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str) -> float:
     """Push `sent` after announcing `announced`; seconds of the load, groups not included."""
     senders = [Sender(f"{group}{rank}", timeout_s=60) for rank in range(len(sent))]
-    shares = [Share(s.meeting.group, announce(t.items(), "float32")) for s, t in zip(senders, announced, strict=True)]
+    shares = [Share(s.meeting, announce(t.items(), "float32")) for s, t in zip(senders, announced, strict=True)]
 
     async def run() -> float:
         async with EngineHttp(server.url, server.api_key, timeout_s=60, max_attempts=1) as api:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,9 @@ class FakeEngine:
         await asyncio.sleep(0.001 * (sample_id % 3))
         if sample_id in self.reject:
             raise RecordRejected("route_rows", "payload cut short")
-        record = make_record(sample_id=sample_id, group_id=group_id, num_sampled=3 + sample_id % 5, version=self.version)
+        record = make_record(
+            sample_id=sample_id, group_id=group_id, num_sampled=3 + sample_id % 5, version=self.version
+        )
         return replace(record, prompt_id=prompt.prompt_id, reward=None)
 
     async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
@@ -92,7 +95,9 @@ def plan(engine: FakeEngine, config: Config = CONFIG, step: int = 1) -> list:
 
 
 def rows_of(shares: Sequence) -> list:
-    return [row for share in shares for mini in share.mini_batches for micro in mini.micro_batches for row in micro.rows]
+    return [
+        row for share in shares for mini in share.mini_batches for micro in mini.micro_batches for row in micro.rows
+    ]
 
 
 def test_rejected_records_are_counted_and_the_rest_trains() -> None:
@@ -171,6 +176,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def connect() -> Iterator[Callable[..., RolloutClient]]:
+    """Makes clients and closes their sockets at the end."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(RolloutClient(*args, **kwargs))
+
+
 def serve(engine: FakeEngine, endpoint: str, checkpoint: Path) -> threading.Thread:
     async def go() -> None:
         start = Start(endpoint, "right key", {}, None)
@@ -181,15 +193,20 @@ def serve(engine: FakeEngine, endpoint: str, checkpoint: Path) -> threading.Thre
     return thread
 
 
-def test_ranks_get_their_shares_over_the_socket(tmp_path: Path, checkpoint: Path) -> None:
+def test_ranks_get_their_shares_over_the_socket(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
     endpoint, engine = f"ipc://{tmp_path}/s", FakeEngine()
     thread = serve(engine, endpoint, checkpoint)
-    clients = [RolloutClient(endpoint, "right key", data_rank=rank, data_size=2) for rank in range(2)]
-    entries = [(TensorEntry(f"tensor.{rank}", f"shard-{rank}.safetensors", "float32", (1,), "00"),) for rank in range(2)]
+    clients = [connect(endpoint, "right key", data_rank=rank, data_size=2) for rank in range(2)]
+    entries = [
+        (TensorEntry(f"tensor.{rank}", f"shard-{rank}.safetensors", "float32", (1,), "00"),) for rank in range(2)
+    ]
     directory = tmp_path / "push"
     directory.mkdir()
     pushes = [
-        threading.Thread(target=client.push, args=(0, str(directory), own)) for client, own in zip(clients, entries, strict=True)
+        threading.Thread(target=client.push, args=(0, own), kwargs={"directory": str(directory)})
+        for client, own in zip(clients, entries, strict=True)
     ]
     for push in pushes:
         push.start()
@@ -212,22 +229,26 @@ def test_ranks_get_their_shares_over_the_socket(tmp_path: Path, checkpoint: Path
     assert not thread.is_alive()
 
 
-def test_a_wrong_key_is_refused_and_the_service_stays_up(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_wrong_key_is_refused_and_the_service_stays_up(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     thread = serve(FakeEngine(), endpoint, checkpoint)
     with pytest.raises(ControllerError, match="wrong controller key"):
-        RolloutClient(endpoint, "guessed key", data_rank=0, data_size=1).evaluate(0)
-    client = RolloutClient(endpoint, "right key", data_rank=0, data_size=1)
+        connect(endpoint, "guessed key", data_rank=0, data_size=1).evaluate(0)
+    client = connect(endpoint, "right key", data_rank=0, data_size=1)
     assert client.evaluate(0)
     client._ask("stop")
     thread.join(10)
 
 
-def test_a_refused_push_reaches_the_rank_as_an_error(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_refused_push_reaches_the_rank_as_an_error(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     serve(FakeEngine(refuse_push=True), endpoint, checkpoint)
-    client = RolloutClient(endpoint, "right key", data_rank=0, data_size=1)
+    client = connect(endpoint, "right key", data_rank=0, data_size=1)
     (tmp_path / "push").mkdir()
     with pytest.raises(ControllerError, match="SyncError: checksums differ"):
-        client.push(0, str(tmp_path / "push"), ())
+        client.push(0, (), directory=str(tmp_path / "push"))
     client._ask("stop")

@@ -52,7 +52,7 @@ def test_ranks_get_like_numbers_of_tokens() -> None:
 def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
     first = make_record(sample_id=1, num_prompt=3, num_sampled=2)
     second = make_record(sample_id=2, num_prompt=2, num_sampled=6)
-    batch = collate(MicroBatch((TrainRow(first, 1.5), TrainRow(second, -2.0))), keep_mask=True, pad_token_id=0)
+    batch = collate(MicroBatch((TrainRow(first, 1.5), TrainRow(second, -2.0))), keep_mask=True)
     assert batch.input_ids.shape == (2, 7)
     for row, (record, advantage) in enumerate([(first, 1.5), (second, -2.0)]):
         n = record.num_tokens - 1
@@ -73,7 +73,7 @@ def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
 
 
 def test_an_empty_micro_batch_is_padding_only() -> None:
-    batch = collate(MicroBatch(()), keep_mask=True, pad_token_id=0)
+    batch = collate(MicroBatch(()), keep_mask=True)
     assert batch.input_ids.shape[0] == 1
     assert not batch.valid.any()
     assert not batch.mask.any()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_trm import wire
 from moe_trm.errors import ControllerError
-from moe_trm.types import MicroBatch, MiniBatch, TrainBatch, TrainRow
+from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TrainBatch, TrainRow
 from tests.unit.records import make_record
 
 
@@ -46,10 +48,9 @@ def test_mutated_messages_are_refused_or_still_typed(data: st.DataObject) -> Non
     index = data.draw(st.integers(0, len(frames[0]) - 1))
     frames[0][index] = data.draw(st.integers(0, 255))
     dropped = data.draw(st.integers(1, len(frames)))
-    try:
-        wire.decode([bytes(frame) for frame in frames[:dropped]], type(make_record()))
-    except ControllerError as error:
-        assert "malformed" in str(error)
+    with contextlib.suppress(ControllerError):
+        received = wire.decode([bytes(frame) for frame in frames[:dropped]], RolloutRecord)
+        assert isinstance(received.tokens, np.ndarray)
 
 
 def test_an_empty_message_is_refused() -> None:

@@ -114,6 +114,10 @@ class MegatronLearner:
         """See `Learner.export_shard`."""
         return self._exporter.write_shard(Path(directory), dtype)
 
+    def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.owned_tensors`."""
+        return self._exporter.tensors()
+
     def export_checkpoint(self, directory: str) -> None:
         """See `Learner.export_checkpoint`; all ranks must see `directory`. Weights are in the learner's dtype."""
         self._exporter.write_checkpoint(Path(directory))

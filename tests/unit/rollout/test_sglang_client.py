@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, ConfigError, EngineError
+from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.served import ServedModel
 from moe_trm.rollout.sglang_client import SglangEngine
@@ -146,11 +146,6 @@ def test_a_dense_model_is_refused_only_where_routes_are_wanted(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="dense model"):
         SglangEngine(config(tmp_path, dense), None)
     SglangEngine(config(tmp_path, dense, replay={"mode": "none"}, probe={"every": 0}), None)
-
-
-def test_a_push_method_that_the_loop_does_not_drive_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sync\.method"):
-        SglangEngine(config(tmp_path, sync={"method": "distributed"}), None)
 
 
 def test_moe_layers_are_read_from_the_checkpoint(tmp_path: Path) -> None:

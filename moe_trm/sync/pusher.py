@@ -1,0 +1,70 @@
+"""A learner rank's side of a weight push: through versioned files, or by broadcast from the ranks that own the tensors."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from moe_trm.learner.protocol import Learner
+from moe_trm.rollout.client import RolloutClient
+from moe_trm.sync.distributed import Sender, announce
+
+
+class Pusher(Protocol):
+    """Makes the rollout engine serve the learner's weights. Every rank calls it; nobody returns before it is proved."""
+
+    def push(self, version: int) -> None:
+        """Raises `ControllerError` when the push could not be proved."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class DiskPusher:
+    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and loads it.
+
+    Args:
+        learner: owner of the weights.
+        rollouts: the controller.
+        root: a folder that the engine sees too, shared memory where it can be.
+        dtype: the engine's arithmetic.
+    """
+
+    def __init__(self, learner: Learner, rollouts: RolloutClient, root: Path, dtype: str) -> None:
+        self._learner, self._rollouts, self._root, self._dtype = learner, rollouts, root, dtype
+
+    def push(self, version: int) -> None:
+        directory = str(self._root / f"v{version:06d}")
+        self._rollouts.push(version, self._learner.export_shard(directory, self._dtype), directory=directory)
+
+    def close(self) -> None:
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+class BroadcastPusher:
+    """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller proves them.
+
+    Args:
+        learner: owner of the weights.
+        rollouts: the controller.
+        rank: of this process, which names its group.
+        address: of this machine, as the engine and the controller reach it.
+        dtype: the engine's arithmetic.
+    """
+
+    def __init__(self, learner: Learner, rollouts: RolloutClient, *, rank: int, address: str, dtype: str) -> None:
+        self._learner, self._rollouts, self._dtype = learner, rollouts, dtype
+        self._sender = Sender(f"moe-trm-rank-{rank}", address)
+        self._connected = False
+
+    def push(self, version: int) -> None:
+        entries = announce(self._learner.owned_tensors(), self._dtype)
+        with self._rollouts.pushing(version, entries, meeting=self._sender.meeting):
+            if not self._connected:
+                self._sender.connect()
+                self._connected = True
+            self._sender.send(self._learner.owned_tensors(), self._dtype)
+
+    def close(self) -> None:
+        """The engine dissolves its groups when the controller closes."""
