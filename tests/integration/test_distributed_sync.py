@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.job import run_job
 from moe_trm.errors import SyncError
 from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.supervisor import Server
 from moe_trm.sync.checksum import EngineChecksums
 from moe_trm.sync.distributed import DistributedPush, Sender, announce
 from moe_trm.sync.manifest import Share
+from tests.integration.jobs import metrics_of, write_config
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"
@@ -96,3 +98,12 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
     sent[1][EXPERT] = sent[1][EXPERT] + torch.eye(64) * 1e-6
     with pytest.raises(SyncError, match=r"layers\.1\.mlp\.experts\.6\.down_proj"):
         push(rollout_server, 13, announced, sent, "bad-")
+
+
+def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path) -> None:
+    """Two expert-parallel ranks broadcast what they own after every step; the engine's checksums are compared each time."""
+    config = write_config(tmp_path, brief_checkpoint)
+    assert run_job(str(config), ["sync.method=distributed", "train.steps=2"]) == 0
+    rows = metrics_of(tmp_path / "runs" / "live")
+    assert [row["weights/version"] for row in rows[1:]] == [1, 2]
+    assert rows[2]["ledger/trained"] == 32
