@@ -20,6 +20,7 @@ _MODULE_OF = {
     "dppo_kl": "dppo",
     "dppo_tv": "dppo",
     "dro": "dro",
+    "espo": "espo",
     "gmpo": "gmpo",
     "gpg": "reinforce",
     "gspo": "gspo",

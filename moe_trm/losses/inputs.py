@@ -25,6 +25,7 @@ class LossInputs:
         turn_ids: `[B, T]` turn of each token, or None for single-turn data.
         rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
         group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
+        entropy: `[B, T]` predictive entropy at each token, for objectives that group by it; None otherwise.
     """
 
     ratios: LogRatios
@@ -35,6 +36,7 @@ class LossInputs:
     turn_ids: Tensor | None = None
     rewards: Tensor | None = None
     group_ids: Tensor | None = None
+    entropy: Tensor | None = None
 
     @classmethod
     def corrected(

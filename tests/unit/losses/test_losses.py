@@ -12,6 +12,7 @@ from moe_trm import corrections, losses
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.losses.covariance import clip_cov_candidates
+from moe_trm.losses.espo import entropy_bins
 from moe_trm.losses.m2po_clip import moment_cap
 from moe_trm.losses.minpro import prefix_min
 from moe_trm.losses.quatro import optimal_multiplier
@@ -120,6 +121,7 @@ def evaluate(golden: Golden, fx, current: Tensor) -> Tensor:
         inputs,
         rewards=(fx.signs > 0).double(),
         group_ids=torch.tensor([0, 0, 1, 1]),
+        entropy=torch.ones(4, 5),
         turn_ids=torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [0] * 5, [0] * 5]),
     )
     objective = losses.get(golden.name)
@@ -186,7 +188,12 @@ def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx) -> None:
     inputs = LossInputs.uncorrected(ratios, current, fx.advantages)
     nothing = torch.zeros_like(inputs.keep)
     inputs = replace(
-        inputs, keep=nothing, weights=inputs.weights * 0, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1])
+        inputs,
+        keep=nothing,
+        weights=inputs.weights * 0,
+        rewards=fx.signs,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        entropy=torch.ones(4, 5),
     )
     loss = aggregate(
         losses.get(name)(inputs).values,
@@ -253,7 +260,11 @@ def test_correction_weights_scale_the_gradient(name: str, fx) -> None:
         current = fx.current.clone().requires_grad_()
         inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
         inputs = replace(
-            inputs, weights=inputs.weights * factor, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1])
+            inputs,
+            weights=inputs.weights * factor,
+            rewards=fx.signs,
+            group_ids=torch.tensor([0, 0, 1, 1]),
+            entropy=torch.ones(4, 5),
         )
         losses.get(name)(inputs).values[fx.mask].sum().backward()
         gradients.append(current.grad)
@@ -374,11 +385,22 @@ def test_extreme_ratios_stay_finite(name: str, fx) -> None:
         inputs = LossInputs.uncorrected(
             LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask), current, fx.advantages.float()
         )
-        inputs = replace(inputs, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1]))
+        inputs = replace(inputs, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1]), entropy=torch.ones(4, 5))
         values = losses.get(name)(inputs).values[fx.mask]
         values.sum().backward()
         assert values.isfinite().all()
         assert current.grad.isfinite().all()
+
+
+def test_espo_lies_between_gspo_token_and_token_ppo(fx) -> None:
+    def values(name: str, **parameters: float | str) -> Tensor:
+        inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages)
+        return losses.get(name)(replace(inputs, entropy=torch.ones(4, 5)), **parameters).values[fx.mask]
+
+    torch.testing.assert_close(values("espo", num_bins=1), values("gspo_token", clip_low=0.2, clip_high=0.2))
+    torch.testing.assert_close(values("espo", num_bins=5), values("ppo_clip"))
+    bins = entropy_bins(torch.tensor([[0.3, 9.0, 0.1, 0.2, 0.4]]), torch.tensor([[True, False, True, True, True]]), 2)
+    assert bins[0, [0, 2, 3, 4]].tolist() == [1, 0, 0, 1]
 
 
 def test_configuration_errors() -> None:
