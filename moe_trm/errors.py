@@ -14,7 +14,9 @@ class MoeTrmError(Exception):
         fix: what the user can do now.
     """
 
-    def __init__(self, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = "") -> None:
+    def __init__(
+        self, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = ""
+    ) -> None:
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
         lines = [what + (f" ({where})" if where else "")]
         if got is not None or expected is not None:
@@ -40,7 +42,9 @@ class EngineError(MoeTrmError):
 class RecordRejected(MoeTrmError):
     """One rollout record violates an invariant. Counted under `reason`; the run goes on without the record."""
 
-    def __init__(self, reason: str, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = "") -> None:
+    def __init__(
+        self, reason: str, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = ""
+    ) -> None:
         super().__init__(what, where=where, got=got, expected=expected, fix=fix)
         self.reason = reason
 

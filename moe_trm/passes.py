@@ -30,7 +30,9 @@ class Anchored:
     sources: Sequence[RouteSource]
 
 
-def resolve_mode(mode: Literal["none", "R2", "R3", "auto"], *, minibatches: int, max_age: int) -> tuple[ReplayMode, str]:
+def resolve_mode(
+    mode: Literal["none", "R2", "R3", "auto"], *, minibatches: int, max_age: int
+) -> tuple[ReplayMode, str]:
     """The replay mode to run with, and why in one sentence.
 
     `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none; N = 2 or 3 at age 0: R2;
@@ -39,11 +41,20 @@ def resolve_mode(mode: Literal["none", "R2", "R3", "auto"], *, minibatches: int,
     if mode != "auto":
         return mode, f"replay.mode={mode} as configured"
     if max_age > 0:
-        return "R3", f"auto chose R3: samples may be {max_age} versions old, so the learner's own routes are not those that sampled"
+        return (
+            "R3",
+            f"auto chose R3: samples may be {max_age} versions old, so the learner's own routes are not those that sampled",
+        )
     if minibatches >= 4:
-        return "R3", f"auto chose R3: {minibatches} optimizer steps per rollout batch move the routers far from the rollout's"
+        return (
+            "R3",
+            f"auto chose R3: {minibatches} optimizer steps per rollout batch move the routers far from the rollout's",
+        )
     if minibatches >= 2:
-        return "R2", f"auto chose R2: {minibatches} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough"
+        return (
+            "R2",
+            f"auto chose R2: {minibatches} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough",
+        )
     return "none", "auto chose none: one optimizer step per fresh rollout batch is on-policy"
 
 

@@ -24,8 +24,6 @@ from routing.layout import Layout
 from routing.replay import Record, ReplayRecords
 
 
-
-
 @dataclass(frozen=True)
 class ProbeTokens:
     """Scored tokens of one rank, all `[N]`.
@@ -56,9 +54,7 @@ class Probe:
             return {}
         batches = [batch for part in anchored for batch in part.batches]
         anchors = [scores for part in anchored for scores in part.scores]
-        groups = [
-            [row.record.group_id for row in micro.rows] for part in anchored for micro in part.mini.micro_batches
-        ]
+        groups = [[row.record.group_id for row in micro.rows] for part in anchored for micro in part.mini.micro_batches]
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = (
             anchors if mode == "R3" else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])

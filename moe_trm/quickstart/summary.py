@@ -21,8 +21,12 @@ def print_probe(runs: Sequence[Path], num_layers: int) -> None:
     """The same bfloat16 rollouts scored with the learner's own routes and with the rollout's, pooled over all runs."""
     tokens = _together([load(run / "probe") for run in runs])
     figures = pooled(tokens, num_layers=num_layers)
-    print(f"\nEngine mismatch at equal weights, {len(tokens.native)} tokens of {len(np.unique(tokens.group))} prompts, 95% bootstrap intervals:")
-    print(f"  expert sets that differ: {figures['layer_flip_rate']} of token-layers, {figures['token_flip_rate']} of tokens")
+    print(
+        f"\nEngine mismatch at equal weights, {len(tokens.native)} tokens of {len(np.unique(tokens.group))} prompts, 95% bootstrap intervals:"
+    )
+    print(
+        f"  expert sets that differ: {figures['layer_flip_rate']} of token-layers, {figures['token_flip_rate']} of tokens"
+    )
     print(f"  {'k3 KL, nats':<16}{'own routes (none)':>32}{'replayed routes (R3)':>32}{'reduction':>26}")
     for subset, label in (("all", "all tokens"), ("flipped", "flipped tokens")):
         if f"{subset}/native_k3" in figures:

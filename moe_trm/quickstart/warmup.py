@@ -62,9 +62,9 @@ class Recipe:
     lr_warmup_steps: int = 30
     lr_floor: float = 0.1
     max_digits: int = 3
-    steps: int = 420
+    steps: int = 480
     further_steps: int = 50
-    max_steps: int = 700
+    max_steps: int = 780
     enough: float = 0.8
     mixed_lr: float = 2.5e-4
     mixed_steps: int = 70

@@ -34,11 +34,27 @@ class SamplingMask:
         """Raise `RecordRejected` unless rows fit `sampled_ids` `[S]`: in range, distinct, the sampled id inside, probabilities summing to one."""
         rows, sizes = self.num_rows, np.diff(self.offsets)
         if rows != len(sampled_ids) or self.offsets[0] != 0 or self.offsets[-1] != len(self.ids):
-            raise RecordRejected("mask_shape", "sampling mask does not match the sampled tokens", got=f"{rows} rows, {len(self.ids)} ids", expected=f"{len(sampled_ids)} rows")
+            raise RecordRejected(
+                "mask_shape",
+                "sampling mask does not match the sampled tokens",
+                got=f"{rows} rows, {len(self.ids)} ids",
+                expected=f"{len(sampled_ids)} rows",
+            )
         if rows and sizes.min() < 1:
-            raise RecordRejected("mask_empty", "a sampling mask keeps no token", where=f"position {int(sizes.argmin())}", got=0, expected="at least 1 kept id")
+            raise RecordRejected(
+                "mask_empty",
+                "a sampling mask keeps no token",
+                where=f"position {int(sizes.argmin())}",
+                got=0,
+                expected="at least 1 kept id",
+            )
         if len(self.ids) and (self.ids.min() < 0 or self.ids.max() >= vocab_size):
-            raise RecordRejected("mask_range", "kept id outside the vocabulary", got=f"{self.ids.min()}..{self.ids.max()}", expected=f"0..{vocab_size - 1}")
+            raise RecordRejected(
+                "mask_range",
+                "kept id outside the vocabulary",
+                got=f"{self.ids.min()}..{self.ids.max()}",
+                expected=f"0..{vocab_size - 1}",
+            )
         row_of = np.repeat(np.arange(rows), sizes)
         keys = row_of.astype(np.int64) * vocab_size + self.ids
         if len(np.unique(keys)) != len(keys):
@@ -47,11 +63,23 @@ class SamplingMask:
         inside[row_of[self.ids == np.asarray(sampled_ids)[row_of]]] = True
         if not inside.all():
             position = int(np.argmin(inside))
-            raise RecordRejected("mask_violation", "the sampled token is outside its own sampling mask", where=f"position {position}", got=int(sampled_ids[position]), expected="an id of the kept set")
+            raise RecordRejected(
+                "mask_violation",
+                "the sampled token is outside its own sampling mask",
+                where=f"position {position}",
+                got=int(sampled_ids[position]),
+                expected="an id of the kept set",
+            )
         if self.logprobs is not None and rows:
             if not np.isfinite(self.logprobs).all():
                 raise RecordRejected("mask_logprob", "a kept log-prob is not finite", expected="finite log-probs")
             total = np.add.reduceat(np.exp(self.logprobs.astype(np.float64)), self.offsets[:-1])
             worst = int(np.abs(total - 1).argmax())
             if abs(total[worst] - 1) > tolerance:
-                raise RecordRejected("mask_sum", "kept probabilities do not sum to one", where=f"position {worst}", got=float(total[worst]), expected=f"1 within {tolerance}")
+                raise RecordRejected(
+                    "mask_sum",
+                    "kept probabilities do not sum to one",
+                    where=f"position {worst}",
+                    got=float(total[worst]),
+                    expected=f"1 within {tolerance}",
+                )
