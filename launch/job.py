@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`."""
+    """`moe-trm train`. SIGTERM ends the job like Ctrl-C does: learner first, then the server."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return run_job(args.config, args.overrides, args.nproc_per_node)
 
 
@@ -69,7 +71,14 @@ def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "launch.train", config_path, *overrides),
     ]
-    return subprocess.run(command, env=environment, check=False).returncode
+    learner = subprocess.Popen(command, env=environment)
+    try:
+        return learner.wait()
+    finally:
+        if learner.poll() is None:
+            # torchrun passes SIGTERM on to its ranks; killing it would leave them behind.
+            learner.terminate()
+            learner.wait()
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import TrainBatch
+
+PARENT_POLL_S = 1.0
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -79,6 +82,7 @@ class ControllerService:
         socket.bind(self._endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
+        orphaned = asyncio.create_task(self._stop_with(os.getppid()))
         while not self._stop.is_set():
             received = asyncio.ensure_future(socket.recv_multipart())
             await asyncio.wait({received, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,9 +93,16 @@ class ControllerService:
                 task.add_done_callback(pending.discard)
             else:
                 received.cancel()
+        orphaned.cancel()
         await asyncio.gather(*pending)
         await self._controller.close()
         socket.close()
+
+    async def _stop_with(self, parent: int) -> None:
+        """A controller outlives no learner: when the process that started it is gone, it ends."""
+        while os.getppid() == parent:
+            await asyncio.sleep(PARENT_POLL_S)
+        self._stop.set()
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.job import run_job
+from launch.job import free_port, run_job
 from moe_trm.rollout.bundle import BundleReader, BundleWriter
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
@@ -118,3 +121,30 @@ def test_wrong_routes_stop_the_run_before_anything_is_trained(
     assert said in capfd.readouterr().err
     assert len(metrics_of(folder / "runs" / name)) <= 1
     shutil.rmtree(bundle)
+
+
+def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
+    """The two halves of the README: `python -m launch.rollout` and `torchrun -m launch.train`, here on one rank without replay."""
+    port = free_port()
+    overrides = [f"rollout.server.port={port}", "replay.mode=none", "probe.every=0", "learner.parallel.expert=1"]
+    environment = {**os.environ, "MOE_TRM_API_KEY": "a key for both"}
+    rollout = [sys.executable, "-m", "launch.rollout", str(config), *overrides, "name=by-hand"]
+    train = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    train += ["-m", "launch.train", str(config), *overrides, "name=by-hand", "train.steps=1", "train.export=true"]
+    server = subprocess.Popen(rollout, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert any("ready at" in line for line in server.stdout)
+        subprocess.run(train, env=environment, check=True, timeout=120)
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+        server.stdout.close()
+    run = folder / "runs" / "by-hand"
+    row = metrics_of(run)[1]
+    assert row["replay/token_layers"] == 0
+    assert row["ledger/trained"] == 16
+    exported = run / "checkpoints" / "final"
+    assert (exported / "config.json").is_file()
+    assert (exported / "tokenizer.json").is_file()
+    assert "a key for both" not in (run / "config.json").read_text() + (run / "rollout.log").read_text()
