@@ -65,12 +65,9 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
 
 
 def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
-    """torchrun on this host; the API key travels in the environment, never on a command line."""
+    """The learner ranks on this host; the API key travels in the environment, never on a command line."""
     environment = {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "launch.train", config_path, *overrides),
-    ]
+    command = [sys.executable, "-m", "launch.ranks", str(ranks), config_path, *overrides]
     learner = subprocess.Popen(command, env=environment)
     try:
         return learner.wait()

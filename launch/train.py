@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import secrets
 import sys
@@ -39,6 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", help="dotted overrides such as replay.mode=R3")
     args = parser.parse_args(argv)
+    first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
         config = load(args.config, args.overrides)
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))

@@ -143,7 +143,8 @@ def _idle_settings(config: Config) -> Iterator[str]:
     for section, key, idle_now, reason in idle:
         if idle_now and key in getattr(config, section).model_fields_set:
             yield f"{section}.{key} has no effect: {reason}"
-    started = rollout.server.model_fields_set
+    # The dtype of an attached server still matters: weights are pushed in it.
+    started = rollout.server.model_fields_set - {"dtype"}
     if started and (rollout.url or rollout.engine == "bundle"):
         reason = (
             f"rollout.url={rollout.url} points at a running server"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moe_trm.config.schema import Config
+from moe_trm.errors import MoeTrmError
 from moe_trm.rollout.bundle import BundleEngine
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
@@ -23,7 +24,11 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
         engine = BundleEngine(config.rollout.bundle)
     else:
         engine = SglangEngine(config, api_key)
-    await engine.start()
+    try:
+        await engine.start()
+    except MoeTrmError:
+        await engine.close()
+        raise
     return RolloutController(
         config, engine, task, sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     )
