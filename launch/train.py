@@ -28,9 +28,9 @@ from moe_trm.loop import train
 from moe_trm.observe.sinks import JsonLines, ProgressLines, Sink
 from moe_trm.passes import resolve_mode
 from moe_trm.preflight import check_launch
+from moe_trm.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
-from moe_trm.sync.pusher import BroadcastPusher, DiskPusher, Pusher
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,8 +17,8 @@ from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
 from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
 from moe_trm.probe import Probe
+from moe_trm.push import Pusher
 from moe_trm.rollout.client import RolloutClient
-from moe_trm.sync.pusher import Pusher
 from moe_trm.types import TrainBatch
 from routing.replay import ReplayReport
 
