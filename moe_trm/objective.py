@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_trm import corrections, diagnostics, losses, summable
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Evidence
+from moe_trm.learner.protocol import Scores
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.passes import Anchored
 from moe_trm.ratios import LogRatios
@@ -36,17 +37,17 @@ class Objective:
         self._aggregation, self._horizon = config.loss.aggregation, config.rollout.max_new_tokens
         self._metrics: list[Mapping[str, Tensor]] = []
 
-    def bind(self, part: Anchored, *, first: bool) -> Callable[[int, Tensor], Tensor]:
-        """`objective(i, current_logprobs) -> loss share` of the micro-batches of `part`.
+    def bind(self, part: Anchored, *, first: bool) -> Callable[[int, Scores], Tensor]:
+        """`objective(i, current) -> loss share` of the micro-batches of `part`.
 
         `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous training their
         log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
 
-        def loss_of(index: int, current_logprobs: Tensor) -> Tensor:
-            batch, anchor = part.batches[index], part.scores[index]
+        def loss_of(index: int, current: Scores) -> Tensor:
+            batch, anchor, current_logprobs = part.batches[index], part.scores[index], current.logprobs
             ratios = LogRatios(batch.rollout_logprobs, anchor.logprobs, current_logprobs, batch.mask)
-            evidence = Evidence(ratios, batch.advantages, batch.turn_ids, batch.versions)
+            evidence = Evidence(ratios, batch.advantages, batch.turn_ids, batch.versions, current.exact_kl)
             correction = self._correct(evidence)
             inputs = LossInputs.corrected(ratios, current_logprobs, batch.advantages, correction)
             token_loss = self._loss(inputs)

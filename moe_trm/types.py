@@ -135,7 +135,10 @@ class TokenBatch:
         turn_ids: `[B, R]` int16 turn of the target.
         advantages: `[B, R]` float32, 0 where `mask` is False.
         routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to tensors by `routing.layout`.
+        rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on padding rows. None in batches
+            that are only scored.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]` offsets; None in `off` mode.
+        kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were recorded.
     """
 
     input_ids: torch.Tensor
@@ -150,3 +153,6 @@ class TokenBatch:
     routes: tuple[RouteRecord | None, ...]
     kept_ids: torch.Tensor | None
     kept_offsets: torch.Tensor | None
+    rewards: torch.Tensor | None = None
+    group_ids: torch.Tensor | None = None
+    kept_logprobs: torch.Tensor | None = None

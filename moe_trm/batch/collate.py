@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moe_trm.types import MicroBatch, TokenBatch, TrainRow
+from moe_trm.errors import RecordRejected
+from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.types import MicroBatch, RolloutRecord, TokenBatch, TrainRow
 
 
 def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
@@ -18,6 +20,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     input_ids, target_ids = np.zeros((b, r), np.int64), np.zeros((b, r), np.int64)
     valid, mask = np.zeros((b, r), bool), np.zeros((b, r), bool)
     rollout, full, advantages = (np.zeros((b, r), np.float32) for _ in range(3))
+    rewards, group_ids = np.zeros(b, np.float32), np.full(b, -1, np.int64)
     versions, turn_ids = np.full((b, r), -1, np.int32), np.zeros((b, r), np.int16)
     for i, row in enumerate(rows):
         record, n = row.record, row.record.num_tokens - 1
@@ -28,7 +31,8 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         full[i, :n][scored] = record.full_logprobs
         versions[i, :n][scored] = record.versions
         advantages[i, :n][scored] = row.advantage
-    kept_ids, kept_offsets = _kept(rows) if keep_mask else (None, None)
+        rewards[i], group_ids[i] = record.reward or 0.0, record.group_id
+    kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
     return TokenBatch(
         input_ids=torch.from_numpy(input_ids),
         target_ids=torch.from_numpy(target_ids),
@@ -42,15 +46,33 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         routes=tuple(row.record.routes for row in rows) or (None,),
         kept_ids=kept_ids,
         kept_offsets=kept_offsets,
+        rewards=torch.from_numpy(rewards),
+        group_ids=torch.from_numpy(group_ids),
+        kept_logprobs=kept_logprobs,
     )
 
 
-def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    masks = [row.record.sampling_mask for row in rows]
-    if any(mask is None for mask in masks):
-        raise AssertionError("a record without sampling mask was admitted in keep mode")
-    ids = [mask.ids for mask in masks if mask is not None]
-    sizes = [np.diff(mask.offsets) for mask in masks if mask is not None]
-    flat = np.concatenate([np.zeros(0, np.int64), *ids]).astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))]).astype(np.int64)
-    return torch.from_numpy(flat), torch.from_numpy(offsets)
+def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masks = [_recorded_mask(row.record) for row in rows]
+    ids = np.concatenate([np.zeros(0, np.int64), *(mask.ids for mask, _ in masks)])
+    sizes = np.concatenate([np.zeros(1, np.int64), *(np.diff(mask.offsets) for mask, _ in masks)])
+    logprobs = np.concatenate([np.zeros(0, np.float32), *(logprobs for _, logprobs in masks)])
+    return (
+        torch.from_numpy(ids.astype(np.int64)),
+        torch.from_numpy(np.cumsum(sizes, dtype=np.int64)),
+        torch.from_numpy(logprobs.astype(np.float32, copy=False)),
+    )
+
+
+def _recorded_mask(record: RolloutRecord) -> tuple[SamplingMask, np.ndarray]:
+    mask = record.sampling_mask
+    if mask is None or mask.logprobs is None:
+        raise RecordRejected(
+            "mask_missing",
+            "sampling_mask.mode=keep needs the sampling mask of every record with its log-probs",
+            where=f"sample {record.sample_id}",
+            got="no mask" if mask is None else "kept ids only",
+            expected="kept ids and their log-probs",
+            fix="Record the rollouts again with sampling_mask.mode=keep, or set it to off.",
+        )
+    return mask, mask.logprobs

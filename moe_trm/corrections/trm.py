@@ -1,9 +1,17 @@
-"""Trust-region masking: a row trains only if the policies stayed close on it, by its worst token, its average, or both."""
+"""Trust-region masking: a row trains only if the policies stayed close on it, by its worst token, its average, or both.
+
+Where the evidence holds the exact KL, every rule also reports `only_exact_keeps` and `only_sampled_keeps`: the share of rows on
+which the exact and the sampled divergence decide differently at the same thresholds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from torch import Tensor
 
+from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rows import row_max, row_mean
@@ -22,8 +30,13 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
     no default. Source: methods.md 2.9.
     """
     check_positive("trm_max", "max_kl", max_kl)
-    score = row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
-    return keep_rows(score <= max_kl, evidence.mask, score)
+
+    def worst(divergence: str) -> Tensor:
+        return row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
+
+    score = worst(divergence)
+    decision = keep_rows(score <= max_kl, evidence.mask, score)
+    return _with_disagreement(decision, evidence, lambda d: worst(d) <= max_kl)
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"mean_kl": quantile})
@@ -35,8 +48,13 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
     and no default. Source: methods.md 2.9.
     """
     check_positive("trm_avg", "mean_kl", mean_kl)
-    score = row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
-    return keep_rows(score <= mean_kl, evidence.mask, score)
+
+    def average(divergence: str) -> Tensor:
+        return row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
+
+    score = average(divergence)
+    decision = keep_rows(score <= mean_kl, evidence.mask, score)
+    return _with_disagreement(decision, evidence, lambda d: average(d) <= mean_kl)
 
 
 @rule(ratio="total", scope="sequence")
@@ -50,10 +68,30 @@ def trm_max_avg(
     """
     check_positive("trm_max_avg", "max_kl", max_kl)
     check_positive("trm_max_avg", "mean_kl", mean_kl)
-    worst = row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
-    average = row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
-    keep = (worst <= max_kl) & (average <= mean_kl)
-    return keep_rows(keep, evidence.mask, (worst / max_kl).maximum(average / mean_kl))
+
+    def statistics(divergence: str) -> tuple[Tensor, Tensor]:
+        worst = row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
+        return worst, row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
+
+    def kept(divergence: str) -> Tensor:
+        worst, average = statistics(divergence)
+        return (worst <= max_kl) & (average <= mean_kl)
+
+    worst, average = statistics(divergence)
+    decision = keep_rows(kept(divergence), evidence.mask, (worst / max_kl).maximum(average / mean_kl))
+    return _with_disagreement(decision, evidence, kept)
+
+
+def _with_disagreement(decision: Correction, evidence: Evidence, kept_by: Callable[[str], Tensor]) -> Correction:
+    """Where both divergences are known: the share of rows that only one of them would keep."""
+    if evidence.exact_kl is None:
+        return decision
+    exact, sampled, rows = kept_by("exact"), kept_by("sampled"), evidence.mask.any(dim=1)
+    disagreement = {
+        **summable.fraction("only_exact_keeps", exact & ~sampled, rows),
+        **summable.fraction("only_sampled_keeps", sampled & ~exact, rows),
+    }
+    return replace(decision, metrics={**decision.metrics, **disagreement})
 
 
 def _worst_divergence(evidence: Evidence, log_ratio: Tensor, divergence: str) -> Tensor:

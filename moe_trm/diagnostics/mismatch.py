@@ -34,12 +34,15 @@ def metrics(evidence: Evidence) -> summable.Summable:
 
     `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
     `probs_pearson` and `probs_diff_{mean,std}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
+    With the rollout's log-probs of its kept support, `total/exact_kl` is the mean KL(rollout || current) on it, not an estimate.
     Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential. Source: methods.md 8.1.
     """
     ratios = evidence.ratios
     names = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
     parts = [_ratio_metrics(name, ratios.get(name).detach(), ratios.mask) for name in names]
     parts += [_policy_metrics(name, ratios) for name in (names[0], "total")]
+    if evidence.exact_kl is not None:
+        parts.append(summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask))
     return summable.add(parts)
 
 
@@ -64,6 +67,8 @@ def _ratio_metrics(name: str, log_ratio: Tensor, mask: Tensor) -> summable.Summa
     metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
     return {
         **metrics,
+        **summable.maximum(f"{name}/rollout_is_max", x.exp()),  # 0 off the mask: 1
+        **summable.minimum(f"{name}/rollout_is_min", x.exp()),
         **summable.mean(f"{name}/chi2_seq", (2 * row_total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
         **summable.mean(f"{name}/log_ppl_abs_diff", drop.abs(), rows),
@@ -83,8 +88,9 @@ def _policy_metrics(name: str, ratios: LogRatios) -> summable.Summable:
         **summable.mean(f"{name}/training_ppl", (-row_mean(training, mask)).exp(), rows),
         **summable.correlation(f"{name}/probs_pearson", p, q, tokens),
         f"{name}/probs_diff:sum": _sum(gap),
-        f"{name}/probs_diff:square": _sum(gap * gap),
+        f"{name}/probs_diff:squared": _sum(gap * gap),
         f"{name}/probs_diff:count": tokens,
+        **summable.maximum(f"{name}/probs_diff_max", gap),
     }
 
 

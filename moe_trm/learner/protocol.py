@@ -23,11 +23,14 @@ class Scores:
     Attributes:
         logprobs: of the target, over the kept support when the batch carries a sampling mask, else over the vocabulary.
         log_kept_mass: log of the learner's probability of the kept support, or None when not asked for or no mask.
+        exact_kl: KL of the rollout's distribution from the learner's over the kept support, never with gradient; None when the
+            batch does not carry the rollout's log-probs of it.
         recorded: the routes this pass used, when the source was `Record()`; None otherwise.
     """
 
     logprobs: Tensor
     log_kept_mass: Tensor | None = None
+    exact_kl: Tensor | None = None
     recorded: Recorded | None = None
 
 
@@ -58,11 +61,12 @@ class Learner(Protocol):
         self,
         batches: Sequence[TokenBatch],
         sources: Sequence[RouteSource],
-        objective: Callable[[int, Tensor], Tensor],
+        objective: Callable[[int, Scores], Tensor],
     ) -> UpdateResult:
         """One optimizer step.
 
-        `objective(i, current_logprobs)` returns the scalar loss contribution of batch `i`, already divided by global denominators:
+        `objective(i, current)` returns the scalar loss contribution of batch `i`, already divided by global denominators, from
+        its scores at the current weights (`current.logprobs` has the gradient):
         the gradient applied is that of the plain sum over all batches of all data-parallel ranks. Replay proof is checked before the step is applied.
         """
 
@@ -70,7 +74,13 @@ class Learner(Protocol):
         """Counters of every replayed forward since the last call, summed over ranks; raises `ReplayProofError` when the proof fails."""
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sum each scalar over the ranks that hold different rows; one collective. Every rank passes the same names."""
+        """Sum each scalar over the ranks that hold different rows; of names that end in `:max` or `:min` take the largest or smallest.
+
+        Every rank passes the same names; one collective for each of the three kinds that occurs.
+        """
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The 1-D `values` of all ranks that hold different rows, one after the other in the order of `data_rank`; lengths may differ."""
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""

@@ -1,27 +1,33 @@
-"""Log-probs of sampled tokens, over the kept support of a sampling mask or over the whole vocabulary.
+"""Log-probs of sampled tokens over the kept support of a sampling mask, and the exact KL on it.
 
-Shape letters: N sampled tokens, H hidden size, V vocabulary, M kept ids in all, O = N + 1 offsets.
+Shape letters: N sampled tokens, H hidden size, V vocabulary (rows of the weight held here), M kept ids in all, O = N + 1 offsets.
 
 A kept support is compressed sparse rows: token `n` keeps `kept_ids[kept_offsets[n]:kept_offsets[n + 1]]`. Work and memory
-follow the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits exist. Where supports
-are wide (over a quarter of the vocabulary on average) one matrix product per chunk is cheaper, and the kept logits are picked
-from it. Everything is computed in float32 (float64 for float64 inputs), in chunks of tokens. Values do not depend on whether a
-gradient is asked for; gathered ones do not depend on the other tokens of the batch either.
+follow the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits exist. Everything is
+computed in float32 (float64 for float64 inputs). Values do not depend on whether a gradient is asked for; gathered ones do not
+depend on the other tokens of the batch either. With a `Vocabulary` that has a group, each rank passes its own rows of the weight
+and everything else whole; results and gradients of the hidden states are then those of one rank that holds every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe_trm.errors import RecordRejected
-
-MAX_GATHERED_ROWS = 16384
+from moe_trm.sampling_mask.dense import log_normalizer
+from moe_trm.sampling_mask.support import (
+    MAX_GATHERED_ROWS,
+    Support,
+    check_support,
+    chunks,
+    compute_dtype,
+    is_wide,
+    kept_logits,
+)
+from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
 
 def masked_logprobs(
@@ -32,6 +38,7 @@ def masked_logprobs(
     kept_offsets: Tensor,
     temperature: float = 1.0,
     max_rows: int = MAX_GATHERED_ROWS,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """Log-prob of each target over its kept support, differentiable in `hidden_NH` and `weight_VH`.
 
@@ -45,6 +52,7 @@ def masked_logprobs(
         kept_ids, kept_offsets: `[M]` and `[N + 1]` int64.
         temperature: tau of the rollout.
         max_rows: weight rows gathered at once; bounds the extra memory at about `2 * max_rows * H` floats.
+        vocabulary: the ids that the weight's rows stand for.
 
     Returns:
         `[N]` float32 (float64 for float64 hidden states), in nats. A single kept id gives exactly 0 with zero gradient.
@@ -52,11 +60,28 @@ def masked_logprobs(
     Raises:
         RecordRejected: offsets that do not fit the tokens, an empty support, or a target outside its support.
     """
-    _check_support(hidden_NH.shape[0], target_N, kept_ids, kept_offsets)
-    result: Tensor = _MaskedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, target_N, kept_ids, kept_offsets, temperature, max_rows
-    )
-    return result
+    support = (target_N, kept_ids, kept_offsets)
+    return _apply(hidden_NH, weight_VH, support, None, temperature, max_rows, vocabulary)[0]
+
+
+def masked_logprobs_and_kl(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    kept_ids: Tensor,
+    kept_offsets: Tensor,
+    mu_logprobs: Tensor,
+    temperature: float = 1.0,
+    max_rows: int = MAX_GATHERED_ROWS,
+    vocabulary: Vocabulary = WHOLE,
+) -> tuple[Tensor, Tensor]:
+    """`masked_logprobs`, and KL(mu || pi) on each support from the same gathered logits.
+
+    `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient; it is
+    `exact_kl_on_support` of these and this policy's.
+    """
+    support = (target_N, kept_ids, kept_offsets)
+    return _apply(hidden_NH, weight_VH, support, mu_logprobs, temperature, max_rows, vocabulary)
 
 
 @torch.no_grad()
@@ -68,12 +93,10 @@ def kept_logprobs(
     temperature: float = 1.0,
     max_rows: int = MAX_GATHERED_ROWS,
 ) -> Tensor:
-    """Log-probs of every kept id over its support, `[M]` without gradient; what `exact_kl_on_support` compares."""
-    parts = [
-        chunk.logits - chunk.spread(_segment_logsumexp(chunk.logits, chunk.offsets))
-        for chunk in _chunks(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, max_rows)
-    ]
-    return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=_compute_dtype(hidden_NH))
+    """Log-probs of every kept id over its support, `[M]` without gradient."""
+    support = Support.of(kept_ids, kept_offsets, WHOLE, len(weight_VH))
+    logits = kept_logits(hidden_NH, weight_VH, support, temperature, max_rows)
+    return logits - support.logsumexp(logits, WHOLE)[support.token] if len(logits) else logits
 
 
 @torch.no_grad()
@@ -83,38 +106,20 @@ def log_kept_mass(
     kept_ids: Tensor,
     kept_offsets: Tensor,
     temperature: float = 1.0,
-    chunk_tokens: int = 1024,
-    max_rows: int = MAX_GATHERED_ROWS,
+    chunk_tokens: int | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """Log of the full-vocabulary probability of each kept support, `[N]`, at most 0: `lse_S(z / tau) - lse_V(z / tau)`.
 
     It is the number by which a full-vocabulary log-prob and a masked one differ, so it is the truncation part of a mismatch.
     """
-    kept = [
-        _segment_logsumexp(chunk.logits, chunk.offsets)
-        for chunk in _chunks(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, max_rows)
-    ]
-    if not kept:
-        return hidden_NH.new_zeros(0, dtype=_compute_dtype(hidden_NH))
-    full = [
-        torch.logsumexp(logits_CV, dim=-1)
-        for _, _, logits_CV in _dense_logits(hidden_NH, weight_VH, temperature, chunk_tokens)
-    ]
-    return (torch.cat(kept) - torch.cat(full)).clamp(max=0.0)
-
-
-def full_logprobs(
-    hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float = 1.0, chunk_tokens: int = 1024
-) -> Tensor:
-    """Log-prob of each target over the whole vocabulary, `[N]`, differentiable in `hidden_NH` and `weight_VH`.
-
-    log p(y) = z_y / tau - log sum_v exp(z_v / tau). Logits live for `chunk_tokens` tokens at a time and are recomputed in
-    the backward pass. Arguments and dtypes as in `masked_logprobs`.
-    """
-    result: Tensor = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, target_N, temperature, chunk_tokens
-    )
-    return result
+    full = log_normalizer(hidden_NH, weight_VH, temperature, chunk_tokens, vocabulary)
+    if not len(full):
+        return full
+    weight_VH = vocabulary.real_rows(weight_VH)
+    support = Support.of(kept_ids, kept_offsets, vocabulary, len(weight_VH))
+    kept = support.logsumexp(kept_logits(hidden_NH, weight_VH, support, temperature), vocabulary)
+    return (kept - full).clamp(max=0.0)
 
 
 @torch.no_grad()
@@ -124,96 +129,31 @@ def exact_kl_on_support(mu_logprobs: Tensor, pi_logprobs: Tensor, offsets: Tenso
     KL = sum_{v in S} mu_v (log mu_v - log pi_v). An id with mu = 0 adds nothing; pi = 0 < mu gives +inf. Values that
     rounding made negative become 0; NaN stays NaN. Exact for the truncated policies, not for the full ones.
     """
-    dtype = _compute_dtype(mu_logprobs)
-    mu, pi = mu_logprobs.to(dtype), pi_logprobs.to(dtype)
-    possible = mu > float("-inf")
-    gap = torch.where(possible, mu, 0.0) - torch.where(possible, pi, 0.0)
-    terms = torch.where(possible | mu.isnan(), mu.exp() * torch.where(mu.isnan(), mu, gap), 0.0)
+    dtype = compute_dtype(mu_logprobs)
+    terms = _kl_terms(mu_logprobs.to(dtype), pi_logprobs.to(dtype))
     return torch.segment_reduce(terms, "sum", offsets=offsets, initial=0.0).clamp(min=0.0)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """The kept logits of tokens `start:stop`, whose ids are `first:last` of the CSR arrays; `row` is the token of each."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-    offsets: Tensor
-    row: Tensor
-    logits: Tensor
-    wide: bool
-
-    def spread(self, per_token: Tensor) -> Tensor:
-        return per_token[self.row]
+def _kl_terms(mu: Tensor, pi: Tensor) -> Tensor:
+    possible = mu > float("-inf")
+    gap = torch.where(possible, mu, 0.0) - torch.where(possible, pi, 0.0)
+    return torch.where(possible | mu.isnan(), mu.exp() * torch.where(mu.isnan(), mu, gap), 0.0)
 
 
-def _compute_dtype(values: Tensor) -> torch.dtype:
-    return torch.promote_types(values.dtype, torch.float32)
-
-
-def _check_support(num_tokens: int, target_N: Tensor, kept_ids: Tensor, kept_offsets: Tensor) -> None:
-    where = "masked_logprobs"
-    fits = len(kept_offsets) == num_tokens + 1 and len(target_N) == num_tokens
-    if not fits or int(kept_offsets[0]) != 0 or int(kept_offsets[-1]) != len(kept_ids):
-        got = f"{len(kept_offsets)} offsets, {len(target_N)} targets, {len(kept_ids)} ids"
-        expected = f"{num_tokens + 1} offsets from 0 to the number of ids, {num_tokens} targets"
-        raise RecordRejected(
-            "mask_shape", "sampling mask does not fit the tokens", where=where, got=got, expected=expected
-        )
-    sizes = kept_offsets.diff()
-    row = torch.repeat_interleave(sizes, output_size=len(kept_ids))
-    hits = torch.zeros_like(target_N).index_add_(0, row, (kept_ids == target_N[row]).to(target_N.dtype))
-    wrong = (hits != 1).nonzero()
-    if len(wrong):
-        position = int(wrong[0])
-        raise RecordRejected(
-            "mask_violation",
-            "the sampled token is not exactly once in its own sampling mask",
-            where=f"{where}, token {position}",
-            got=f"{int(hits[position])} times among {int(sizes[position])} kept ids",
-            expected="once",
-            fix="reject the record where it is parsed (SamplingMask.validate)",
-        )
-
-
-def _chunks(
-    hidden_NH: Tensor, weight_VH: Tensor, kept_ids: Tensor, kept_offsets: Tensor, temperature: float, max_rows: int
-) -> Iterator[_Chunk]:
-    dtype, bounds = _compute_dtype(hidden_NH), kept_offsets.cpu()
-    start, num_tokens, vocabulary = 0, len(bounds) - 1, weight_VH.shape[0]
-    wide = 4 * len(kept_ids) > num_tokens * vocabulary
-    weight = weight_VH.to(dtype) if wide else weight_VH
-    # A gathered row costs H numbers and a dense token V: the same memory either way.
-    wide_tokens = max(1, max_rows * weight_VH.shape[1] // vocabulary)
-    while start < num_tokens:
-        first = int(bounds[start])
-        fitting = int(torch.searchsorted(bounds, first + max_rows, right=True)) - 1
-        stop = min(start + wide_tokens if wide else max(fitting, start + 1), num_tokens)
-        last = int(bounds[stop])
-        offsets = kept_offsets[start : stop + 1] - first
-        row = torch.repeat_interleave(offsets.diff(), output_size=last - first)
-        hidden, ids = hidden_NH[start:stop].to(dtype), kept_ids[first:last]
-        logits = (hidden @ weight.T)[row, ids] if wide else torch.linalg.vecdot(weight[ids].to(dtype), hidden[row])
-        yield _Chunk(start, stop, first, last, offsets, row, logits / temperature, wide)
-        start = stop
-
-
-def _segment_logsumexp(logits: Tensor, offsets: Tensor) -> Tensor:
-    # segment_reduce sums each row alone and in order: the same bits on every call, unlike atomic additions on a GPU.
-    top = torch.segment_reduce(logits, "max", offsets=offsets)
-    row = torch.repeat_interleave(offsets.diff(), output_size=len(logits))
-    return top + torch.segment_reduce((logits - top[row]).exp(), "sum", offsets=offsets).log()
-
-
-def _dense_logits(
-    hidden_NH: Tensor, weight_VH: Tensor, temperature: float, chunk_tokens: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    weight = weight_VH.to(_compute_dtype(hidden_NH))
-    for start in range(0, hidden_NH.shape[0], chunk_tokens):
-        stop = min(start + chunk_tokens, hidden_NH.shape[0])
-        yield start, stop, hidden_NH[start:stop].to(weight.dtype) @ weight.T / temperature
+def _apply(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    support: tuple[Tensor, Tensor, Tensor],
+    mu_logprobs: Tensor | None,
+    temperature: float,
+    max_rows: int,
+    vocabulary: Vocabulary,
+) -> tuple[Tensor, Tensor]:
+    check_support(hidden_NH.shape[0], *support)
+    result: tuple[Tensor, Tensor] = _MaskedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, *support, mu_logprobs, temperature, max_rows, vocabulary
+    )
+    return result
 
 
 class _MaskedLogprobs(torch.autograd.Function):
@@ -225,81 +165,59 @@ class _MaskedLogprobs(torch.autograd.Function):
         target_N: Tensor,
         kept_ids: Tensor,
         kept_offsets: Tensor,
+        mu_logprobs: Tensor | None,
         temperature: float,
         max_rows: int,
-    ) -> Tensor:
-        out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=_compute_dtype(hidden_NH))
-        for chunk in _chunks(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, max_rows):
-            is_target = kept_ids[chunk.first : chunk.last] == chunk.spread(target_N[chunk.start : chunk.stop])
-            out[chunk.start : chunk.stop] = chunk.logits[is_target] - _segment_logsumexp(chunk.logits, chunk.offsets)
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
-        ctx.temperature, ctx.max_rows = temperature, max_rows
-        return out
+        vocabulary: Vocabulary,
+    ) -> tuple[Tensor, Tensor]:
+        real_VH = vocabulary.real_rows(weight_VH)
+        support = Support.of(kept_ids, kept_offsets, vocabulary, len(real_VH))
+        logits = kept_logits(hidden_NH, real_VH, support, temperature, max_rows)
+        out = logits.new_zeros(hidden_NH.shape[0])
+        kl = out.clone()
+        is_target = support.take(kept_ids) == target_N[support.token]
+        if len(out):
+            logits -= support.logsumexp(logits, vocabulary)[support.token]
+            out[support.token[is_target]] = logits[is_target]
+            out = vocabulary.sum(out)
+            if mu_logprobs is not None:
+                terms = _kl_terms(support.take(mu_logprobs).to(logits.dtype), logits)
+                kl = vocabulary.sum(support.sum(terms)).clamp_(min=0.0)
+        ctx.save_for_backward(hidden_NH, weight_VH, logits, is_target)
+        ctx.support, ctx.temperature, ctx.max_rows, ctx.vocabulary = support, temperature, max_rows, vocabulary
+        ctx.mark_non_differentiable(kl)
+        return out, kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, target_N, kept_ids, kept_offsets = ctx.saved_tensors
-        dtype = _compute_dtype(hidden_NH)
+    def backward(ctx: Any, grad_N: Tensor, _grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, logprobs, is_target = ctx.saved_tensors
+        support, dtype = ctx.support, logprobs.dtype
+        real_VH = ctx.vocabulary.real_rows(weight_VH)
         grad_hidden = torch.zeros_like(hidden_NH, dtype=dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(hidden_NH, weight_VH, kept_ids, kept_offsets, ctx.temperature, ctx.max_rows):
-            ids, tokens = kept_ids[chunk.first : chunk.last], slice(chunk.start, chunk.stop)
-            probs = (chunk.logits - chunk.spread(_segment_logsumexp(chunk.logits, chunk.offsets))).exp()
-            is_target = (ids == chunk.spread(target_N[tokens])).to(dtype)
-            grad_logits = chunk.spread(grad_N[tokens]) * (is_target - probs) / ctx.temperature
-            if chunk.wide:
-                dense = grad_logits.new_zeros(chunk.stop - chunk.start, len(weight_VH))
-                dense[chunk.row, ids] = grad_logits
+        grad_logits = grad_N[support.token] * (is_target.to(dtype) - logprobs.exp()) / ctx.temperature
+        wide = is_wide(support, real_VH)
+        for chunk in chunks(support, real_VH, ctx.max_rows):
+            rows, grad = support.rows[chunk.kept], grad_logits[chunk.kept]
+            hidden = hidden_NH[chunk.tokens].to(dtype)
+            if wide:
+                dense = grad.new_zeros(len(hidden), len(real_VH))
+                dense[chunk.token, rows] = grad
                 if grad_hidden is not None:
-                    grad_hidden[tokens] = dense @ weight_VH.to(dtype)
+                    grad_hidden[chunk.tokens] = dense @ real_VH.to(dtype)
                 if grad_weight is not None:
-                    grad_weight.addmm_(dense.T, hidden_NH[tokens].to(dtype))
+                    grad_weight[: len(real_VH)].addmm_(dense.T, hidden)
                 continue
             if grad_hidden is not None:
-                terms = weight_VH[ids].to(dtype).mul_(grad_logits[:, None])
-                grad_hidden[tokens] = torch.segment_reduce(terms, "sum", offsets=chunk.offsets)
+                terms = real_VH[rows].to(dtype).mul_(grad[:, None])
+                grad_hidden[chunk.tokens] = torch.segment_reduce(terms, "sum", offsets=chunk.offsets, initial=0.0)
             if grad_weight is not None:
-                terms = hidden_NH[tokens].to(dtype)[chunk.row].mul_(grad_logits[:, None])
-                grad_weight.index_add_(0, ids, terms)
+                grad_weight.index_add_(0, rows, hidden[chunk.token].mul_(grad[:, None]))
+        if grad_hidden is not None:
+            grad_hidden = ctx.vocabulary.sum(grad_hidden)
         return (
             None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
-            *(None,) * 5,
-        )
-
-
-class _FullLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, temperature: float, chunk_tokens: int
-    ) -> Tensor:
-        out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=_compute_dtype(hidden_NH))
-        for start, stop, logits_CV in _dense_logits(hidden_NH, weight_VH, temperature, chunk_tokens):
-            chosen = logits_CV.gather(1, target_N[start:stop, None])[:, 0]
-            out[start:stop] = chosen - torch.logsumexp(logits_CV, dim=-1)
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, target_N = ctx.saved_tensors
-        dtype = _compute_dtype(hidden_NH)
-        weight = weight_VH.to(dtype)
-        grad_hidden = torch.zeros_like(hidden_NH, dtype=dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
-        for start, stop, logits_CV in _dense_logits(hidden_NH, weight_VH, ctx.temperature, ctx.chunk_tokens):
-            grad_C1 = grad_N[start:stop, None] / ctx.temperature
-            grad_logits = torch.softmax(logits_CV, dim=-1).mul_(-grad_C1)
-            grad_logits.scatter_add_(1, target_N[start:stop, None], grad_C1)
-            if grad_hidden is not None:
-                grad_hidden[start:stop] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.T, hidden_NH[start:stop].to(dtype))
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
-            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
-            *(None,) * 3,
+            *(None,) * 7,
         )

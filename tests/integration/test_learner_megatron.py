@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_trm.learner.megatron.convert import Heads, link, unpack
+from moe_trm.learner.protocol import Scores
+from moe_trm.sampling_mask.logprobs import exact_kl_on_support
 from moe_trm.types import TokenBatch
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import EXPERTS, load_reference, make_checkpoint, make_dense_checkpoint
@@ -121,6 +123,11 @@ def test_logprobs_agree_with_hugging_face(one: Ranks, checkpoint: Path, run: str
         torch.testing.assert_close(saved[f"full.{number}"], full, atol=1e-4, rtol=0)
         torch.testing.assert_close(saved[f"mass.{number}"], mass, atol=1e-4, rtol=0)
         torch.testing.assert_close(saved[f"score.{number}"], full - mass, atol=1e-4, rtol=0)
+        with torch.no_grad():
+            kl = reference_kl(reference, batch)
+        torch.testing.assert_close(saved[f"kl.{number}"], kl, atol=1e-4, rtol=1e-4)
+        assert torch.equal(saved[f"kl.{number}"], saved[f"update_kl.{number}"])
+        assert kl.max() > 0.1
 
 
 def test_gradients_are_those_of_the_sum_of_objectives_in_hugging_face(two: Ranks, checkpoint: Path) -> None:
@@ -128,7 +135,7 @@ def test_gradients_are_those_of_the_sum_of_objectives_in_hugging_face(two: Ranks
     for number in range(NUM_BATCHES):
         batch = global_batch(number)
         full, mass = reference_logprobs(reference, batch)
-        objective([batch], [])(0, full - mass).backward()
+        objective([batch], [])(0, Scores(full - mass)).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     got: dict[str, Tensor] = {}
     for name, gradient in two.union(EP2_PLAIN, "gradients").items():
@@ -166,6 +173,18 @@ def reference_logprobs(model: Any, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return zeros.masked_scatter(batch.mask, target_N), zeros.masked_scatter(batch.mask, mass_N)
 
 
+def reference_kl(model: Any, batch: TokenBatch) -> Tensor:
+    """`[B, R]` exact KL of the batch's recorded distribution from the model's on the kept support."""
+    logits_NV = (model(batch.input_ids, attention_mask=batch.valid.long()).logits.float() / TEMPERATURE)[batch.mask]
+    assert batch.kept_ids is not None
+    assert batch.kept_offsets is not None
+    assert batch.kept_logprobs is not None
+    bounds = batch.kept_offsets.tolist()
+    rows = [row[batch.kept_ids[a:b]].log_softmax(0) for row, a, b in zip(logits_NV, bounds, bounds[1:], strict=False)]
+    kl_N = exact_kl_on_support(batch.kept_logprobs, torch.cat(rows), batch.kept_offsets)
+    return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, kl_N)
+
+
 @pytest.mark.parametrize("run", [PLAIN, RECOMPUTE, BF16])
 def test_scoring_and_training_forwards_are_bit_identical(one: Ranks, run: str) -> None:
     saved = one.union(run, "logprobs")
@@ -177,7 +196,7 @@ def test_scoring_and_training_forwards_are_bit_identical(one: Ranks, run: str) -
 @pytest.mark.parametrize("run", [EP2, DP2])
 def test_scoring_and_training_forwards_are_bit_identical_on_two_ranks(two: Ranks, run: str) -> None:
     saved = two.union(run, "logprobs")
-    assert len(saved) == 5 * NUM_BATCHES
+    assert len(saved) == 7 * NUM_BATCHES
     for number in range(NUM_BATCHES):
         assert torch.equal(saved[f"score.{number}"], saved[f"update.{number}"])
 

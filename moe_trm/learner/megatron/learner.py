@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from moe_trm import summable
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.export import Exporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
@@ -67,25 +68,23 @@ class MegatronLearner:
         """See `Learner.score`."""
 
         def collect(index: int, recorded: Recorded | None, output: Tensor, **_non_loss_data: bool) -> Scores:
-            logprobs, mass = output if output.dim() == 3 else (output, None)
-            return Scores(logprobs, mass, recorded)
+            return replace(self._scores(batches[index], output, kept_mass=kept_mass), recorded=recorded)
 
         self._wrapped.eval()
         results: list[Scores] = self._run(batches, sources, collect, kept_mass=kept_mass, forward_only=True)
         return results
 
     def update(
-        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], objective: Callable[[int, Tensor], Tensor]
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], objective: Callable[[int, Scores], Tensor]
     ) -> UpdateResult:
         """See `Learner.update`."""
 
-        def loss(
-            index: int, _recorded: Recorded | None, logprobs: Tensor
-        ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            value = objective(index, logprobs)
+        def loss(index: int, _recorded: Recorded | None, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+            current = self._scores(batches[index], output, kept_mass=False)
+            value = objective(index, current)
             if not value.requires_grad:
                 # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
-                value = value + 0.0 * logprobs.sum()
+                value = value + 0.0 * current.logprobs.sum()
             return value, torch.zeros((), dtype=torch.int, device=self._device), {}
 
         self._wrapped.train()
@@ -106,9 +105,26 @@ class MegatronLearner:
         """See `Learner.reduce`."""
         if not sums:
             return {}
-        total = torch.stack([value.detach().double().to(self._device) for value in sums.values()])
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return dict(zip(sums, total.tolist(), strict=True))
+        group, values = parallel_state.get_data_parallel_group(), dict[str, float]()
+        for role, operation in ((None, dist.ReduceOp.SUM), (":max", dist.ReduceOp.MAX), (":min", dist.ReduceOp.MIN)):
+            names = [name for name in sums if (name.endswith(role) if role else not summable.compared(name))]
+            if names:
+                total = torch.stack([sums[name].detach().double().to(self._device) for name in names])
+                dist.all_reduce(total, operation, group=group)
+                values.update(zip(names, total.tolist(), strict=True))
+        return {name: values[name] for name in sums}
+
+    def gather(self, values: Tensor) -> Tensor:
+        """See `Learner.gather`."""
+        group, values = parallel_state.get_data_parallel_group(), values.detach().to(self._device).contiguous()
+        size = torch.tensor([len(values)], device=self._device)
+        sizes = [torch.zeros_like(size) for _ in range(self.data_size)]
+        dist.all_gather(sizes, size, group=group)
+        longest = max(int(other) for other in sizes)
+        padded = torch.cat([values, values.new_zeros(longest - len(values))])
+        parts = [torch.empty_like(padded) for _ in range(self.data_size)]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[: int(length)] for part, length in zip(parts, sizes, strict=True)])
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""
@@ -179,6 +195,11 @@ class MegatronLearner:
         with self._replayer.use(source, layout, batch.input_ids, batch.target_ids, batch.valid) as this_pass:
             output: Tensor = model(moved.input_ids, positions, None, labels=scoring)
         return output, this_pass.recorded() if isinstance(source, Record) else None
+
+    def _scores(self, batch: TokenBatch, output: Tensor, *, kept_mass: bool) -> Scores:
+        names = Scoring.of(batch, self._temperature, kept_mass=kept_mass).planes
+        planes = dict(zip(names, output.unbind(), strict=True))
+        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"))
 
     def _on_device(self, batch: TokenBatch) -> TokenBatch:
         moved: dict[str, Any] = {

@@ -1,10 +1,11 @@
 """The policy: Megatron's GPT model, ending in log-probs of given tokens instead of logits.
 
-Shape letters: B rows, R padded row length, N scored positions, H hidden size, V vocabulary.
+Shape letters: B rows, R padded row length, N scored positions, H hidden size, V vocabulary, P planes of the output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from moe_trm.sampling_mask.logprobs import full_logprobs, log_kept_mass, masked_logprobs
+from moe_trm.sampling_mask.dense import full_logprobs
+from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
 from moe_trm.types import TokenBatch
 
 
@@ -24,6 +26,7 @@ class Scoring:
         target_ids: `[B, R]` int64.
         mask: `[B, R]` bool, the N positions that are scored.
         kept_ids, kept_offsets: kept support of the N positions as CSR, or None to score over the whole vocabulary.
+        kept_logprobs: the rollout's log-probs of the kept ids, to score the exact KL as well, or None.
         temperature: divides the logits.
         kept_mass: also return the log of the model's probability of the kept support.
     """
@@ -32,6 +35,7 @@ class Scoring:
     mask: Tensor
     kept_ids: Tensor | None
     kept_offsets: Tensor | None
+    kept_logprobs: Tensor | None
     temperature: float
     kept_mass: bool = False
 
@@ -43,16 +47,24 @@ class Scoring:
             batch.mask,
             batch.kept_ids,
             batch.kept_offsets,
+            batch.kept_logprobs,
             temperature,
             kept_mass and batch.kept_ids is not None,
         )
 
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Fields of `learner.protocol.Scores` that the P planes of the output are, in order."""
+        present = {"logprobs": True, "log_kept_mass": self.kept_mass, "exact_kl": self.kept_logprobs is not None}
+        return tuple(name for name, here in present.items() if here)
+
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPT model whose last stage returns `[B, R]` float32 log-probs, 0 where the mask is False, when its `labels` are a `Scoring`.
+    """GPT model whose last stage returns `[P, B, R]` float32 scores, 0 where the mask is False, when its `labels` are a `Scoring`.
 
-    With `kept_mass` it returns `[2, B, R]`: log-probs and log kept mass. Logits of unscored positions are never computed, and those of
-    scored ones only over the kept support, or in chunks of tokens over the vocabulary.
+    The planes are those of `Scoring.planes`: log-probs, and where asked for the log kept mass and the exact KL; only log-probs carry
+    a gradient. Logits of unscored positions are never computed, and those of scored ones only over the kept support, or in chunks of
+    tokens over the vocabulary.
     """
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
@@ -68,19 +80,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring) -> Tensor:
-    """Final hidden states -> `[B, R]` log-probs (or `[2, B, R]` with the kept mass); see `PolicyModel`."""
+    """Final hidden states -> `[P, B, R]` scores; see `PolicyModel`."""
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
     if kept_ids is None or kept_offsets is None:
-        return _spread(full_logprobs(hidden_NH, weight_VH, target_N, temperature), scoring.mask)
-    logprobs = _spread(
-        masked_logprobs(hidden_NH, weight_VH, target_N, kept_ids, kept_offsets, temperature), scoring.mask
+        return _spread([full_logprobs(hidden_NH, weight_VH, target_N, temperature)], scoring.mask)
+    support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
+    planes = (
+        [masked_logprobs(*support, temperature)]
+        if scoring.kept_logprobs is None
+        else [*masked_logprobs_and_kl(*support, scoring.kept_logprobs, temperature)]
     )
-    if not scoring.kept_mass:
-        return logprobs
-    mass_N = log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature)
-    return torch.stack([logprobs, _spread(mass_N, scoring.mask)])
+    if scoring.kept_mass:
+        planes.insert(1, log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature))
+    return _spread(planes, scoring.mask)
 
 
-def _spread(values_N: Tensor, mask: Tensor) -> Tensor:
-    return torch.zeros(mask.shape, dtype=values_N.dtype, device=mask.device).masked_scatter(mask, values_N)
+def _spread(planes_N: Sequence[Tensor], mask: Tensor) -> Tensor:
+    zeros = torch.zeros(mask.shape, dtype=planes_N[0].dtype, device=mask.device)
+    return torch.stack([zeros.masked_scatter(mask, values_N) for values_N in planes_N])

@@ -22,6 +22,7 @@ from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import global_parameters
+from moe_trm.learner.protocol import Scores
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
@@ -89,7 +90,15 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     seen: list[Tensor] = []
-    result = learner.update(batches, sources, objective(batches, seen))
+    seen_kl: list[Tensor] = []
+    loss = objective(batches, seen)
+
+    def loss_and_note_kl(index: int, current: Scores) -> Tensor:
+        assert current.exact_kl is not None
+        seen_kl.append(current.exact_kl.clone())
+        return loss(index, current)
+
+    result = learner.update(batches, sources, loss_and_note_kl)
     learner._optimizer.step = apply  # type: ignore[method-assign]
     learner.export_shard(str(out / "after"), "float32")
     learner.export_checkpoint(str(out / "final"))
@@ -104,7 +113,8 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     for slot, number in enumerate(numbers):
         named[f"score.{number}"], named[f"again.{number}"] = scores[slot].logprobs, again[slot].logprobs
         named[f"mass.{number}"], named[f"full.{number}"] = scores[slot].log_kept_mass, full[slot].logprobs
-        named[f"update.{number}"] = seen[slot]
+        named[f"update.{number}"], named[f"update_kl.{number}"] = seen[slot], seen_kl[slot]
+        named[f"kl.{number}"] = scores[slot].exact_kl
     save(out, "logprobs", named)
     save(out, "gradients", captured)
 

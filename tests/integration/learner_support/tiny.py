@@ -86,6 +86,7 @@ def make_batch(seed: int, rows: int = 3, length: int = 12, *, keep_mask: bool = 
         others = rng.permutation(np.delete(np.arange(vocab), target))[: rng.integers(0, 9)]
         kept.append(rng.permutation(np.append(others, target)).astype(np.int64))
         offsets.append(offsets[-1] + len(kept[-1]))
+    support = np.log(np.concatenate([np.zeros(0), *(rng.dirichlet(np.ones(n)) for n in np.diff(offsets))]))
     zeros = np.zeros((rows, length), np.float32)
     return TokenBatch(
         input_ids=torch.from_numpy(rng.integers(0, vocab, (rows, length))),
@@ -100,6 +101,7 @@ def make_batch(seed: int, rows: int = 3, length: int = 12, *, keep_mask: bool = 
         routes=(None,) * rows,
         kept_ids=torch.from_numpy(np.concatenate(kept)) if keep_mask else None,
         kept_offsets=torch.tensor(offsets) if keep_mask else None,
+        kept_logprobs=torch.from_numpy(support.astype(np.float32)) if keep_mask else None,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from moe_trm.learner.protocol import Scores
 from moe_trm.types import TokenBatch
 from tests.integration.learner_support.tiny import make_batch
 
@@ -18,10 +19,11 @@ def global_batch(number: int, *, keep_mask: bool = True) -> TokenBatch:
     return make_batch(100 + number, length=9 + 2 * number, keep_mask=keep_mask)
 
 
-def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Tensor], Tensor]:
+def objective(batches: list[TokenBatch], seen: list[Tensor]) -> Callable[[int, Scores], Tensor]:
     """A smooth loss in the log-probs, already a global sum."""
 
-    def loss(index: int, logprobs: Tensor) -> Tensor:
+    def loss(index: int, current: Scores) -> Tensor:
+        logprobs = current.logprobs
         seen.append(logprobs.detach().clone())
         return (batches[index].advantages * logprobs + 0.05 * logprobs.square()).sum() / 40
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe_trm.errors import RecordRejected
+from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import (
     exact_kl_on_support,
-    full_logprobs,
     kept_logprobs,
     log_kept_mass,
     masked_logprobs,
