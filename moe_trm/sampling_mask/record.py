@@ -5,7 +5,8 @@ Shape letters: S sampled tokens, M kept ids in all (the sum of the S set sizes).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,21 +18,37 @@ class SamplingMask:
     """Kept ids as compressed sparse rows.
 
     Attributes:
-        ids: `[M]` int32 token ids, row after row, in the engine's order (by probability).
+        ids: `[M]` int32 token ids, row after row; `RolloutRecord`s have them in ascending order within each row.
         offsets: `[S + 1]` int64; row `s` is `ids[offsets[s]:offsets[s + 1]]`.
         logprobs: `[M]` float32 log-probs over the kept support at the sampling temperature, or None when only ids were recorded.
+        violations: sampled tokens that were outside their own support and whose row was mended: `sampling_mask.violation` other than reject.
+
+    An empty row means that its token was dropped: it is neither scored nor trained.
     """
 
     ids: np.ndarray
     offsets: np.ndarray
     logprobs: np.ndarray | None = None
+    violations: int = 0
 
     @property
     def num_rows(self) -> int:
         return int(self.offsets.shape[0]) - 1
 
-    def validate(self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = 1e-3) -> None:
-        """Raise `RecordRejected` unless rows fit `sampled_ids` `[S]`: in range, distinct, the sampled id inside, probabilities summing to one."""
+    def ascending(self) -> SamplingMask:
+        """The same sets with the ids of each row in ascending order."""
+        row = np.repeat(np.arange(self.num_rows), np.diff(self.offsets))
+        order = np.lexsort((self.ids, row))
+        logprobs = None if self.logprobs is None else self.logprobs[order]
+        return replace(self, ids=self.ids[order], logprobs=logprobs)
+
+    def validate(
+        self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = 1e-3, *, allow_empty: bool = False
+    ) -> None:
+        """Raise `RecordRejected` unless rows fit `sampled_ids` `[S]`: in range, distinct, the sampled id inside, probabilities summing to one.
+
+        `allow_empty` accepts the empty rows of dropped tokens.
+        """
         rows, sizes = self.num_rows, np.diff(self.offsets)
         if rows != len(sampled_ids) or self.offsets[0] != 0 or self.offsets[-1] != len(self.ids):
             raise RecordRejected(
@@ -40,7 +57,7 @@ class SamplingMask:
                 got=f"{rows} rows, {len(self.ids)} ids",
                 expected=f"{len(sampled_ids)} rows",
             )
-        if rows and sizes.min() < 1:
+        if rows and sizes.min() < (0 if allow_empty else 1):
             raise RecordRejected(
                 "mask_empty",
                 "a sampling mask keeps no token",
@@ -61,6 +78,7 @@ class SamplingMask:
             raise RecordRejected("mask_duplicate", "a token id is kept twice at one position", expected="distinct ids")
         inside = np.zeros(rows, dtype=bool)
         inside[row_of[self.ids == np.asarray(sampled_ids)[row_of]]] = True
+        inside |= sizes == 0
         if not inside.all():
             position = int(np.argmin(inside))
             raise RecordRejected(
@@ -73,7 +91,9 @@ class SamplingMask:
         if self.logprobs is not None and rows:
             if not np.isfinite(self.logprobs).all():
                 raise RecordRejected("mask_logprob", "a kept log-prob is not finite", expected="finite log-probs")
-            total = np.add.reduceat(np.exp(self.logprobs.astype(np.float64)), self.offsets[:-1])
+            total = np.bincount(row_of, np.exp(self.logprobs.astype(np.float64)), minlength=rows)[sizes > 0]
+            if not len(total):
+                return
             worst = int(np.abs(total - 1).argmax())
             if abs(total[worst] - 1) > tolerance:
                 raise RecordRejected(
@@ -83,3 +103,24 @@ class SamplingMask:
                     got=float(total[worst]),
                     expected=f"1 within {tolerance}",
                 )
+
+
+def join(masks: Sequence[SamplingMask]) -> SamplingMask:
+    """Several masks as one, row after row; log-probs are kept when all of them have them."""
+    ids = np.concatenate([np.zeros(0, np.int32), *(mask.ids for mask in masks)])
+    sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(mask.offsets) for mask in masks)])
+    parts = [mask.logprobs for mask in masks if mask.logprobs is not None]
+    logprobs = np.concatenate([np.zeros(0, np.float32), *parts]) if len(parts) == len(masks) else None
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    return SamplingMask(ids, offsets, logprobs, sum(mask.violations for mask in masks))
+
+
+def split(mask: SamplingMask, num_rows: Sequence[int]) -> list[SamplingMask]:
+    """Undo `join` of masks with `num_rows` rows each; the count of violations is not divided and left out."""
+    parts, start = [], 0
+    for rows in num_rows:
+        first, last = mask.offsets[start], mask.offsets[start + rows]
+        logprobs = None if mask.logprobs is None else mask.logprobs[first:last]
+        parts.append(SamplingMask(mask.ids[first:last], mask.offsets[start : start + rows + 1] - first, logprobs))
+        start += rows
+    return parts
