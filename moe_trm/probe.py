@@ -116,4 +116,5 @@ def _summary(sums: Mapping[str, float]) -> dict[str, float]:
         "probe/numerics_abs_mean": sums["numerics_abs"] / n,
         "probe/routing_abs_mean": sums["routing_abs"] / n,
         "probe/kept_mass_mean": sums["kept_mass"] / n,
+        "sampling_mask/learner_kept_mass_mean": sums["kept_mass"] / n,
     }

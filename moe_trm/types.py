@@ -84,6 +84,13 @@ class RolloutRecord:
     def num_sampled(self) -> int:
         return int(self.rollout_logprobs.shape[0])
 
+    @property
+    def scored(self) -> np.ndarray:
+        """`[S]` bool: all sampled tokens but those whose mask violation dropped them (`SamplingMask`)."""
+        if self.sampling_mask is None:
+            return np.ones(self.num_sampled, bool)
+        return np.diff(self.sampling_mask.offsets) > 0
+
 
 @dataclass(frozen=True)
 class TrainRow:

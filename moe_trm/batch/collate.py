@@ -24,12 +24,14 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     versions, turn_ids = np.full((b, r), -1, np.int32), np.zeros((b, r), np.int16)
     for i, row in enumerate(rows):
         record, n = row.record, row.record.num_tokens - 1
-        scored = record.sampled[1:]
+        kept = record.scored
+        scored = record.sampled[1:].copy()
+        scored[scored] = kept
         input_ids[i, :n], target_ids[i, :n] = record.tokens[:-1], record.tokens[1:]
         valid[i, :n], mask[i, :n], turn_ids[i, :n] = True, scored, record.turn_ids[1:]
-        rollout[i, :n][scored] = record.rollout_logprobs
-        full[i, :n][scored] = record.full_logprobs
-        versions[i, :n][scored] = record.versions
+        rollout[i, :n][scored] = record.rollout_logprobs[kept]
+        full[i, :n][scored] = record.full_logprobs[kept]
+        versions[i, :n][scored] = record.versions[kept]
         advantages[i, :n][scored] = row.advantage
         rewards[i], group_ids[i] = record.reward or 0.0, record.group_id
     kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
@@ -55,7 +57,12 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masks = [_recorded_mask(row.record) for row in rows]
     ids = np.concatenate([np.zeros(0, np.int64), *(mask.ids for mask, _ in masks)])
-    sizes = np.concatenate([np.zeros(1, np.int64), *(np.diff(mask.offsets) for mask, _ in masks)])
+    sizes = np.concatenate(
+        [
+            np.zeros(1, np.int64),
+            *(np.diff(mask.offsets)[row.record.scored] for row, (mask, _) in zip(rows, masks, strict=True)),
+        ]
+    )
     logprobs = np.concatenate([np.zeros(0, np.float32), *(logprobs for _, logprobs in masks)])
     return (
         torch.from_numpy(ids.astype(np.int64)),

@@ -23,7 +23,7 @@ def plan_step(
         mini = sorted((rows[i] for i in order[index::minibatches]), key=lambda row: -row.record.num_tokens)
         shares = _deal(mini, data_size)
         num_micro = max(1, -(-max(map(len, shares)) // micro_batch_rows))
-        num_tokens = sum(row.record.num_sampled for row in mini)
+        num_tokens = sum(int(row.record.scored.sum()) for row in mini)
         for rank, share in enumerate(shares):
             micro = tuple(
                 MicroBatch(tuple(share[i * micro_batch_rows : (i + 1) * micro_batch_rows])) for i in range(num_micro)

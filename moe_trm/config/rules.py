@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RuleConfig
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -47,6 +47,13 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got=str(rollout.top_k),
             expected=f"at most {MASK_LIMIT}",
             fix="lower rollout.top_k or set sampling_mask.mode=off",
+        )
+    if rollout.top_k == 1:
+        yield Problem(
+            "rollout.top_k",
+            "one kept id is greedy decoding: nothing is sampled, and the engine's log-probs ignore the temperature",
+            got="1",
+            expected="none, or at least 2",
         )
 
 
@@ -94,6 +101,8 @@ def _batch(config: Config) -> Iterator[Problem]:
             got="1",
             expected="at least 2",
         )
+    for rule in config.correction.rules:
+        yield from _exact_divergence(config, rule)
     names = [rule.name for rule in config.correction.rules]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Problem(
@@ -101,6 +110,26 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"rule {name} is listed more than once, and its metrics would overwrite each other",
             got=str(names.count(name)),
             expected="once",
+        )
+
+
+def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
+    if rule.thresholds.get("divergence") != "exact":
+        return
+    if config.sampling_mask.mode == "off":
+        yield Problem(
+            "sampling_mask.mode",
+            f"rule {rule.name} with divergence=exact needs the rollout's distribution, which is recorded with the sampling mask",
+            got="off",
+            expected="keep",
+            fix="set sampling_mask.mode=keep, or divergence=sampled",
+        )
+    if rule.thresholds.get("ratio", "total") != "total":
+        yield Problem(
+            "correction.rules",
+            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, which is the total ratio",
+            got=f"ratio={rule.thresholds['ratio']}",
+            expected="ratio left out",
         )
 
 
@@ -130,6 +159,7 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
+        ("sampling_mask", "violation", config.sampling_mask.mode == "off", "sampling_mask.mode=off records no masks"),
         ("task", "max_digits", task.name != "arithmetic", f"task.name={task.name} reads its prompts from a file"),
         ("task", "prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "eval_prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),

@@ -121,6 +121,8 @@ class SamplingMaskConfig(Section):
 
     mode: Annotated[Literal["off", "keep"], BeforeValidator(_bare_off)] = "keep"
     """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout. `off`: over the whole vocabulary."""
+    violation: Literal["reject", "union", "drop"] = "reject"
+    """A sampled token outside its own mask: `reject` the sample, score the `union` of mask and token, or `drop` the token from training. Always counted."""
 
 
 class ReplayConfig(Section):

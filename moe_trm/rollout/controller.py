@@ -18,6 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.rollout.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.sampling_mask.metrics import mask_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import SampleStore
 from moe_trm.sync.manifest import Share, WeightPush
@@ -161,23 +162,9 @@ class RolloutController:
             "rollout/age_mean": float((self._version - versions).mean()),
             "rollout/age_max": float((self._version - versions).max()),
             "time/rollout_s": seconds,
-            **_mask_metrics(records),
+            **mask_metrics(records, self._params),
             **self._ledger.metrics(),
         }
-
-
-def _mask_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
-    masks = [record.sampling_mask for record in records if record.sampling_mask is not None]
-    if not masks:
-        return {}
-    sizes = np.concatenate([np.diff(mask.offsets) for mask in masks])
-    log_mass = np.concatenate([record.full_logprobs - record.rollout_logprobs for record in records])
-    return {
-        "sampling_mask/size_mean": float(sizes.mean()),
-        "sampling_mask/size_max": float(sizes.max()),
-        "sampling_mask/singleton_fraction": float((sizes == 1).mean()),
-        "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
-    }
 
 
 def _shuffle_rewards(records: Sequence[RolloutRecord], *, seed: int, step: int) -> list[RolloutRecord]:

@@ -20,6 +20,7 @@ import numpy as np
 from moe_trm.errors import RecordRejected
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import Prompt, RolloutRecord
 from routing import RouteError, RouteRecord
 from routing.sglang import decode_payload
@@ -57,6 +58,7 @@ class MetaInfo(msgspec.Struct):
     weight_versions: list[VersionSpan] | None = None
     output_token_sampling_mask: list[list[Int32]] | None = None
     output_token_sampling_logprobs: list[list[float | None]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
     routed_experts: str | None = None
 
 
@@ -73,6 +75,8 @@ class Wanted:
 
     routes: bool
     mask: bool
+    violation: Violation = "reject"
+    """What to do with a sampled token outside its own mask."""
 
 
 _DECODER = msgspec.json.Decoder(Answer)
@@ -117,8 +121,8 @@ def parse_answer(
         full_S = _full_logprobs(answer.meta_info, output_S)
         mask, rollout_S = None, full_S
         if wanted.mask:
-            mask = _sampling_mask(answer.meta_info, output_S, model.vocab_size)
-            rollout_S = _sampled_logprobs(mask, output_S)
+            mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
+            rollout_S = _sampled_logprobs(mask, output_S, full_S)
         tokens_T = np.concatenate([np.asarray(prompt.token_ids, np.int32), output_S])
         routes = _routes(answer.meta_info, tokens_T, model) if wanted.routes else None
         versions_S = _versions(answer.meta_info, len(output_S), one_version=wanted.routes)
@@ -254,7 +258,9 @@ def _versions(meta: MetaInfo, num_sampled: int, *, one_version: bool) -> np.ndar
     return np.repeat(np.array([int(span.version) for span in spans], np.int32), np.subtract(ends, starts))
 
 
-def _sampling_mask(meta: MetaInfo, output_S: np.ndarray, vocab_size: int) -> SamplingMask:
+def _sampling_mask(
+    meta: MetaInfo, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
+) -> SamplingMask:
     ids_rows, logprob_rows = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if ids_rows is None or logprob_rows is None:
         raise RecordRejected(
@@ -277,18 +283,50 @@ def _sampling_mask(meta: MetaInfo, output_S: np.ndarray, vocab_size: int) -> Sam
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     mask = SamplingMask(ids_M, offsets, logprobs_M)
-    mask.validate(output_S, vocab_size)
-    return mask
+    sound = len(sizes) == len(output_S) and sizes.min() > 0
+    wrong_S = outside(mask, output_S) if sound else np.zeros(0, bool)
+    if violation == "reject" or not wrong_S.any() or (violation == "drop" and wrong_S.all()):
+        mask.validate(output_S, vocab_size)
+    elif violation == "drop":
+        mask.validate(np.where(wrong_S, ids_M[offsets[:-1]], output_S), vocab_size)
+        mask = drop(mask, wrong_S)
+    else:
+        mask = union(mask, wrong_S, output_S, full_S, _log_mass(meta, mask, wrong_S))
+        mask.validate(output_S, vocab_size)
+    return mask.ascending()
+
+
+def _log_mass(meta: MetaInfo, mask: SamplingMask, wrong_S: np.ndarray) -> np.ndarray:
+    """`[S]` log of the vocabulary's probability of each mask where `wrong_S`: the likeliest id is in every mask, and both its log-probs are known."""
+    assert mask.logprobs is not None
+    log_mass = np.zeros(mask.num_rows)
+    entries = meta.output_top_logprobs or []
+    for place in np.flatnonzero(wrong_S).tolist():
+        row = slice(mask.offsets[place], mask.offsets[place + 1])
+        top = entries[place] if place < len(entries) else None
+        same = mask.ids[row] == top[0][1] if top else np.zeros(0, bool)
+        if not top or same.sum() != 1 or top[0][0] is None:
+            raise RecordRejected(
+                "mask_violation",
+                "the sampled token is outside its own sampling mask, and the mask's probability is not known",
+                where=f"position {place}",
+                got=top,
+                expected="the likeliest id with its log-prob",
+            )
+        log_mass[place] = top[0][0] - mask.logprobs[row][same][0]
+    return log_mass
 
 
 def _row_sizes(rows: Sequence[Sequence[object]]) -> np.ndarray:
     return np.fromiter(map(len, rows), np.int64, count=len(rows))
 
 
-def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray) -> np.ndarray:
-    """`[S]` log-prob of each sampled token over its kept support. Validation has shown that each row holds it exactly once."""
+def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:
+    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once; of dropped tokens over the vocabulary."""
     assert mask.logprobs is not None
-    sampled: np.ndarray = mask.logprobs[mask.ids == np.repeat(output_S, np.diff(mask.offsets))]
+    sizes = np.diff(mask.offsets)
+    sampled = full_S.copy()
+    sampled[sizes > 0] = mask.logprobs[mask.ids == np.repeat(output_S, sizes)]
     return sampled
 
 

@@ -40,6 +40,7 @@ class SglangEngine:
         self._wanted = Wanted(
             routes=config.replay.mode in ("R3", "auto") or config.probe.every > 0,
             mask=config.sampling_mask.mode == "keep",
+            violation=config.sampling_mask.violation,
         )
         if self._wanted.routes and not self._model.moe_layer_ids:
             raise CheckpointError(
@@ -128,6 +129,8 @@ class SglangEngine:
             request["return_routed_experts"] = True
         if self._wanted.mask:
             request |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+            if self._wanted.violation == "union":
+                request["top_logprobs_num"] = 1
         return request
 
     async def _greedy(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ def _inflated(block: bytes, limit: int) -> bytes:
         raise _damaged(f"block kind {kind!r}", "0 or 1")
     inflater = zlib.decompressobj()
     try:
-        raw = inflater.decompress(body, limit + 1)
+        raw: bytes = inflater.decompress(body, limit + 1)
     except zlib.error as error:
         raise _damaged(str(error), "deflated bytes") from error
     if not inflater.eof or inflater.unused_data:
@@ -183,7 +183,8 @@ def _inflated(block: bytes, limit: int) -> bytes:
 
 
 def _size_bytes(sizes: np.ndarray) -> bytes:
-    return np.minimum(sizes, _ESCAPE).astype(np.uint8).tobytes() + sizes[sizes >= _ESCAPE].astype("<u4").tobytes()
+    small: bytes = np.minimum(sizes, _ESCAPE).astype(np.uint8).tobytes()
+    return small + bytes(sizes[sizes >= _ESCAPE].astype("<u4").tobytes())
 
 
 def _sizes(raw: bytes, num_rows: int, vocab_size: int) -> np.ndarray:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
+from moe_trm.errors import RecordRejected
+from moe_trm.sampling_mask.violation import drop
 from moe_trm.types import MicroBatch, TrainRow
 from tests.unit.records import make_record
 
@@ -70,6 +75,31 @@ def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
         start, end = batch.kept_offsets[i : i + 2].tolist()
         assert target in batch.kept_ids[start:end].tolist()
     assert len(batch.kept_offsets) == len(targets) + 1
+
+
+def test_a_dropped_token_is_neither_scored_nor_counted() -> None:
+    record = make_record(num_prompt=3, num_sampled=4)
+    assert record.sampling_mask is not None
+    dropped = drop(record.sampling_mask, np.array([False, True, False, False]))
+    row = TrainRow(replace(record, sampling_mask=dropped), 1.0)
+    batch = collate(MicroBatch((row,)), keep_mask=True)
+    assert batch.mask[0].tolist() == [False, False, True, False, True, True]
+    assert batch.advantages[0].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert batch.versions[0].tolist() == [-1, -1, 0, -1, 0, 0]
+    assert batch.kept_offsets is not None
+    assert batch.kept_logprobs is not None
+    assert batch.kept_offsets.tolist() == [0, 3, 6, 9]
+    assert len(batch.kept_logprobs) == 9
+    [[mini]] = plan_step([row], seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=1)
+    assert mini.num_tokens == 3
+
+
+def test_a_mask_without_log_probs_is_refused() -> None:
+    record = make_record()
+    assert record.sampling_mask is not None
+    ids_only = replace(record.sampling_mask, logprobs=None)
+    with pytest.raises(RecordRejected, match="with its log-probs"):
+        collate(MicroBatch((TrainRow(replace(record, sampling_mask=ids_only), 1.0),)), keep_mask=True)
 
 
 def test_an_empty_micro_batch_is_padding_only() -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_a_good_answer_becomes_a_record() -> None:
     np.testing.assert_allclose(record.full_logprobs, [math.log(0.25), math.log(0.9)], rtol=1e-6)
     assert record.sampling_mask is not None
     assert record.sampling_mask.offsets.tolist() == [0, 2, 3]
-    assert record.sampling_mask.ids.tolist() == [2, 3, 1]
+    assert record.sampling_mask.ids.tolist() == [2, 3, 1], "ascending within each row"
     assert record.routes is not None
     assert np.array_equal(record.routes.experts, ROUTES)
     record.routes.check_tokens(record.tokens)
@@ -235,3 +235,52 @@ def test_a_step_of_answers_is_parsed_in_milliseconds() -> None:
         parse_answer(body, PROMPT, model, EVERYTHING, sample_id=index, group_id=0)
     # About 90 ms alone on one core, 384,000 kept ids; the bound leaves room for a machine shared with five others.
     assert time.perf_counter() - started < 1.0
+
+
+def with_violation() -> dict[str, Any]:
+    """The first sampled token, 3, is outside its mask of 2 and 4, whose probability is 0.5; the likeliest id is 2."""
+    answer = good()
+    answer["meta_info"] |= {
+        "output_token_sampling_mask": [[2, 4], [1]],
+        "output_token_sampling_logprobs": [[math.log(0.8), math.log(0.2)], [0.0]],
+        "output_top_logprobs": [[[math.log(0.4), 2, None]], [[math.log(0.9), 1, None]]],
+    }
+    return answer
+
+
+def test_union_adds_the_sampled_token_and_renormalises() -> None:
+    record = parse(with_violation(), Wanted(routes=True, mask=True, violation="union"))
+    mask = record.sampling_mask
+    assert mask is not None
+    assert mask.logprobs is not None
+    assert (mask.ids.tolist(), mask.offsets.tolist(), mask.violations) == ([2, 3, 4, 1], [0, 3, 4], 1)
+    np.testing.assert_allclose(np.exp(mask.logprobs), [0.4 / 0.75, 0.25 / 0.75, 0.1 / 0.75, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(record.rollout_logprobs), [0.25 / 0.75, 1.0], rtol=1e-6)
+    assert record.scored.all()
+
+
+def test_drop_empties_the_row() -> None:
+    record = parse(with_violation(), Wanted(routes=True, mask=True, violation="drop"))
+    mask = record.sampling_mask
+    assert mask is not None
+    assert (mask.ids.tolist(), mask.offsets.tolist(), mask.violations) == ([1], [0, 0, 1], 1)
+    assert record.scored.tolist() == [False, True]
+    assert record.num_sampled == 2
+
+
+@pytest.mark.parametrize("violation", ["reject", "union", "drop"])
+def test_violations_that_cannot_be_mended_reject(violation: Literal["reject", "union", "drop"]) -> None:
+    answer = with_violation()
+    answer["meta_info"] |= {"output_top_logprobs": None, "output_token_sampling_mask": [[2, 4], [5]]}
+    with pytest.raises(RecordRejected) as caught:
+        parse(answer, Wanted(routes=True, mask=True, violation=violation))
+    assert caught.value.reason == "mask_violation"
+
+
+@pytest.mark.parametrize("violation", ["union", "drop"])
+def test_other_faults_are_never_mended(violation: Literal["union", "drop"]) -> None:
+    answer = with_violation()
+    set_meta(output_token_sampling_mask=[[2, 4], []], output_token_sampling_logprobs=[[HALF, HALF], []])(answer)
+    with pytest.raises(RecordRejected) as caught:
+        parse(answer, Wanted(routes=True, mask=True, violation=violation))
+    assert caught.value.reason == "mask_empty"

@@ -1,0 +1,43 @@
+"""What the sampling masks of one step are like. Shape letters: S sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_trm.sampling_mask.codec import encode
+from moe_trm.sampling_mask.record import join
+from moe_trm.types import RolloutRecord, SamplingParams
+
+
+def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> dict[str, float]:
+    """`sampling_mask/*` of the accepted records; empty when none was recorded.
+
+    `size_mean`, `size_median`, `size_p99`, `size_max`, `singleton_fraction` of the kept sets; `kept_mass_mean`, the rollout engine's
+    own probability of them; `violations`, sampled tokens outside their set that were mended (rejected records are counted in
+    `records/rejected/mask_violation`); `top_k` in force; bytes per sampled token as encoded: `id_bytes_per_token`, and
+    `bytes_per_token` with the log-probs.
+    """
+    recorded = [(record, record.sampling_mask) for record in records if record.sampling_mask is not None]
+    if not recorded:
+        return {}
+    mask = join([mask for _, mask in recorded])
+    sampled = np.concatenate([record.tokens[record.sampled] for record, _ in recorded])
+    sizes = np.diff(mask.offsets)
+    scored = sizes > 0
+    log_mass = np.concatenate([record.full_logprobs - record.rollout_logprobs for record, _ in recorded])[scored]
+    vocab_size = 1 + int(max(mask.ids.max(), sampled.max()))
+    without_logprobs = type(mask)(mask.ids, mask.offsets)
+    return {
+        "sampling_mask/size_mean": float(sizes[scored].mean()),
+        "sampling_mask/size_median": float(np.median(sizes[scored])),
+        "sampling_mask/size_p99": float(np.quantile(sizes[scored], 0.99)),
+        "sampling_mask/size_max": float(sizes.max()),
+        "sampling_mask/singleton_fraction": float((sizes[scored] == 1).mean()),
+        "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
+        "sampling_mask/violations": float(mask.violations),
+        "sampling_mask/top_k": float(params.top_k),
+        "sampling_mask/id_bytes_per_token": len(encode(without_logprobs, sampled, vocab_size)) / len(sizes),
+        "sampling_mask/bytes_per_token": len(encode(mask, sampled, vocab_size)) / len(sizes),
+    }
