@@ -6,13 +6,14 @@ Synchronous training: the engine serves exactly the learner's weights while it s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.objective import Objective
+from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
 from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
@@ -34,7 +35,8 @@ def train(
     run_dir: Path,
 ) -> None:
     """Run `config.train.steps` steps. Raises on the first broken proof or failed push; nothing unproved is trained on."""
-    objective, probe, phases = Objective(config), Probe(config.probe, run_dir), Phases()
+    objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases()
+    judge = Judge()
     steps, every = config.train.steps, config.train.eval_every
     pusher.push(version=0)
     emit(sinks, 0, rollouts.evaluate(0))
@@ -49,7 +51,7 @@ def train(
                 probed = probe.run(step, learner, anchored, mode)
             with phases.time("update"):
                 updates = [
-                    learner.update(part.batches, part.sources, objective.bind(part, first=index == 0))
+                    learner.update(part.batches, part.sources, objective.bind(part, learner, first=index == 0))
                     for index, part in enumerate(anchored)
                 ]
             report = learner.replay_report()
@@ -57,20 +59,17 @@ def train(
                 pusher.push(version=step)
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
-        measured = objective.take(learner.reduce) | probed
-        emit(
-            sinks,
-            step,
-            {
-                **batch.metrics,
-                **measured,
-                **update_metrics(updates),
-                **replay_metrics(report),
-                **phases.take(),
-                "weights/version": step,
-                **evaluation,
-            },
-        )
+        measured = objective.take(learner) | probed
+        metrics = {
+            **batch.metrics,
+            **measured,
+            **update_metrics(updates),
+            **replay_metrics(report),
+            **phases.take(),
+            "weights/version": step,
+            **evaluation,
+        }
+        emit(sinks, step, {**metrics, **judge.say(metrics)})
 
 
 def score_anchors(learner: Learner, batch: TrainBatch, mode: ReplayMode, *, keep_mask: bool) -> list[Anchored]:
@@ -103,6 +102,6 @@ def replay_metrics(report: ReplayReport) -> dict[str, float]:
     }
 
 
-def emit(sinks: Sequence[Sink], step: int, metrics: dict[str, float]) -> None:
+def emit(sinks: Sequence[Sink], step: int, metrics: Mapping[str, float | str]) -> None:
     for sink in sinks:
         sink.write(step, metrics)

@@ -5,8 +5,10 @@ A metric travels as 0-d float64 tensors under `NAME:ROLE`. The roles of one name
 | roles | finished as |
 |---|---|
 | `sum`, `count` | `NAME` = sum / count |
+| `sum`, `squared`, `count` | `NAME_mean`, `NAME_std` |
 | `sum`, `square`, `count` | `NAME_mean`, `NAME_std`, `NAME_eff_sample_size` = mean^2 / mean of squares, in (0, 1] |
 | `x`, `y`, `xx`, `yy`, `xy`, `count` | `NAME` = Pearson correlation |
+| `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
 
 Which names exist depends on configuration and shapes, never on values: every rank has the same keys, an empty
 micro-batch included. A name with count 0 is left out of the result: there is nothing to say about nothing.
@@ -38,6 +40,33 @@ def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
     return mean(name, values, mask) | {f"{name}:square": _total(values.detach() ** 2, mask)}
 
 
+def deviation(name: str, values: Tensor, mask: Tensor) -> Summable:
+    """Mean and standard deviation of `values` where `mask` is True, for values whose effective sample size would mean nothing."""
+    return mean(name, values, mask) | {f"{name}:squared": _total(values.detach() ** 2, mask)}
+
+
+def maximum(name: str, values: Tensor) -> Summable:
+    """The largest of `values`; finished into nothing when there is none. NaN wins."""
+    return {f"{name}:max": highest(values)}
+
+
+def highest(values: Tensor) -> Tensor:
+    """The largest of `values` as a 0-d float64, -infinity when there is none."""
+    values = values.detach()
+    return values.amax().double() if values.numel() else values.new_full((), -math.inf, dtype=torch.float64)
+
+
+def lowest(values: Tensor) -> Tensor:
+    """The smallest of `values` as a 0-d float64, infinity when there is none."""
+    values = values.detach()
+    return values.amin().double() if values.numel() else values.new_full((), math.inf, dtype=torch.float64)
+
+
+def compared(name: str) -> bool:
+    """Whether the metric `name` is a maximum or minimum, which is compared where others are added."""
+    return name.endswith((":max", ":min"))
+
+
 def correlation(name: str, x: Tensor, y: Tensor, count: Tensor) -> Summable:
     """Pearson correlation of `x` and `y` over `count` positions; both must be 0 at all others."""
     # Variances are differences of sums: products need the full 53 bits.
@@ -47,12 +76,18 @@ def correlation(name: str, x: Tensor, y: Tensor, count: Tensor) -> Summable:
 
 
 def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
-    """The sum of several dicts of summable metrics, key by key."""
+    """The sum of several dicts of summable metrics, key by key; of maxima and minima the largest and the smallest."""
     total: Summable = {}
     for part in parts:
         for key, value in part.items():
-            total[key] = total[key] + value if key in total else value
+            total[key] = _joined(key, total[key], value) if key in total else value
     return total
+
+
+def _joined(key: str, one: Tensor, other: Tensor) -> Tensor:
+    if key.endswith(":max"):
+        return torch.maximum(one, other)
+    return torch.minimum(one, other) if key.endswith(":min") else one + other
 
 
 def finalize(metrics: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -74,18 +109,22 @@ def _total(values: Tensor, mask: Tensor) -> Tensor:
 def _finish(name: str, parts: Mapping[str, float]) -> dict[str, float]:
     if "" in parts:
         return {name: parts[""]}
+    extreme = parts.get("max", parts.get("min"))
+    if extreme is not None:
+        return {} if math.isinf(extreme) and (extreme < 0) == ("max" in parts) else {name: extreme}
     count = parts["count"]
     if count == 0:
         return {}
     if "xy" in parts:
         return _finish_correlation(name, parts, count)
     average = parts["sum"] / count
-    if "square" not in parts:
+    if "square" not in parts and "squared" not in parts:
         return {name: average}
-    square = parts["square"] / count
-    return {
-        f"{name}_mean": average,
-        f"{name}_std": math.sqrt(max(square - average**2, 0.0)),
+    square = parts.get("square", parts.get("squared", 0.0)) / count
+    both = {f"{name}_mean": average, f"{name}_std": math.sqrt(max(square - average**2, 0.0))}
+    if "squared" in parts:
+        return both
+    return both | {
         f"{name}_eff_sample_size": average**2 / square if square > 0 else 1.0,
     }
 

@@ -16,7 +16,7 @@ MASK_LIMIT = 4096
 
 def refusals(config: Config) -> list[Problem]:
     """Why this configuration cannot work; empty when it can."""
-    return [*_rollout(config), *_task(config), *_batch(config), *_parallel(config)]
+    return [*_rollout(config), *_task(config), *_batch(config), *_bypass(config), *_parallel(config)]
 
 
 def warnings(config: Config) -> list[str]:
@@ -94,12 +94,13 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{rows} sequences (rollout.prompts_per_step * rollout.group_size) in {parts} minibatches",
             expected=f"a divisor of {rows}",
         )
-    if config.rollout.group_size == 1:
+    if config.rollout.group_size == 1 and config.advantage.name != "reinforce_plus_plus":
         yield Problem(
             "rollout.group_size",
-            "the advantage compares the samples of one prompt; with one sample it is always 0",
+            f"advantage.name={config.advantage.name} compares the samples of one prompt; with one sample there is no baseline",
             got="1",
             expected="at least 2",
+            fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
         )
     for rule in config.correction.rules:
         yield from _exact_divergence(config, rule)
@@ -110,6 +111,17 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"rule {name} is listed more than once, and its metrics would overwrite each other",
             got=str(names.count(name)),
             expected="once",
+        )
+
+
+def _bypass(config: Config) -> Iterator[Problem]:
+    preset = config.correction.preset or ""
+    if preset.startswith("bypass_") and config.replay.mode == "R2":
+        yield Problem(
+            "replay.mode",
+            "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
+            got=f"R2 with correction.preset={preset}",
+            expected="R3 or none",
         )
 
 
@@ -169,6 +181,18 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
+        (
+            "advantage",
+            "normalize_std",
+            config.advantage.name not in ("grpo", "pass_at_k"),
+            f"advantage.name={config.advantage.name} has no such choice",
+        ),
+        (
+            "correction",
+            "calibration_steps",
+            all(rule.target_reject_rate is None for rule in config.correction.rules),
+            "no rule has a target_reject_rate",
+        ),
     ]
     for section, key, idle_now, reason in idle:
         if idle_now and key in getattr(config, section).model_fields_set:

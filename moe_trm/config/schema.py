@@ -146,10 +146,19 @@ class ProbeConfig(Section):
 class AdvantageConfig(Section):
     """From rewards to advantages."""
 
-    name: Literal["grpo"] = "grpo"
-    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation."""
+    name: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "pass_at_k",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation; the others are described in docs/methods.md."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
+    """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
 
 
 class RuleConfig(Section):
@@ -159,30 +168,97 @@ class RuleConfig(Section):
     """A registered correction, e.g. `trm_max`, `icepop`, `opsm`."""
     thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
+    target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows) over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
+
+
+Preset = Literal[
+    "disabled",
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_token_icepop",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+]
 
 
 class CorrectionConfig(Section):
     """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
 
+    preset: Preset | None = None
+    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
-    """Applied together: weights multiply, keep masks are joined by AND, each is reported."""
+    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
+    batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(_bare_off)] = "off"
+    """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
+    calibration_steps: Positive = 5
+    """Steps over which rules with a `target_reject_rate` only measure."""
+
+
+Loss = Literal[
+    "aspo",
+    "cispo",
+    "clip_cov",
+    "ctpo",
+    "dispo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "espo",
+    "gmpo",
+    "gpg",
+    "gspo",
+    "gspo_token",
+    "ipo_tv",
+    "kl_cov",
+    "m2po_clip",
+    "minirl",
+    "minpro",
+    "oapl",
+    "ppo_clip",
+    "quatro",
+    "r2vpo",
+    "reinforce",
+    "sapo",
+    "tbpo",
+    "topr",
+    "turn_ppo",
+    "unclipped",
+    "vespo",
+]
 
 
 class LossConfig(Section):
     """The policy objective."""
 
-    name: Literal["ppo_clip"] = "ppo_clip"
-    """Policy objective on `log_update`. With corrections on the engine ratio, `ppo_clip` is decoupled PPO."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """The update ratio is clipped below at 1 minus this."""
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """The update ratio is clipped above at 1 plus this."""
+    name: Loss | None = None
+    """Policy objective, described in docs/methods.md; none: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above at 1 plus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages; none: unbounded, as in plain PPO."""
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
-    """How token losses become one number; denominators are those of the batch before correction."""
+    parameters: dict[str, float | str] = {}
+    """Further parameters of the loss by name, and `ratio`: the log-ratio it reads, if not its usual one."""
+    aggregation: (
+        Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+        | None
+    ) = None
+    """How token losses become one number; none: as in the loss's published form (`ppo_clip`: token-mean). Denominators are those of the batch before correction."""
 
 
 class OptimizerConfig(Section):

@@ -13,13 +13,14 @@ from moe_trm.ratios import LogRatios
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything a rule may look at, all of shape `[B, T]` and read only where `ratios.mask` is True.
+    """Everything a rule may look at; `[B, T]` values are read only where `ratios.mask` is True.
 
     Attributes:
         ratios: the decomposed log-ratios; rules detach what they read.
         advantages: advantage of each token.
         turn_ids: turn of each token, or None for single-turn data.
         versions: weight version that sampled each token, or None.
+        rewards: `[B]` reward of each row, or None: who was right, for the strata of acceptance.
         exact_kl: KL(mu || pi_theta) of each context over the recorded support, or None when only sampled tokens are known.
     """
 
@@ -28,6 +29,7 @@ class Evidence:
     turn_ids: Tensor | None = None
     versions: Tensor | None = None
     exact_kl: Tensor | None = None
+    rewards: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:

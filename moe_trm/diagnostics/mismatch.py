@@ -1,25 +1,31 @@
-"""How far two policies are apart on the sampled tokens, ratio by ratio. Shape letters: B sequences, T tokens."""
+"""How far two policies are apart on the sampled tokens, ratio by ratio.
+
+Shape letters: B sequences, T tokens, N sampled tokens, packed: padding is dropped before anything is computed of single tokens.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
-from moe_trm.corrections.rows import row_mean, row_sum
-from moe_trm.ratios import LogRatios, clamp_log_ratio
+from moe_trm.ratios import clamp_log_ratio
 
 HIGH_RATIO = 2.0
+BLOCK = 1 << 15
+"""Tokens worked on together: what they need stays in a core's cache."""
 
 
-def metrics(evidence: Evidence) -> summable.Summable:
+def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.Summable:
     """Mismatch metrics of each part of the log-ratio, summable; `finalize` turns them into numbers.
 
-    Prefixes: `engine/`, `staleness/`, `total/`; or `merged/`, `update/`, `total/` when the weights that sampled are gone.
-    With x a log-ratio between a later and an earlier policy and means over sampled tokens, or over rows that have any:
+    Prefixes: `engine/`, `staleness/`, `total/`; or `merged/`, `update/`, `total/` when the weights that sampled are gone; `names`
+    asks for fewer. With x a log-ratio between a later and an earlier policy and means over sampled tokens, or over rows that
+    have any:
 
     | name | definition |
     |---|---|
@@ -28,69 +34,108 @@ def metrics(evidence: Evidence) -> summable.Summable:
     | `abs_log_ratio` | mean abs(x) |
     | `chi2_token`, `chi2_seq` | mean(e^{2x}) - 1 of tokens; of row sums |
     | `log_ppl_diff`, `log_ppl_abs_diff`, `ppl_ratio` | mean over rows of d, abs(d), e^d with d = mean_t(-x) |
-    | `rollout_is_{mean,std,eff_sample_size}` | of e^x over tokens |
-    | `rollout_is_seq_{mean,std,eff_sample_size}` | of e^{sum x} over rows |
+    | `rollout_is_{mean,std,eff_sample_size,max,min}` | of e^x over tokens |
+    | `rollout_is_seq_{mean,std,eff_sample_size,max,min}` | of e^{sum x} over rows |
     | `rollout_is_high_fraction`, `rollout_is_low_fraction` | share of tokens with e^x above 2, below 1/2 |
 
     `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
-    `probs_pearson` and `probs_diff_{mean,std}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
-    With the rollout's log-probs of its kept support, `total/exact_kl` is the mean KL(rollout || current) on it, not an estimate.
+    `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
     Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential. Source: methods.md 8.1.
     """
     ratios = evidence.ratios
-    names = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
-    parts = [_ratio_metrics(name, ratios.get(name).detach(), ratios.mask) for name in names]
-    parts += [_policy_metrics(name, ratios) for name in (names[0], "total")]
-    if evidence.exact_kl is not None:
-        parts.append(summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask))
-    return summable.add(parts)
+    known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
+    index, lengths = ratios.mask.flatten().nonzero()[:, 0], ratios.mask.sum(dim=1)
+    rollout_N = ratios.rollout_logprobs.flatten()[index]
+    result: summable.Summable = {}
+    for name in known:
+        if names is None or name in names:
+            # Log-ratios are 0 off the mask: their rows may be summed as they are.
+            log_ratio = ratios.get(name).detach()
+            log_ratio_N = log_ratio.flatten()[index]
+            result |= _token_metrics(name, log_ratio_N) | _row_metrics(name, log_ratio, lengths)
+            if name in (known[0], "total"):
+                result |= _policy_metrics(name, rollout_N, log_ratio_N)
+                result |= _perplexities(name, ratios.rollout_logprobs, log_ratio, lengths)
+    return result
 
 
-def _ratio_metrics(name: str, log_ratio: Tensor, mask: Tensor) -> summable.Summable:
-    # Log-ratios are 0 off the mask, and so is every summand below: no further masking, few passes over the tokens.
-    x, rows = clamp_log_ratio(log_ratio), mask.any(dim=1)
-    tokens = mask.sum(dtype=torch.float64)
-    sum_x, sum_expm1, sum_expm1_twice = _sum(x), _sum(x.expm1()), _sum((2 * x).expm1())
-    row_total = clamp_log_ratio(row_sum(log_ratio, mask))
-    drop = -row_mean(x, mask)
+def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
+    sums = torch.zeros(6, dtype=torch.float64, device=log_ratio_N.device)
+    limit = math.log(HIGH_RATIO)
+    for block in torch.split(log_ratio_N, BLOCK):
+        x = clamp_log_ratio(block)
+        less = x.expm1()
+        parts = (x, x.abs(), less, less * (less + 2), x > limit, x < -limit)
+        sums += torch.stack([_sum(part) for part in parts])
+    sum_x, sum_abs, sum_expm1, sum_expm1_twice, num_high, num_low = sums.unbind()
+    tokens = torch.tensor(float(len(log_ratio_N)), dtype=torch.float64, device=log_ratio_N.device)
     per_token = {
         "kl": -sum_x,
         "k3_kl": (sum_expm1 - sum_x).clamp(min=0.0),
-        "abs_log_ratio": _sum(x.abs()),
+        "abs_log_ratio": sum_abs,
         "chi2_token": sum_expm1_twice,
-        "rollout_is_high_fraction": (x > math.log(HIGH_RATIO)).sum(dtype=torch.float64),
-        "rollout_is_low_fraction": (x < -math.log(HIGH_RATIO)).sum(dtype=torch.float64),
+        "rollout_is_high_fraction": num_high,
+        "rollout_is_low_fraction": num_low,
         "rollout_is": sum_expm1 + tokens,
     }
     metrics = {f"{name}/{key}:sum": value for key, value in per_token.items()}
     metrics |= {f"{name}/{key}:count": tokens for key in per_token}
     metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
+    return metrics | _extremes(f"{name}/rollout_is", log_ratio_N)
+
+
+def _row_metrics(name: str, log_ratio: Tensor, lengths: Tensor) -> summable.Summable:
+    rows = lengths > 0
+    total = clamp_log_ratio(log_ratio.sum(dim=1))
+    drop = -clamp_log_ratio(log_ratio).sum(dim=1) / lengths.clamp(min=1)
     return {
-        **metrics,
-        **summable.maximum(f"{name}/rollout_is_max", x.exp()),  # 0 off the mask: 1
-        **summable.minimum(f"{name}/rollout_is_min", x.exp()),
-        **summable.mean(f"{name}/chi2_seq", (2 * row_total).expm1(), rows),
+        **summable.mean(f"{name}/chi2_seq", (2 * total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
         **summable.mean(f"{name}/log_ppl_abs_diff", drop.abs(), rows),
         **summable.mean(f"{name}/ppl_ratio", drop.exp(), rows),
-        **summable.moments(f"{name}/rollout_is_seq", row_total.exp(), rows),
+        **summable.moments(f"{name}/rollout_is_seq", total.exp(), rows),
+        **_extremes(f"{name}/rollout_is_seq", total[rows]),
     }
 
 
-def _policy_metrics(name: str, ratios: LogRatios) -> summable.Summable:
-    mask, rows = ratios.mask, ratios.mask.any(dim=1)
-    rollout = ratios.rollout_logprobs
-    training = rollout + ratios.get(name).detach()
-    p, q = torch.where(mask, rollout.exp(), 0.0), torch.where(mask, training.exp(), 0.0)
-    tokens, gap = mask.sum(dtype=torch.float64), (p - q).abs()
+def _extremes(name: str, log_ratios: Tensor) -> summable.Summable:
+    """Largest and smallest ratio, from the extremes of its logarithm; infinities of no values at all stay what they are."""
+    top, bottom = summable.highest(log_ratios), summable.lowest(log_ratios)
     return {
-        **summable.mean(f"{name}/rollout_ppl", (-row_mean(rollout, mask)).exp(), rows),
-        **summable.mean(f"{name}/training_ppl", (-row_mean(training, mask)).exp(), rows),
-        **summable.correlation(f"{name}/probs_pearson", p, q, tokens),
-        f"{name}/probs_diff:sum": _sum(gap),
-        f"{name}/probs_diff:squared": _sum(gap * gap),
+        f"{name}_max:max": torch.where(top == -math.inf, top, clamp_log_ratio(top).exp()),
+        f"{name}_min:min": torch.where(bottom == math.inf, bottom, clamp_log_ratio(bottom).exp()),
+    }
+
+
+def _policy_metrics(name: str, rollout_N: Tensor, log_ratio_N: Tensor) -> summable.Summable:
+    sums = torch.zeros(7, dtype=torch.float64, device=rollout_N.device)
+    widest = summable.maximum(f"{name}/probs_diff_max", rollout_N[:0])
+    for rollout, log_ratio in zip(torch.split(rollout_N, BLOCK), torch.split(log_ratio_N, BLOCK), strict=True):
+        p = rollout.exp()
+        q = (rollout + log_ratio).exp()
+        gap = (p - q).abs_()
+        # Variances are differences of sums: products need the full 53 bits.
+        p, q = p.double(), q.double()
+        sums += torch.stack([p.sum(), q.sum(), p @ p, q @ q, p @ q, _sum(gap), _sum(gap * gap)])
+        widest = summable.add([widest, summable.maximum(f"{name}/probs_diff_max", gap)])
+    roles = dict(zip(("x", "y", "xx", "yy", "xy"), sums, strict=False))
+    tokens = torch.tensor(float(len(rollout_N)), dtype=torch.float64, device=rollout_N.device)
+    return {
+        **{f"{name}/probs_pearson:{role}": value for role, value in roles.items()},
+        f"{name}/probs_pearson:count": tokens,
+        f"{name}/probs_diff:sum": sums[5],
+        f"{name}/probs_diff:squared": sums[6],
         f"{name}/probs_diff:count": tokens,
-        **summable.maximum(f"{name}/probs_diff_max", gap),
+        **widest,
+    }
+
+
+def _perplexities(name: str, rollout: Tensor, log_ratio: Tensor, lengths: Tensor) -> summable.Summable:
+    rows, count = lengths > 0, lengths.clamp(min=1)
+    surprise, moved = -rollout.sum(dim=1), log_ratio.sum(dim=1)
+    return {
+        **summable.mean(f"{name}/rollout_ppl", (surprise / count).exp(), rows),
+        **summable.mean(f"{name}/training_ppl", ((surprise - moved) / count).exp(), rows),
     }
 
 

@@ -12,10 +12,12 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 
 
 def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
-    """Share of rows that lost no token, by number of sampled tokens and by sign of the row's summed advantage.
+    """Share of rows that lost no token, by length, sign of the row's summed advantage, correctness and turns; of tokens after a tool.
 
     `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up`; `acceptance/positive`,
-    `acceptance/negative`, `acceptance/zero`. The edges are fixed, so that counts of different batches may be added. A rule
+    `acceptance/negative`, `acceptance/zero`; `acceptance/correct`, `acceptance/wrong` (reward above 0 or not) where rewards are
+    known; where turns are, `acceptance/multi_turn` of rows with several turns, and the share of *tokens* kept in the first turn
+    and after it, `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens`. The edges are fixed, so that counts of different batches may be added. A rule
     that is neutral to length shows about the same share everywhere. Source: methods.md 8.3.
     """
     mask = evidence.mask
@@ -32,4 +34,13 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
         strata[f"length_{low}_{high}"] = (lengths >= low) & (lengths <= high)
         low = high + 1
     strata[f"length_{low}_up"] = lengths >= low
-    return summable.add(summable.fraction(f"acceptance/{name}", intact, rows) for name, rows in strata.items())
+    if evidence.rewards is not None:
+        strata |= {"correct": some & (evidence.rewards > 0), "wrong": some & ~(evidence.rewards > 0)}
+    tokens: dict[str, Tensor] = {}
+    if evidence.turn_ids is not None:
+        later = mask & (evidence.turn_ids > 0)
+        strata["multi_turn"] = later.any(dim=1)
+        tokens = {"first_turn_tokens": mask & ~later, "later_turn_tokens": later}
+    by_token = [summable.fraction(f"acceptance/{name}", correction.keep, chosen) for name, chosen in tokens.items()]
+    by_row = [summable.fraction(f"acceptance/{name}", intact, rows) for name, rows in strata.items()]
+    return summable.add(by_row + by_token)

@@ -11,9 +11,9 @@ import orjson
 
 
 class Sink(Protocol):
-    """Receives one mapping of metric names to numbers per step."""
+    """Receives one mapping of metric names to numbers (and of `verdict` to its sentence) per step."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None: ...
 
 
 class JsonLines:
@@ -22,13 +22,13 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._file.write(orjson.dumps({"step": step, **metrics}, option=orjson.OPT_SORT_KEYS) + b"\n")
         self._file.flush()
 
 
 class ProgressLines:
-    """One plain line per step, for terminals and logs alike."""
+    """One plain line per step, for terminals and logs alike, and the verdict under it when it is another one."""
 
     _FIELDS: Sequence[tuple[str, str, str]] = (
         ("reward/mean", "reward", "{:.3f}"),
@@ -46,8 +46,13 @@ class ProgressLines:
     )
 
     def __init__(self, steps: int, stream: TextIO = sys.stdout) -> None:
-        self._steps, self._stream = steps, stream
+        self._steps, self._stream, self._setting = steps, stream, ""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         parts = [f"{label} {form.format(metrics[key])}" for key, label, form in self._FIELDS if key in metrics]
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
+        setting = str(metrics.get("verdict/config", ""))
+        if "verdict" in metrics and (setting != self._setting or step == 1):
+            advice = f" Try {setting}." if setting else ""
+            print(f"        {metrics['verdict']}{advice}", file=self._stream, flush=True)
+            self._setting = setting

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_trm.batch.advantages import grpo
+from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, RecordRejected
@@ -70,9 +70,11 @@ class RolloutController:
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        advantages = grpo(
+        advantages = outcome_advantages(
+            self._config.advantage.name,
             np.array([record.reward for record in records], np.float64),
             np.array([record.group_id for record in records]),
+            np.array([record.num_sampled for record in records]),
             normalize_std=self._config.advantage.normalize_std,
         )
         rows = [TrainRow(record, float(advantage)) for record, advantage in zip(records, advantages, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from moe_trm.batch import advantages as adv
 from moe_trm.batch import token_advantages as token_adv
+from moe_trm.batch.outcome import OUTCOME, outcome_advantages
+from moe_trm.config.schema import AdvantageConfig
 from moe_trm.errors import ConfigError
 
 R = np.array([1, 0, 1, 0, 0.5, 0.5])
@@ -103,3 +107,31 @@ def test_reinforce_plus_plus_whitens_over_sampled_tokens() -> None:
     baseline = token_adv.reinforce_plus_plus_baseline(np.array([1.0, 0.0]), np.zeros(2, int), mask)
     assert baseline[mask].mean() == pytest.approx(0)
     assert not baseline[~mask].any()
+
+
+def test_every_estimator_by_name_is_the_function_it_names() -> None:
+    assert set(get_args(AdvantageConfig.model_fields["name"].annotation)) == set(OUTCOME)
+    lengths = np.array([4, 2, 6, 3, 3, 6])
+    expected = {
+        "grpo": adv.grpo(R, G),
+        "dr_grpo": adv.grpo(R, G, normalize_std=False),
+        "rloo": adv.rloo(R, G),
+        "opo": adv.opo(R, G, lengths),
+        "gpg": adv.gpg(R, G),
+        "pass_at_k": adv.pass_at_k(R, G),
+    }
+    for name, values in expected.items():
+        np.testing.assert_array_equal(outcome_advantages(name, R, G, lengths), values)
+    mask = np.arange(6) < lengths[:, None]
+    last = np.where(np.arange(6) == lengths[:, None] - 1, R[:, None], 0.0)
+    tokens = token_adv.reinforce_plus_plus(last, mask)
+    np.testing.assert_allclose(outcome_advantages("reinforce_plus_plus", R, G, lengths)[:, None] * mask, tokens)
+    tokens = token_adv.reinforce_plus_plus_baseline(R, G, mask)
+    rows = outcome_advantages("reinforce_plus_plus_baseline", R, G, lengths)
+    np.testing.assert_allclose(rows[:, None] * mask, tokens)
+
+
+def test_pass_at_k_of_a_lonely_survivor_is_nothing() -> None:
+    got = outcome_advantages("pass_at_k", np.array([1.0, 0.0, 1.0]), np.array([0, 0, 1]), np.ones(3))
+    assert got[0] > 0
+    assert got[1:].tolist() == [0.0, 0.0]

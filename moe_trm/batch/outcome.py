@@ -1,0 +1,67 @@
+"""Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone. Shape letter: N rows.
+
+ReMax (greedy answers), GDPO (several rewards), GAE (a critic) and OTB (sums of squared probabilities) need more than a run
+records; they are functions of `batch.advantages` and `batch.token_advantages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moe_trm.batch import advantages as estimators
+from moe_trm.batch.advantages import Array, Groups
+from moe_trm.parameters import unknown
+
+
+def outcome_advantages(
+    name: str, rewards: Array, group_ids: Array, num_tokens: Array, *, normalize_std: bool = True
+) -> Array:
+    """The advantage of each row under the estimator `name`, `[N]` float64. Raises `ConfigError` for an unknown name.
+
+    Args:
+        rewards, group_ids: `[N]` reward and prompt of each row.
+        num_tokens: `[N]` sampled tokens of each row.
+        normalize_std: for `grpo` and `pass_at_k`.
+    """
+    if name not in OUTCOME:
+        raise unknown("advantage", name, OUTCOME, "advantage.name")
+    result: Array = OUTCOME[name](
+        np.asarray(rewards, np.float64), np.asarray(group_ids), np.asarray(num_tokens), normalize_std
+    )
+    return result
+
+
+def whiten_rows(values: Array, num_tokens: Array) -> Array:
+    """Row values whitened over all *tokens* of the batch, each token carrying its row's value: what `whiten` gives on the tokens.
+
+    (x - m) / sqrt(v + 1e-8) with m = sum_i T_i x_i / M, v = sum_i T_i (x_i - m)^2 / (M - 1), M = sum_i T_i.
+    """
+    total = float(num_tokens.sum())
+    if total == 0:
+        return values
+    centered = values - (num_tokens * values).sum() / total
+    variance = (num_tokens * centered**2).sum() / (total - 1) if total > 1 else 1.0
+    return np.asarray(centered / np.sqrt(variance + 1e-8))
+
+
+def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool) -> Array:
+    # Rejected samples may leave one of a group: alone it leads nobody.
+    several = Groups(group_ids).size > 1
+    result = np.zeros_like(rewards)
+    result[several] = estimators.pass_at_k(rewards[several], group_ids[several], normalize_std=normalize_std)
+    return result
+
+
+OUTCOME: dict[str, Callable[[Array, Array, Array, bool], Any]] = {
+    "grpo": lambda r, g, t, std: estimators.grpo(r, g, normalize_std=std),
+    "dr_grpo": lambda r, g, t, std: estimators.grpo(r, g, normalize_std=False),
+    "rloo": lambda r, g, t, std: estimators.rloo(r, g),
+    "opo": lambda r, g, t, std: estimators.opo(r, g, t),
+    "gpg": lambda r, g, t, std: estimators.gpg(r, g),
+    "pass_at_k": _pass_at_k,
+    "reinforce_plus_plus": lambda r, g, t, std: whiten_rows(r, t),
+    "reinforce_plus_plus_baseline": lambda r, g, t, std: whiten_rows(Groups(g).centered(r), t),
+}

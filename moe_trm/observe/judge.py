@@ -1,0 +1,20 @@
+"""The verdict of each step, from everything measured so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, verdict
+
+
+class Judge:
+    """Remembers finished metrics and says in one sentence what they mean; steps without training have no verdict."""
+
+    def __init__(self) -> None:
+        self._history: list[Mapping[str, float]] = []
+
+    def say(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """`verdict`, and `verdict/config`, the setting that acts on it, if one does. An alarm about a correction comes first."""
+        self._history = [*self._history[-LENGTH_WINDOW:], metrics]
+        found = mask_hides_gap(self._history) or verdict(self._history)
+        return {"verdict": found.sentence} | ({"verdict/config": found.config} if found.config else {})

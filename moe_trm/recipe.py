@@ -1,0 +1,160 @@
+"""From configuration to the mathematics of a run: preset and rules, loss, aggregation, all names and parameters checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_trm import corrections, losses
+from moe_trm.config.schema import Config, LossConfig, RuleConfig
+from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.errors import ConfigError
+from moe_trm.losses import BoundObjective
+from moe_trm.parameters import Parameter
+
+FROM_ANCHORS = ("engine", "lag", "merged")
+"""Ratios that do not move while the weights are updated."""
+
+
+@dataclass(frozen=True)
+class Uncalibrated:
+    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads."""
+
+    rule: RegisteredRule
+    target_reject_rate: float
+    fixed: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run computes from log-probs.
+
+    Attributes:
+        rules: corrections with their thresholds.
+        uncalibrated: corrections that measure first.
+        batch_normalize: over what the weights are divided by their mean.
+        loss: the policy objective.
+        aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
+    """
+
+    rules: tuple[BoundRule, ...]
+    uncalibrated: tuple[Uncalibrated, ...]
+    batch_normalize: Literal["off", "token", "sequence"]
+    loss: BoundObjective
+    aggregation: str
+    horizon: int
+
+    @property
+    def whole_rules(self) -> bool:
+        """Whether corrections need the whole minibatch at once."""
+        return self.batch_normalize != "off" or any(bound.rule.scope == "batch" for bound in self.rules)
+
+    @property
+    def whole_loss(self) -> bool:
+        """Whether the loss needs the whole minibatch at once."""
+        return self.loss.objective.scope == "batch"
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is computed over the whole minibatch changes with the weights in training."""
+        return self.whole_loss or any(bound.ratio not in FROM_ANCHORS for bound in self.rules)
+
+
+def recipe(config: Config) -> Recipe:
+    """The recipe that `correction`, `loss` and `rollout.max_new_tokens` describe.
+
+    Raises:
+        ConfigError: an unknown name, threshold or parameter, or a combination that cannot work.
+    """
+    correction = config.correction
+    preset = corrections.presets[correction.preset] if correction.preset else None
+    rules = [corrections.get(name).bind(**thresholds) for name, thresholds in (preset.rules if preset else ())]
+    uncalibrated = []
+    for item in correction.rules:
+        if item.target_reject_rate is None:
+            rules.append(corrections.get(item.name).bind(**item.thresholds))
+        else:
+            uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
+    pending = [placeholder(item) for item in uncalibrated]
+    corrections.compose([*rules, *pending], whole_minibatch=True)
+    if correction.batch_normalize != "off" and not rules and not pending:
+        raise ConfigError(
+            "there are no weights to normalise",
+            where="correction.batch_normalize",
+            got=correction.batch_normalize,
+            expected="off, or a rule that weighs, such as token_tis",
+        )
+    loss = _loss(config.loss, preset.loss if preset else None)
+    return Recipe(
+        rules=tuple(rules),
+        uncalibrated=tuple(uncalibrated),
+        batch_normalize=correction.batch_normalize,
+        loss=loss,
+        aggregation=config.loss.aggregation or loss.objective.aggregation,
+        horizon=config.rollout.max_new_tokens,
+    )
+
+
+def placeholder(item: Uncalibrated) -> BoundRule:
+    """The rule with an arbitrary threshold: for checking its other settings, never for rejecting."""
+    assert item.rule.calibrate is not None
+    return item.rule.bind(**{**item.rule.calibrate(1.0), **item.fixed})
+
+
+def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
+    rule, where = corrections.get(item.name), f"correction {item.name}, target_reject_rate"
+    if rule.calibrate is None:
+        raise ConfigError(
+            "this rule cannot be calibrated: it does not compare one score with one threshold",
+            where=where,
+            got=target,
+            expected="thresholds given by value, or one of "
+            + ", ".join(name for name in corrections.names() if corrections.get(name).calibrate is not None),
+        )
+    chosen = sorted(set(rule.calibrate(1.0)) & set(item.thresholds))
+    if chosen:
+        raise ConfigError(
+            "a threshold is either given or chosen from a target",
+            where=where,
+            got=f"{', '.join(chosen)} and target_reject_rate={target}",
+            expected="one of the two",
+        )
+    return Uncalibrated(rule, target, dict(item.thresholds))
+
+
+def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundObjective:
+    if of_preset and config.name not in (None, of_preset[0]):
+        raise ConfigError(
+            "the preset has its own loss",
+            where="loss.name",
+            got=config.name,
+            expected=f"none or {of_preset[0]}",
+            fix="choose a decoupled preset, which takes any loss, or write the rules out in correction.rules",
+        )
+    name, parameters = of_preset or (config.name or "ppo_clip", {})
+    if name == "espo":
+        raise ConfigError(
+            "espo groups tokens by predictive entropy, which the learner does not compute",
+            where="loss.name",
+            got=name,
+            expected=", ".join(other for other in losses.names() if other != "espo"),
+        )
+    typed: dict[str, Parameter] = {
+        key: value
+        for key, value in (
+            ("clip_low", config.clip_low),
+            ("clip_high", config.clip_high),
+            ("dual_clip", config.dual_clip),
+        )
+        if value is not None
+    }
+    twice = sorted(set(typed) & set(config.parameters))
+    if twice:
+        raise ConfigError(
+            "a loss parameter is given twice",
+            where="loss.parameters",
+            got=", ".join(twice),
+            expected="once, as a field",
+        )
+    return losses.get(name).bind(**{**parameters, **typed, **config.parameters})
