@@ -49,8 +49,10 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     from moe_trm.rollout.supervisor import start_server
 
     api_key = api_key_for(config) or secrets.token_hex(16)
-    overrides = [*overrides, f"rollout.server.port={config.rollout.server.port or free_port()}"]
-    config = load(config_path, overrides)
+    port = config.rollout.server.port or free_port()
+    overrides = [*overrides, f"rollout.server.port={port}"]
+    server_config = config.rollout.server.model_copy(update={"port": port})
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server_config})})
     run_dir = Path(config.run_dir) / config.name
     run_dir.mkdir(parents=True, exist_ok=True)
     print(

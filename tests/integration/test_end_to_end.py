@@ -82,6 +82,22 @@ def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Pa
         }
 
 
+@pytest.mark.parametrize(("mode", "replayed_passes"), [("none", 1), ("R2", 2), ("auto", 2)])
+def test_other_replay_modes_on_the_same_rollouts(
+    live: Path, folder: Path, config: Path, mode: str, replayed_passes: int
+) -> None:
+    """Two minibatches of fresh samples: `auto` is R2. Neither replays in the behaviour pass, and both start every step on-policy."""
+    overrides = [f"replay.mode={mode}", "learner.parallel.expert=1", "train.steps=1"]
+    assert from_bundle(config, f"mode-{mode}", folder / "bundle", *overrides) == 0
+    row, r3 = metrics_of(folder / "runs" / f"mode-{mode}")[1], metrics_of(live)[1]
+    assert row["update/first_nonzero_fraction"] == 0.0
+    assert row["replay/applied_fraction"] == 1.0
+    # R3 replays the behaviour pass and the updates; R2 the updates and the probe's pass; none the probe's pass alone.
+    assert row["replay/token_layers"] == replayed_passes * r3["replay/token_layers"] / 2
+    assert row["engine/k3_kl"] == pytest.approx(r3["probe/native_k3_kl"], rel=1e-3)
+    assert row["probe/replayed_k3_kl"] == pytest.approx(r3["engine/k3_kl"], rel=1e-3)
+
+
 def shift_rows(record: RolloutRecord) -> RolloutRecord:
     routes = with_routes(record)
     return replace(record, routes=replace(routes, experts=np.roll(routes.experts, 1, axis=0)))
