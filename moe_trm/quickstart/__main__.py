@@ -101,7 +101,8 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
     """One RL run on the real engines; its run directory keeps everything it measured."""
     print(f"\n== {trial.name}", flush=True)
     started = time.perf_counter()
-    overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", *extra, *trial.overrides]
+    overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
+    overrides += [*extra, *trial.overrides]
     code = run_job(config, overrides)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=f"{run_dir}/{trial.name}")
