@@ -1,0 +1,219 @@
+"""Log-probs that never hold `[T, V]`: time and extra memory against the plain way, forward and backward.
+
+`python -m benchmarks.logprobs --json FILE`. The plain way: logits, log-softmax, gather (for masks: the ids outside filled with -inf).
+Plain and ours alternate, and the time ratio is the median over pairs. Extra memory is the peak beyond inputs and gradients. The
+longest rows run ours alone, to show that memory does not follow the number of tokens. The last rows weigh encoded masks against their
+entropy. Shape letters: T tokens, V vocabulary, H hidden size, M kept ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.masks import entropy_bits_per_token, published_sizes, synthetic_mask
+from benchmarks.table import Row, report
+from moe_trm.sampling_mask.codec import encode
+from moe_trm.sampling_mask.dense import full_logprobs
+from moe_trm.sampling_mask.logprobs import masked_logprobs, masked_logprobs_and_kl
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one size. `slope` stands for the loss behind the log-probs."""
+
+    hidden_TH: Tensor
+    weight_VH: Tensor
+    target_T: Tensor
+    kept_ids: Tensor
+    kept_offsets: Tensor
+    slope_T: Tensor
+
+
+Way = Callable[[Case], Tensor]
+
+
+def plain_full(case: Case) -> Tensor:
+    logits_TV = case.hidden_TH @ case.weight_VH.T
+    return logits_TV.log_softmax(-1).gather(1, case.target_T[:, None])[:, 0]
+
+
+def plain_masked(case: Case) -> Tensor:
+    logits_TV = case.hidden_TH @ case.weight_VH.T
+    row = torch.repeat_interleave(case.kept_offsets.diff())
+    allowed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+    allowed_TV[row, case.kept_ids] = True
+    return logits_TV.masked_fill(~allowed_TV, -torch.inf).log_softmax(-1).gather(1, case.target_T[:, None])[:, 0]
+
+
+def our_full(case: Case) -> Tensor:
+    return full_logprobs(case.hidden_TH, case.weight_VH, case.target_T)
+
+
+def our_masked(case: Case) -> Tensor:
+    return masked_logprobs(case.hidden_TH, case.weight_VH, case.target_T, case.kept_ids, case.kept_offsets)
+
+
+def our_masked_with_kl(case: Case) -> Tensor:
+    mu = torch.repeat_interleave(-case.kept_offsets.diff().float().log(), case.kept_offsets.diff())
+    return masked_logprobs_and_kl(case.hidden_TH, case.weight_VH, case.target_T, case.kept_ids, case.kept_offsets, mu)[
+        0
+    ]
+
+
+WAYS: dict[str, tuple[Way, Way]] = {"full": (plain_full, our_full), "masked": (plain_masked, our_masked)}
+
+
+def make_case(num_tokens: int, weight_VH: Tensor, seed: int) -> Case:
+    """Random hidden states and kept sets of the published shape."""
+    gen = torch.Generator().manual_seed(seed)
+    mask, sampled = synthetic_mask(published_sizes(num_tokens, seed), len(weight_VH), seed)
+    hidden = torch.randn(num_tokens, weight_VH.shape[1], generator=gen)
+    tensors = [
+        hidden,
+        torch.from_numpy(sampled.astype(np.int64)),
+        torch.from_numpy(mask.ids.astype(np.int64)),
+        torch.from_numpy(mask.offsets),
+        torch.randn(num_tokens, generator=gen),
+    ]
+    hidden, target, ids, offsets, slope = (tensor.to(weight_VH.device) for tensor in tensors)
+    return Case(hidden.requires_grad_(), weight_VH, target, ids, offsets, slope)
+
+
+def measure(way: Way, case: Case, *, backward: bool) -> tuple[float, float]:
+    """Seconds, and MiB at the peak beyond what was there before and the gradients."""
+    case.hidden_TH.grad = case.weight_VH.grad = None
+    gc.collect()
+    memory = Memory(case.weight_VH.device)
+    started = time.perf_counter()
+    with torch.set_grad_enabled(backward):
+        value = way(case)
+        if backward:
+            (value * case.slope_T).sum().backward()  # type: ignore[no-untyped-call]
+    memory.synchronize()
+    seconds = time.perf_counter() - started
+    gradients = sum(tensor.grad.nbytes for tensor in (case.hidden_TH, case.weight_VH) if tensor.grad is not None)
+    return seconds, max(0.0, memory.peak_bytes() - gradients) / MIB
+
+
+class Memory:
+    """The highest memory use since this was made: of the device's allocator, or of this process (Linux)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status_bytes("VmRSS")
+
+    def synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def peak_bytes(self) -> int:
+        return (torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")) - self._before
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status has {field}"
+    return 1024 * int(found.group(1))
+
+
+def paired(kind: str, num_tokens: int, weight_VH: Tensor, repeats: int) -> Row:
+    """Plain against ours, forward and backward."""
+    plain, ours = WAYS[kind]
+    case = make_case(num_tokens, weight_VH, seed=num_tokens)
+    pairs = [(measure(plain, case, backward=True), measure(ours, case, backward=True)) for _ in range(repeats)]
+    seconds = [(one[0], two[0]) for one, two in pairs]
+    megabytes = [(one[1], two[1]) for one, two in pairs]
+    return {
+        "kind": kind,
+        "tokens": num_tokens,
+        "plain_s": median(one for one, _ in seconds),
+        "ours_s": median(two for _, two in seconds),
+        "time_ratio": median(two / one for one, two in seconds),
+        "plain_mib": median(one for one, _ in megabytes),
+        "ours_mib": median(two for _, two in megabytes),
+        "memory_ratio": median(two / one for one, two in megabytes),
+    }
+
+
+def alone(kind: str, way: Way, num_tokens: int, weight_VH: Tensor, *, backward: bool) -> Row:
+    """Ours without the plain way, which would not fit."""
+    case = make_case(num_tokens, weight_VH, seed=num_tokens)
+    seconds, megabytes = measure(way, case, backward=backward)
+    return {
+        "kind": kind,
+        "tokens": num_tokens,
+        "ours_s": seconds,
+        "ms_per_1k_tokens": seconds * 1e6 / num_tokens,
+        "ours_mib": megabytes,
+    }
+
+
+def codec_row(num_tokens: int, vocab_size: int) -> Row:
+    """Encoded kept ids against the entropy of the sets given the sampled tokens."""
+    sizes = published_sizes(num_tokens, seed=3)
+    mask, sampled = synthetic_mask(sizes, vocab_size, seed=3)
+    encoded = len(encode(mask, sampled, vocab_size)) / num_tokens
+    entropy = entropy_bits_per_token(sizes, vocab_size) / 8
+    return {
+        "kind": "codec",
+        "tokens": num_tokens,
+        "size_mean": float(sizes.mean()),
+        "size_median": float(np.median(sizes)),
+        "size_p99": float(np.quantile(sizes, 0.99)),
+        "singletons": float((sizes == 1).mean()),
+        "bytes_per_token": encoded,
+        "entropy_bytes_per_token": entropy,
+        "codec_ratio": encoded / entropy,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary size V")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size H")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048], help="T of the paired rows")
+    parser.add_argument(
+        "--alone",
+        type=int,
+        nargs="*",
+        default=[4096, 8192],
+        help="T of full log-probs without the plain way, forward only",
+    )
+    parser.add_argument(
+        "--longest", type=int, nargs="*", default=[8192, 32768], help="T of masked log-probs without the plain way"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="pairs per row")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    gen = torch.Generator().manual_seed(0)
+    weight = torch.randn(options.vocab, options.hidden, generator=gen).mul_(0.02).to(options.device).requires_grad_()
+    rows = [paired(kind, n, weight, options.repeats) for n in options.tokens for kind in WAYS]
+    rows += [alone("full, forward", our_full, n, weight, backward=False) for n in options.alone]
+    rows += [alone("masked", our_masked, n, weight, backward=True) for n in options.longest]
+    rows += [alone("masked with KL", our_masked_with_kl, n, weight, backward=True) for n in options.longest]
+    rows.append(codec_row(20_000, options.vocab))
+    setting = f"V={options.vocab} H={options.hidden} device={options.device} threads={torch.get_num_threads()}"
+    report(f"Log-probs, {setting}", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
