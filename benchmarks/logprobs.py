@@ -32,45 +32,43 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one size. `slope` stands for the loss behind the log-probs."""
+    """Inputs of one size: `hidden` `[T, H]`, `weight` `[V, H]`, `target` and `slope` `[T]`; `slope` stands for the loss behind the log-probs."""
 
-    hidden_TH: Tensor
-    weight_VH: Tensor
-    target_T: Tensor
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
     kept_ids: Tensor
     kept_offsets: Tensor
-    slope_T: Tensor
+    slope: Tensor
 
 
 Way = Callable[[Case], Tensor]
 
 
 def plain_full(case: Case) -> Tensor:
-    logits_TV = case.hidden_TH @ case.weight_VH.T
-    return logits_TV.log_softmax(-1).gather(1, case.target_T[:, None])[:, 0]
+    logits_TV = case.hidden @ case.weight.T
+    return logits_TV.log_softmax(-1).gather(1, case.target[:, None])[:, 0]
 
 
 def plain_masked(case: Case) -> Tensor:
-    logits_TV = case.hidden_TH @ case.weight_VH.T
+    logits_TV = case.hidden @ case.weight.T
     row = torch.repeat_interleave(case.kept_offsets.diff())
     allowed_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
     allowed_TV[row, case.kept_ids] = True
-    return logits_TV.masked_fill(~allowed_TV, -torch.inf).log_softmax(-1).gather(1, case.target_T[:, None])[:, 0]
+    return logits_TV.masked_fill(~allowed_TV, -torch.inf).log_softmax(-1).gather(1, case.target[:, None])[:, 0]
 
 
 def our_full(case: Case) -> Tensor:
-    return full_logprobs(case.hidden_TH, case.weight_VH, case.target_T)
+    return full_logprobs(case.hidden, case.weight, case.target)
 
 
 def our_masked(case: Case) -> Tensor:
-    return masked_logprobs(case.hidden_TH, case.weight_VH, case.target_T, case.kept_ids, case.kept_offsets)
+    return masked_logprobs(case.hidden, case.weight, case.target, case.kept_ids, case.kept_offsets)
 
 
 def our_masked_with_kl(case: Case) -> Tensor:
     mu = torch.repeat_interleave(-case.kept_offsets.diff().float().log(), case.kept_offsets.diff())
-    return masked_logprobs_and_kl(case.hidden_TH, case.weight_VH, case.target_T, case.kept_ids, case.kept_offsets, mu)[
-        0
-    ]
+    return masked_logprobs_and_kl(case.hidden, case.weight, case.target, case.kept_ids, case.kept_offsets, mu)[0]
 
 
 WAYS: dict[str, tuple[Way, Way]] = {"full": (plain_full, our_full), "masked": (plain_masked, our_masked)}
@@ -94,17 +92,17 @@ def make_case(num_tokens: int, weight_VH: Tensor, seed: int) -> Case:
 
 def measure(way: Way, case: Case, *, backward: bool) -> tuple[float, float]:
     """Seconds, and MiB at the peak beyond what was there before and the gradients."""
-    case.hidden_TH.grad = case.weight_VH.grad = None
+    case.hidden.grad = case.weight.grad = None
     gc.collect()
-    memory = Memory(case.weight_VH.device)
+    memory = Memory(case.weight.device)
     started = time.perf_counter()
     with torch.set_grad_enabled(backward):
         value = way(case)
         if backward:
-            (value * case.slope_T).sum().backward()  # type: ignore[no-untyped-call]
+            (value * case.slope).sum().backward()  # type: ignore[no-untyped-call]
     memory.synchronize()
     seconds = time.perf_counter() - started
-    gradients = sum(tensor.grad.nbytes for tensor in (case.hidden_TH, case.weight_VH) if tensor.grad is not None)
+    gradients = sum(tensor.grad.nbytes for tensor in (case.hidden, case.weight) if tensor.grad is not None)
     return seconds, max(0.0, memory.peak_bytes() - gradients) / MIB
 
 
