@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, RecordRejected, SyncError
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
-from moe_trm.sync.manifest import TensorEntry, WeightPush
+from moe_trm.sync.disk import write_shard
+from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.records import LAYERS, make_record
 
@@ -199,11 +201,11 @@ def test_ranks_get_their_shares_over_the_socket(
     endpoint, engine = f"ipc://{tmp_path}/s", FakeEngine()
     thread = serve(engine, endpoint, checkpoint)
     clients = [connect(endpoint, "right key", data_rank=rank, data_size=2) for rank in range(2)]
-    entries = [
-        (TensorEntry(f"tensor.{rank}", f"shard-{rank}.safetensors", "float32", (1,), "00"),) for rank in range(2)
-    ]
     directory = tmp_path / "push"
-    directory.mkdir()
+    entries = [
+        write_shard(directory / f"shard-{rank}.safetensors", [(f"tensor.{rank}", torch.ones(2))], "float32")
+        for rank in range(2)
+    ]
     pushes = [
         threading.Thread(target=client.push, args=(0, own), kwargs={"directory": str(directory)})
         for client, own in zip(clients, entries, strict=True)
