@@ -3,7 +3,10 @@
 Layout of the bytes, little-endian:
 
     magic "MTRR" | version u8 | codec u8 | order u8 | digest length u8 | E u32 | T-1 u32 | L u32 | K u32
-    | layer ids L x u32 | token digest 0 or 16 bytes | body | checksum 16 bytes (blake2b of everything before it)
+    | layer ids L x u32 | token digest 0 or 16 bytes | coverage 0 or ceil((T-1)/8) bytes | body
+    | checksum 16 bytes (blake2b of everything before it)
+
+Bit 4 of the codec byte says that some rows have no routes; then one bit per row, most significant first, tells which have.
 
 Body of codec `raw`: ids as uint8 or uint16 (`expert_dtype`). Body of codec `set`: one rank per row and layer, bit-packed (see `routing.combinations`).
 
@@ -24,8 +27,8 @@ from routing.record import RouteRecord, expert_dtype
 
 MAGIC, VERSION = b"MTRR", 1
 _HEADER = struct.Struct("<4sBBBBIIII")
-_CHECKSUM_BYTES, _DIGEST_BYTES = 16, 16
-_RAW, _SET = 0, 1
+CHECKSUM_BYTES, _DIGEST_BYTES = 16, 16
+_RAW, _SET, _PARTIAL = 0, 1, 0x10
 _ORDERS = ("engine", "set")
 
 
@@ -45,12 +48,10 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
         raise RouteError(
             "digest", "token digest has the wrong size", got=len(record.token_digest), expected=_DIGEST_BYTES
         )
+    body: bytes | memoryview
     if order == "engine":
-        codec, body, kept = (
-            _RAW,
-            np.ascontiguousarray(record.experts, dtype=_stored(record.num_experts)).tobytes(),
-            record.order,
-        )
+        stored = np.ascontiguousarray(record.experts, dtype=_stored(record.num_experts))
+        codec, body, kept = _RAW, stored.reshape(-1).view(np.uint8).data, record.order
     elif order == "set":
         flat = np.sort(record.experts.reshape(-1, record.top_k), axis=1)
         codec, body, kept = _SET, combinations.pack(flat, record.num_experts), "set"
@@ -58,21 +59,24 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
         raise RouteError("payload", "unknown order", got=order, expected="engine or set")
     rows, layers, top_k = record.experts.shape
     digest = record.token_digest or b""
+    coverage = b"" if record.covered is None else np.packbits(record.covered).tobytes()
+    if record.covered is not None:
+        codec |= _PARTIAL
     header = _HEADER.pack(
         MAGIC, VERSION, codec, _ORDERS.index(kept), len(digest), record.num_experts, rows, layers, top_k
     )
-    content = b"".join((header, np.asarray(record.layer_ids, dtype="<u4").tobytes(), digest, body))
-    return content + _checksum(content)
+    parts = [header, np.asarray(record.layer_ids, dtype="<u4").tobytes(), digest, coverage, body]
+    return b"".join([*parts, checksum(*parts)])
 
 
-def decode(data: bytes) -> RouteRecord:
+def decode(data: bytes | memoryview) -> RouteRecord:
     """The record that `encode` wrote. Any change of the bytes is refused.
 
     Raises:
         RouteError: `payload` (not ours, another version, cut, extended, or changed), or the reason of the invariant a record violates.
     """
-    content, checksum = bytes(data[:-_CHECKSUM_BYTES]), bytes(data[-_CHECKSUM_BYTES:])
-    if len(data) < _HEADER.size + _CHECKSUM_BYTES or content[: len(MAGIC)] != MAGIC:
+    content, stored_checksum = memoryview(data)[:-CHECKSUM_BYTES], bytes(data[-CHECKSUM_BYTES:])
+    if len(data) < _HEADER.size + CHECKSUM_BYTES or content[: len(MAGIC)] != MAGIC:
         raise RouteError(
             "payload",
             "these bytes are not encoded routes",
@@ -81,7 +85,7 @@ def decode(data: bytes) -> RouteRecord:
         )
     if content[4] != VERSION:
         raise RouteError("payload", "routes are encoded in another version", got=content[4], expected=VERSION)
-    if _checksum(content) != checksum:
+    if checksum(content) != stored_checksum:
         raise RouteError(
             "payload",
             "encoded routes are damaged",
@@ -90,6 +94,7 @@ def decode(data: bytes) -> RouteRecord:
             fix="Read or transfer them again.",
         )
     _, _, codec, order, digest_bytes, num_experts, rows, layers, top_k = _HEADER.unpack_from(content)
+    partial, codec = bool(codec & _PARTIAL), codec & ~_PARTIAL
     if (
         codec not in (_RAW, _SET)
         or order >= len(_ORDERS)
@@ -102,14 +107,15 @@ def decode(data: bytes) -> RouteRecord:
             got=(codec, order, digest_bytes, num_experts, top_k),
         )
     start = _HEADER.size + 4 * layers
-    body = content[start + digest_bytes :]
+    body_start = start + digest_bytes + ((rows + 7) // 8 if partial else 0)
+    body = content[body_start:]
     cells = rows * layers
     size = (
         cells * top_k * expert_dtype(num_experts).itemsize
         if codec == _RAW
         else combinations.packed_bytes(cells, num_experts, top_k)
     )
-    if len(content) < start + digest_bytes or len(body) != size:
+    if len(content) < body_start or len(body) != size:
         raise RouteError("payload", "encoded routes have the wrong length", got=len(body), expected=size)
     layer_ids = tuple(np.frombuffer(content, dtype="<u4", count=layers, offset=_HEADER.size).tolist())
     if codec == _RAW:
@@ -120,16 +126,28 @@ def decode(data: bytes) -> RouteRecord:
         experts=flat.reshape(rows, layers, top_k),
         layer_ids=layer_ids,
         num_experts=num_experts,
-        token_digest=content[start : start + digest_bytes] or None,
+        token_digest=bytes(content[start : start + digest_bytes]) or None,
         order="engine" if order == 0 else "set",
+        covered=_coverage(content[start + digest_bytes : body_start], rows) if partial else None,
     )
     record.validate()
     return record
+
+
+def _coverage(packed: memoryview, rows: int) -> np.ndarray:
+    bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8)).astype(bool)
+    if bits[rows:].any() or bits[:rows].all():
+        raise RouteError("payload", "the coverage of encoded routes makes no sense", expected="a row without routes")
+    return bits[:rows]
 
 
 def _stored(num_experts: int) -> np.dtype:
     return expert_dtype(num_experts).newbyteorder("<")
 
 
-def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
+def checksum(*parts: bytes | memoryview) -> bytes:
+    """16 bytes that change with any change of the joined `parts` (blake2b)."""
+    hasher = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()

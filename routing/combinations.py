@@ -20,6 +20,7 @@ from routing.errors import RouteError
 _LIMB = 63
 _LOW = np.uint64((1 << _LIMB) - 1)
 _CHUNK = 1 << 14
+_WORD = 64
 
 
 def rank_bits(num_experts: int, top_k: int) -> int:
@@ -49,7 +50,7 @@ def pack(sets: np.ndarray, num_experts: int) -> bytes:
     return b"".join(_to_bits(*_rank(sets[part], num_experts), width) for part in _parts(len(sets)))
 
 
-def unpack(body: bytes, num_sets: int, num_experts: int, top_k: int) -> np.ndarray:
+def unpack(body: bytes | memoryview, num_sets: int, num_experts: int, top_k: int) -> np.ndarray:
     """Inverse of `pack`: ascending ids `[M, K]` int64. Raises `RouteError` for a rank that is no set, or padding that is not zero."""
     width = rank_bits(num_experts, top_k)
     bits = num_sets * width
@@ -131,18 +132,51 @@ def _largest_wide(table_high: np.ndarray, table_low: np.ndarray, high: np.ndarra
 
 
 def _to_bits(high: np.ndarray, low: np.ndarray, width: int) -> bytes:
-    limbs = np.stack([high, low], axis=1).astype(">u8")
-    bits = np.unpackbits(limbs.view(np.uint8).reshape(-1, 2, 8), axis=2)
-    # The top bit of each 64-bit limb is never used.
-    rank_bits_MW = bits[:, :, 1:].reshape(len(low), 2 * _LIMB)[:, 2 * _LIMB - width :]
-    return np.packbits(rank_bits_MW).tobytes()
+    """64 ranks of W bits are W words of 64 bits: each rank is shifted into the two or three words it touches."""
+    groups = -(-len(low) // _WORD)
+    words_WG = np.zeros((width, groups), dtype=np.uint64)
+    for place, (upper_G, lower_G) in enumerate(zip(_by_place(high), _by_place(low), strict=True)):
+        last = (place + 1) * width - 1
+        # Bits of the rank below `last` in the word of its last bit, then those that spill into the words before.
+        _put(words_WG, lower_G, last, min(width, _LIMB))
+        if width > _LIMB:
+            _put(words_WG, upper_G, last - _LIMB, width - _LIMB)
+    return words_WG.T.astype(">u8").tobytes()[: (len(low) * width + 7) // 8]
 
 
 def _from_bits(raw: np.ndarray, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    bits = np.zeros((count, 2, 64), dtype=np.uint8)
-    given = np.unpackbits(raw)[: count * width].reshape(count, width)
-    padded = np.zeros((count, 2 * _LIMB), dtype=np.uint8)
-    padded[:, 2 * _LIMB - width :] = given
-    bits[:, :, 1:] = padded.reshape(count, 2, _LIMB)
-    limbs = np.packbits(bits, axis=2).view(">u8").astype(np.uint64)[:, :, 0]
-    return limbs[:, 0], limbs[:, 1]
+    groups = -(-count // _WORD)
+    padded = np.zeros(groups * width * 8, dtype=np.uint8)
+    padded[: len(raw)] = raw
+    words_WG = np.ascontiguousarray(padded.view(">u8").reshape(groups, width).T).astype(np.uint64)
+    high, low = np.zeros((_WORD, groups), dtype=np.uint64), np.zeros((_WORD, groups), dtype=np.uint64)
+    for place in range(_WORD):
+        last = (place + 1) * width - 1
+        low[place] = _take(words_WG, last, min(width, _LIMB))
+        if width > _LIMB:
+            high[place] = _take(words_WG, last - _LIMB, width - _LIMB)
+    return high.T.reshape(-1)[:count], low.T.reshape(-1)[:count]
+
+
+def _by_place(limb: np.ndarray) -> np.ndarray:
+    """`[64, G]`: rank `64 g + i` at `[i, g]`, zeros behind the last."""
+    padded = np.zeros(-(-len(limb) // _WORD) * _WORD, dtype=np.uint64)
+    padded[: len(limb)] = limb
+    return np.ascontiguousarray(padded.reshape(-1, _WORD).T)
+
+
+def _put(words_WG: np.ndarray, value_G: np.ndarray, last: int, width: int) -> None:
+    """Write `value` (`width` bits, at most 63) so that its least significant bit is bit `last` of the words, the first bit being bit 0."""
+    word, shift = last // _WORD, _WORD - 1 - last % _WORD
+    words_WG[word] |= value_G << np.uint64(shift)
+    if shift + width > _WORD:
+        words_WG[word - 1] |= value_G >> np.uint64(_WORD - shift)
+
+
+def _take(words_WG: np.ndarray, last: int, width: int) -> np.ndarray:
+    word, shift = last // _WORD, _WORD - 1 - last % _WORD
+    value = words_WG[word] >> np.uint64(shift)
+    if shift + width > _WORD:
+        value = value | (words_WG[word - 1] << np.uint64(_WORD - shift))
+    taken: np.ndarray = value & np.uint64((1 << width) - 1)
+    return taken

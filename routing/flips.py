@@ -103,7 +103,7 @@ def flips(
 def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], layout: Layout) -> Tensor:
     """Where a pass's own routes differ from the rollout's: `[B, R, L]` bool on the CPU, layers in the order of `recorded.experts`.
 
-    False on padding and on tokens of other ranks (the maximum over the context and sequence parallel group is the whole micro-batch).
+    False on padding, on rows without recorded routes, and on tokens of other ranks (the maximum over the context and sequence parallel group is the whole micro-batch).
 
     Raises:
         RouteError: `rows`, `layers` or `shape` when records and pass do not fit.
@@ -131,7 +131,8 @@ def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], la
                     expected=f"at most {len(used)}",
                 )
             same = (used[:, :, None] == theirs[:, None, :]).any(-1).all(-1)
-            flipped_BRL[row, : record.num_rows, place] = ~same & (used[:, 0] >= 0)
+            known = torch.from_numpy(record.coverage()) & (used[:, 0] >= 0)
+            flipped_BRL[row, : record.num_rows, place] = ~same & known
     return flipped_BRL
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.layout import Layout
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
-from routing.megatron_pass import DUE, FLIPPED, MATCHED, ROUTED, ReplayPass, RouterTap
-from routing.proof import due_tokens, expected_routes
+from routing.megatron_pass import RouterTap
+from routing.proof import due_tokens, expected_routes, free_tokens
 from routing.replay import (
     Native,
     Recorded,
@@ -43,6 +43,7 @@ from routing.replay import (
     local_targets,
     row_lengths,
 )
+from routing.replay_pass import ReplayPass, judge, new_counters
 
 
 class MegatronReplayer:
@@ -56,19 +57,22 @@ class MegatronReplayer:
     Args:
         models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked through.
         max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live router's own more often.
+        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router and counts them.
 
     Raises:
         ReplayRefusedError: a model or setting on which replay would not happen or could not be proved.
     """
 
-    def __init__(self, models: Any, *, max_local_flip_rate: float = 0.3) -> None:
+    def __init__(
+        self, models: Any, *, max_local_flip_rate: float = 0.3, missing: Literal["reject", "native"] = "reject"
+    ) -> None:
         if not 0.0 <= max_local_flip_rate <= 1.0:
             raise ReplayRefusedError(f"max_local_flip_rate must be between 0 and 1, got {max_local_flip_rate}")
         chunks = [unwrap(model) for model in (models if isinstance(models, list | tuple) else [models])]
         if not chunks:
             raise ReplayRefusedError("no model to attach to")
         self.config = chunks[0].config
-        self.max_local_flip_rate = max_local_flip_rate
+        self.max_local_flip_rate, self.missing = max_local_flip_rate, missing
         check_config(self.config)
         self._chunks = {id(chunk): (chunk, moe_layers(chunk)) for chunk in chunks}
         self._model_layer_ids = all_moe_layer_ids(self.config)
@@ -79,7 +83,7 @@ class MegatronReplayer:
         self._hooks: list[Any] = []
         self._check_layers()
         self._device = next(chunks[0].parameters()).device
-        self._counters = torch.zeros(self.config.num_layers, 4, dtype=torch.int64, device=self._device)
+        self._counters = new_counters(self.config.num_layers, self._device)
         for chunk, layers in self._chunks.values():
             self._hooks.append(chunk.decoder.register_forward_hook(self._tag_output))
             for layer, moe in layers:
@@ -156,25 +160,7 @@ class MegatronReplayer:
         self._counters.zero_()
         if group is not None:
             torch.distributed.all_reduce(counters, group=group)
-        by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
-        for layer, row in by_layer.items():
-            if not row[DUE] == row[ROUTED] == row[MATCHED]:
-                raise ReplayProofError(
-                    f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for {row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
-                )
-        report = ReplayReport(
-            replayed=sum(row[DUE] for row in by_layer.values()),
-            matched=sum(row[MATCHED] for row in by_layer.values()),
-            local_flips=sum(row[FLIPPED] for row in by_layer.values()),
-            local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
-        )
-        worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
-        if worst > self.max_local_flip_rate:
-            raise ReplayProofError(
-                f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {self.max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
-                "Rows or layers are misaligned, or the routes are of much older weights."
-            )
-        return report
+        return judge(counters, self.max_local_flip_rate)
 
     def _open(
         self,
@@ -191,7 +177,7 @@ class MegatronReplayer:
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid)
+            check_records(source.records, input_ids, target_ids, valid, self.missing)
             for record in source.records:
                 # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another model.
                 if record is not None and not set(record.layer_ids) <= set(self._model_layer_ids):
@@ -210,8 +196,8 @@ class MegatronReplayer:
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
             due = due_tokens(row_lengths(valid), layout)
-            self._counters[list(layers), DUE] += int(due.sum())
-            opened.due = due.to(self._device, non_blocking=True)
+            free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
+            opened.expect(due if free is None else due & ~free, free, self._device)
         return opened
 
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -39,6 +39,19 @@ def due_tokens(lengths: Sequence[int], layout: Layout) -> Tensor:
     return torch.from_numpy(column < np.asarray(lengths)[sequence])
 
 
+def free_tokens(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor | None:
+    """`[N]` bool: real local tokens whose record has no routes for them; None when every record covers all its rows."""
+    if all(record is None or record.covered is None for record in records):
+        return None
+    sequence, column = locate(layout)
+    free_N = np.zeros(len(sequence), dtype=bool)
+    for index, record in enumerate(records):
+        if record is not None and record.covered is not None:
+            mine = np.flatnonzero((sequence == index) & (column < record.num_rows))
+            free_N[mine] = ~record.covered[column[mine]]
+    return torch.from_numpy(free_N)
+
+
 def expected_routes(
     records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:

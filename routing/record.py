@@ -38,6 +38,8 @@ class RouteRecord:
         num_experts: `E`, routed experts per layer.
         token_digest: `token_digest(tokens)` of the sequence, or None where the tokens are not known yet.
         order: `engine` while ids stand in the order the engine gave them; `set` after an order-free codec, when they ascend.
+        covered: `[T-1]` bool, rows whose routes are known, or None when all are. A row that is not covered holds `0..K-1` in every
+            layer as a mark; it is never replayed: a replayer refuses it, or leaves the token to the live router and counts it.
     """
 
     experts: np.ndarray
@@ -45,6 +47,7 @@ class RouteRecord:
     num_experts: int
     token_digest: bytes | None = None
     order: Literal["engine", "set"] = "engine"
+    covered: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +56,17 @@ class RouteRecord:
     @property
     def top_k(self) -> int:
         return int(self.experts.shape[2])
+
+    def uncover(self, rows: slice | np.ndarray) -> RouteRecord:
+        """The same record without the routes of `rows` (a slice or a bool array), e.g. those of other weights."""
+        experts, covered = self.experts.copy(), self.coverage().copy()
+        covered[rows] = False
+        experts[~covered] = np.arange(self.top_k, dtype=experts.dtype)
+        return replace(self, experts=experts, covered=None if covered.all() else covered)
+
+    def coverage(self) -> np.ndarray:
+        """`[T-1]` bool, True on the rows whose routes are known."""
+        return np.ones(self.num_rows, dtype=bool) if self.covered is None else self.covered
 
     def select(self, layer_ids: Sequence[int]) -> RouteRecord:
         """The same record with only `layer_ids`, e.g. those of one pipeline stage. Raises `RouteError` on a layer that was not recorded."""
@@ -108,6 +122,21 @@ class RouteRecord:
                 got=experts[row, layer].tolist(),
                 expected="distinct ids",
             )
+
+        self._check_coverage()
+
+    def _check_coverage(self) -> None:
+        if self.covered is None:
+            return
+        if self.covered.dtype != bool or self.covered.shape != (self.num_rows,):
+            raise RouteError(
+                "rows",
+                "coverage does not describe the rows",
+                got=f"{self.covered.dtype} {self.covered.shape}",
+                expected=f"bool {(self.num_rows,)}",
+            )
+        if (self.experts[~self.covered] != np.arange(self.top_k)).any():
+            raise RouteError("rows", "a row without routes holds ids other than the mark", expected="0..K-1")
 
     def check_tokens(self, tokens: np.ndarray) -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`."""

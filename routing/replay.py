@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -70,12 +71,14 @@ class ReplayReport:
         matched: of these, how many the dispatcher's own routing map matched exactly.
         local_flips: of these, how many the live router would have chosen differently.
         local_flips_by_layer: layer id -> local flip rate.
+        native: token-layers without a recorded route that were left to the live router (`missing="native"`).
     """
 
     replayed: int = 0
     matched: int = 0
     local_flips: int = 0
     local_flips_by_layer: Mapping[int, float] = field(default_factory=dict)
+    native: int = 0
 
     @property
     def applied_fraction(self) -> float:
@@ -106,7 +109,13 @@ def row_lengths(valid: Tensor) -> list[int]:
     return lengths
 
 
-def check_records(records: Sequence[RouteRecord | None], input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> None:
+def check_records(
+    records: Sequence[RouteRecord | None],
+    input_ids: Tensor,
+    target_ids: Tensor,
+    valid: Tensor,
+    missing: Literal["reject", "native"] = "reject",
+) -> None:
     """Raise `RouteError` unless row `b` of the micro-batch is the sequence that `records[b]` was made for.
 
     The tokens of a row are its valid `input_ids` and then its last valid `target_ids`. Swapped samples, stale records and rows cut
@@ -115,9 +124,10 @@ def check_records(records: Sequence[RouteRecord | None], input_ids: Tensor, targ
     Args:
         records: one per row.
         input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut.
+        missing: `reject` refuses records with rows that have no routes.
 
     Raises:
-        RouteError: `rows` (count, missing or superfluous record, not right-padded), `digest`.
+        RouteError: `rows` (count, missing or superfluous record, rows without routes, not right-padded), `digest`.
     """
     if len(records) != input_ids.shape[0]:
         raise RouteError(
@@ -142,6 +152,15 @@ def check_records(records: Sequence[RouteRecord | None], input_ids: Tensor, targ
         if record.num_rows != length:
             raise RouteError(
                 "rows", "wrong number of route rows", where=f"row {row}", got=record.num_rows, expected=length
+            )
+        if missing == "reject" and not record.coverage().all():
+            raise RouteError(
+                "rows",
+                "some tokens have no recorded routes",
+                where=f"row {row}",
+                got=f"{int(record.coverage().sum())} of {record.num_rows} rows",
+                expected="routes of every row",
+                fix='Reject the sample, or attach the replayer with missing="native" to leave these tokens to the live router.',
             )
         tokens = np.append(inputs[row, :length], targets[row, length - 1])
         try:

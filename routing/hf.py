@@ -1,0 +1,298 @@
+"""Replay on the mixture-of-experts blocks of Hugging Face transformers (5.0 and later), unpatched, with the proof that it happened.
+
+In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states, ids, weights).
+A forward hook on the gate replaces ids and weights; a pre-hook on the experts counts what they are really given. That fits Qwen3-MoE,
+OLMoE and Mixtral (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a selection bias and expert groups).
+
+Gate weights are recomputed over the replayed ids from the live logits, with gradient:
+softmax: `w = p[I]`, divided by its sum where the gate normalises; sigmoid: `w = s[I]`, the same, times the scaling factor. The bias and
+the groups of a sigmoid gate choose experts and never weigh them. That this is the gate's own formula is checked on every replayed
+forward, by applying it to the gate's own ids; a gate that computes anything else is refused at `report`.
+
+What stays natural: the auxiliary loss of transformers takes its top-k from the returned logits.
+
+Shape letters: B sequences, R columns, N = B * R tokens in batch order (token `n` is column `n % R` of sequence `n // R`),
+K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.layout import Layout
+from routing.proof import differs
+from routing.record import RouteRecord
+from routing.replay import (
+    Native,
+    Recorded,
+    ReplayRecorded,
+    ReplayRecords,
+    ReplayReport,
+    RouteSource,
+    batch_digest,
+    check_records,
+    layer_columns,
+    local_targets,
+    row_lengths,
+)
+from routing.replay_pass import ReplayPass, judge, new_counters
+
+FORMULA_TOLERANCE = 1e-2
+"""Relative; far above bfloat16 rounding of a gate weight, far below the difference between two formulas."""
+
+
+class HFReplayer:
+    """Chooses and proves the routes of every forward of one transformers model. Used as `routing.megatron.MegatronReplayer` is.
+
+    Activation checkpointing is covered: recomputation uses the routes of the micro-batch it belongs to.
+
+    Args:
+        model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed) may stay on.
+        max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's own more often.
+        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live gate and counts them.
+
+    Raises:
+        ReplayRefusedError: a dense model, or gates this module cannot replay.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, max_local_flip_rate: float = 0.3, missing: Literal["reject", "native"] = "reject"
+    ) -> None:
+        if not 0.0 <= max_local_flip_rate <= 1.0:
+            raise ReplayRefusedError(f"max_local_flip_rate must be between 0 and 1, got {max_local_flip_rate}")
+        self.max_local_flip_rate, self.missing = max_local_flip_rate, missing
+        self._model = model
+        self._blocks = moe_blocks(model)
+        if not self._blocks:
+            raise ReplayRefusedError("routing replay cannot be used with a dense model: it has no routers")
+        first = next(iter(self._blocks.values()))
+        self.num_experts, self.top_k = int(first.gate.num_experts), int(first.gate.top_k)
+        self._device = first.gate.weight.device
+        self._counters = new_counters(max(self._blocks) + 1, self._device)
+        self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._active: ReplayPass | None = None
+        self._backward: ReplayPass | None = None
+        self._hooks = [_body(model).register_forward_hook(self._tag_output)]
+        for layer, block in self._blocks.items():
+            self._hooks += [
+                block.gate.register_forward_hook(partial(self._route, layer)),
+                block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
+            ]
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """0-based decoder layers with a mixture of experts, ascending."""
+        return tuple(self._blocks)
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def use(self, source: RouteSource, input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> Iterator[ReplayPass]:
+        """Run exactly one forward of one right-padded micro-batch inside this context; its backward may come any time later.
+
+        Args:
+            source: whose routes.
+            input_ids, target_ids, valid: `[B, R]`. Tensors on the CPU save a device sync.
+
+        Raises:
+            RouteError: routes that are not this micro-batch's, before anything is computed.
+            ReplayProofError: on leaving, when the blocks were not forwarded exactly once each, or are no longer those attached to.
+        """
+        if self._active is not None:
+            raise ReplayProofError("`use` inside `use`: one context covers one forward")
+        self._check_ours()
+        opened = self._active = self._open(source, input_ids, target_ids, valid)
+        try:
+            yield opened
+        finally:
+            self._active = None
+        self._check_ours()
+        wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
+        if wrong:
+            raise ReplayProofError(f"MoE blocks must be forwarded once inside `use`; forwards by layer: {wrong}")
+
+    def report(self, group: ProcessGroup | None = None) -> ReplayReport:
+        """Read and reset the counters, summed over `group` (collective). Raises `ReplayProofError` on a step that is not proved."""
+        counters, other = self._counters.clone(), self._other_formula.clone()
+        self._counters.zero_()
+        self._other_formula.zero_()
+        if group is not None:
+            torch.distributed.all_reduce(counters, group=group)
+            torch.distributed.all_reduce(other, group=group)
+        if int(other):
+            raise ReplayProofError(
+                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this model is not supported"
+            )
+        return judge(counters, self.max_local_flip_rate)
+
+    def _open(self, source: RouteSource, input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> ReplayPass:
+        opened = ReplayPass(source, self.layer_ids, input_ids.numel(), self._counters)
+        if isinstance(source, Native):
+            return opened
+        free = None
+        if isinstance(source, ReplayRecords):
+            check_records(source.records, input_ids, target_ids, valid, self.missing)
+            layout = Layout(*input_ids.shape)
+            cut = local_targets(source.records, layout, self.layer_ids, self.num_experts, self.top_k)
+            batch_order = {layer: layout.from_router(ids).flatten(0, 1) for layer, ids in cut.items()}
+            opened.targets = self._move(batch_order)
+            opened.expected = self._move(self._expected(source.records, layout))
+            free = _free(source.records, layout)
+        else:
+            opened.digest = batch_digest(input_ids, target_ids, valid)
+        if isinstance(source, ReplayRecorded):
+            self._check_recorded(source.recorded, opened)
+            opened.targets = opened.expected = self._move(source.recorded.experts)
+        if opened.replays:
+            row_lengths(valid)
+            due = valid.bool().cpu().flatten()
+            opened.expect(due if free is None else due & ~free, free, self._device)
+        return opened
+
+    def _expected(self, records: Sequence[RouteRecord | None], layout: Layout) -> dict[int, Tensor]:
+        """The second cut, by plain slices: layer id -> `[N, K]`, zeros where nothing is due."""
+        expected = {
+            layer: torch.zeros(layout.batch * layout.length, self.top_k, dtype=torch.int64) for layer in self.layer_ids
+        }
+        for row, record in enumerate(records):
+            if record is None:
+                continue
+            columns = layer_columns(record, self.layer_ids, self.num_experts, self.top_k)
+            for layer, column in zip(self.layer_ids, columns, strict=True):
+                start = row * layout.length
+                expected[layer][start : start + record.num_rows] = torch.from_numpy(
+                    record.experts[:, column].astype("int64")
+                )
+        return expected
+
+    def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {layer: ids.to(self._device, non_blocking=True) for layer, ids in routes.items()}
+
+    def _check_recorded(self, recorded: Recorded, opened: ReplayPass) -> None:
+        if recorded.batch_digest != opened.digest:
+            raise RouteError(
+                "digest",
+                "recorded routes belong to another micro-batch",
+                got=recorded.batch_digest.hex() or None,
+                expected=opened.digest.hex(),
+            )
+        shapes = {layer: tuple(ids.shape) for layer, ids in recorded.experts.items()}
+        if shapes != dict.fromkeys(self.layer_ids, (opened.num_local, self.top_k)):
+            raise RouteError(
+                "layers",
+                "recorded routes do not fit",
+                got=shapes,
+                expected=f"{(opened.num_local, self.top_k)} in each of {self.layer_ids}",
+            )
+
+    def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        running, recompute = self._running()
+        logits, weights, live = output
+        chosen = running.choose(layer, live, recompute)
+        if chosen is live:
+            return None
+        with torch.no_grad():
+            own = gate_weights(gate, logits, live).to(weights.dtype)
+            differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
+            self._other_formula += differs_N.sum()
+        return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen
+
+    def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running, recompute = self._running()
+        given = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        running.prove(layer, lambda expected: ~differs(given, expected), recompute)
+
+    def _running(self) -> tuple[ReplayPass, bool]:
+        # The test torch.utils.checkpoint itself uses for "inside a backward".
+        recompute = torch._C._current_graph_task_id() != -1
+        running = self._backward if recompute else self._active
+        if running is None:
+            raise ReplayProofError(
+                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the gate's own choice) or detach the replayer"
+            )
+        return running, recompute
+
+    def _tag_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Make the backward of this output announce its pass before any layer below recomputes."""
+        first = output if isinstance(output, Tensor) else output[0]
+        if self._active is not None and first.grad_fn is not None:
+            first.grad_fn.register_prehook(partial(self._begin_backward, self._active))
+
+    def _begin_backward(self, owner: ReplayPass, _gradients: Any) -> None:
+        self._backward = owner
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = None
+
+    def _check_ours(self) -> None:
+        now = moe_blocks(self._model)
+        if list(now) != list(self._blocks) or any(
+            now[layer] is not block or not block.gate._forward_hooks for layer, block in self._blocks.items()
+        ):
+            raise ReplayProofError(
+                "MoE blocks are no longer the ones the replayer was attached to: the model was rebuilt"
+            )
+
+
+def gate_weights(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate itself weighs its choice. Differentiable in `logits`."""
+    if hasattr(gate, "e_score_correction_bias"):
+        scores = logits.sigmoid().gather(1, ids)
+        if gate.norm_topk_prob:
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        return scores * float(gate.routed_scaling_factor)
+    chosen = logits.softmax(-1, dtype=torch.float32).gather(1, ids)
+    # Mixtral always normalises and has no switch for it.
+    return chosen / chosen.sum(-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else chosen
+
+
+def moe_blocks(model: nn.Module) -> dict[int, Any]:
+    """0-based decoder layer -> its block with `gate` and `experts`, ascending.
+
+    Raises:
+        ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the block), or
+            input noise that would make replay differ from the rollout.
+    """
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        place = re.search(r"(?:^|\.)layers\.(\d+)\.\w+$", name)
+        if place is None or not (hasattr(module, "gate") and hasattr(module, "experts")):
+            continue
+        if not all(hasattr(module.gate, needed) for needed in ("top_k", "num_experts", "weight")):
+            raise ReplayRefusedError(
+                f"the gate of {name} is a {type(module.gate).__name__} that chooses no experts itself: routes cannot be replayed by hooks. Use transformers 5.0 or later."
+            )
+        if getattr(module, "jitter_noise", 0):
+            raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")
+        found[int(place[1])] = module
+    return dict(sorted(found.items()))
+
+
+def _body(model: nn.Module) -> nn.Module:
+    """The module that holds the decoder layers: its output is the first thing a backward meets before any layer recomputes."""
+    for module in model.modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList):
+            return module
+    raise ReplayRefusedError("the model has no list of decoder layers called `layers`")
+
+
+def _free(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor | None:
+    free_BR = torch.zeros(layout.batch, layout.length, dtype=torch.bool)
+    for row, record in enumerate(records):
+        if record is not None and record.covered is not None:
+            free_BR[row, : record.num_rows] = torch.from_numpy(~record.covered)
+    return free_BR.flatten() if bool(free_BR.any()) else None

@@ -1,0 +1,126 @@
+"""One forward of one model under one route source, whatever the engine: what its routers select, and the count of what was computed.
+
+Shape letters: N local tokens in router order, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from routing.errors import ReplayProofError
+from routing.proof import differs
+from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+
+DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
+"""Columns of the counters `[layers, 5]`: tokens that had to use a recorded route, got it at the router, used it in the experts, would
+have chosen otherwise; and tokens of records without routes there, left to the live router."""
+
+
+class ReplayPass:
+    """One forward under one route source, and the recomputation of it in backward."""
+
+    def __init__(self, source: RouteSource, layer_ids: Sequence[int], num_local: int, counters: Tensor) -> None:
+        self.replays = isinstance(source, ReplayRecords | ReplayRecorded)
+        self.records = isinstance(source, Record)
+        self.layer_ids = tuple(layer_ids)
+        self.num_local = num_local
+        self.counters = counters
+        self.targets: Mapping[int, Tensor] = {}
+        self.expected: Mapping[int, Tensor] = {}
+        self.digest = b""
+        self.proved = dict.fromkeys(self.layer_ids, 0)
+        self._due = torch.zeros(0, dtype=torch.bool)
+        self._num_due = 0
+        self._free: Tensor | None = None
+        self._num_free = 0
+        self._taken: dict[int, Tensor] = {}
+
+    def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
+        """Which local tokens must use recorded routes, and which real ones (`free`) have none and keep the live router's; `[N]` bool on the CPU."""
+        # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
+        self._num_due = int(due.sum())
+        self._due = due.to(device, non_blocking=True)
+        if free is not None and bool(free.any()):
+            self._num_free = int(free.sum())
+            self._free = free[:, None].to(device, non_blocking=True)
+        self.counters[list(self.layer_ids), DUE] += self._num_due
+
+    def recorded(self) -> Recorded:
+        """The routes this pass used. Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded."""
+        missing = [layer for layer in self.layer_ids if layer not in self._taken]
+        if not self.records or missing:
+            raise ReplayProofError(
+                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing {missing}"
+            )
+        # Tensors of inference mode cannot be saved for a later backward; a clone made outside of it can.
+        return Recorded(
+            {layer: taken.clone() if taken.is_inference() else taken for layer, taken in self._taken.items()},
+            self.digest,
+        )
+
+    @torch.no_grad()
+    def choose(self, layer: int, live: Tensor, recompute: bool) -> Tensor:
+        """The ids `[N, K]` that `layer` must use, given those its live router chose."""
+        if live.shape[0] != self.num_local:
+            raise ReplayProofError(
+                f"layer {layer}: the router sees {live.shape[0]} tokens, the layout says {self.num_local}"
+            )
+        if self.records:
+            return self._taken[layer] if recompute else self._taken.setdefault(layer, live)
+        if not self.replays:
+            return live
+        targets = self.targets[layer]
+        if targets.shape[1] != live.shape[1]:
+            raise ReplayProofError(
+                f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {live.shape[1]}"
+            )
+        counters = self.counters[layer]
+        counters[FLIPPED] += (differs(live, targets) & self._due).sum()
+        counters[ROUTED] += self._num_due
+        if self._free is None:
+            return targets
+        counters[NATIVE] += self._num_free
+        return torch.where(self._free, live, targets)
+
+    def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
+        """Count the due tokens of `layer` whose used experts are the expected ones; `matches` maps `[N, K]` ids to `[N]` bool."""
+        if not recompute:
+            self.proved[layer] += 1
+        if self.replays:
+            with torch.no_grad():
+                counters = self.counters[layer]
+                counters[MATCHED] += (matches(self.expected[layer]) & self._due).sum()
+                if recompute:
+                    counters[DUE] += self._num_due
+
+
+def new_counters(num_layers: int, device: torch.device) -> Tensor:
+    """Zeros `[num_layers, 5]`, one row per decoder layer."""
+    return torch.zeros(num_layers, len((DUE, ROUTED, MATCHED, FLIPPED, NATIVE)), dtype=torch.int64, device=device)
+
+
+def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
+    """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step."""
+    by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
+    for layer, row in by_layer.items():
+        if not row[DUE] == row[ROUTED] == row[MATCHED]:
+            raise ReplayProofError(
+                f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for {row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
+            )
+    report = ReplayReport(
+        replayed=sum(row[DUE] for row in by_layer.values()),
+        matched=sum(row[MATCHED] for row in by_layer.values()),
+        local_flips=sum(row[FLIPPED] for row in by_layer.values()),
+        local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
+        native=int(counters[:, NATIVE].sum()),
+    )
+    worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
+    if worst > max_local_flip_rate:
+        raise ReplayProofError(
+            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
+            "Rows or layers are misaligned, or the routes are of much older weights."
+        )
+    return report
