@@ -1,0 +1,194 @@
+"""Records that share rows: the samples of one prompt, and the turns of one conversation. Shared rows are stored once.
+
+Nothing is assumed about what is shared: the leading rows that are equal in every id are found by comparing, so decoding gives back
+exactly the records that were encoded, whether or not the engine routed a prompt the same way twice.
+
+Bytes of a group, little-endian:
+
+    magic "MTRG" | version u8 | members u16 | per member: base u16, shared rows u32, length u64 | members | checksum 16 bytes
+
+Member `i` is `routing.encode` of its own rows behind the `shared` leading rows of member `base < i`. Bytes of a delta:
+
+    magic "MTRD" | version u8 | shared rows u32 | 16-byte digest of the earlier record's shared rows | record | checksum 16 bytes
+
+Shape letters: T tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from routing.codec import CHECKSUM_BYTES, checksum, decode, encode
+from routing.errors import RouteError
+from routing.record import RouteRecord
+
+VERSION = 1
+_GROUP, _DELTA = b"MTRG", b"MTRD"
+_HEAD, _MEMBER, _DELTA_HEAD = struct.Struct("<4sBH"), struct.Struct("<HIQ"), struct.Struct("<4sBI16s")
+
+
+def shared_rows(a: RouteRecord, b: RouteRecord) -> int:
+    """How many leading rows of two records of one model are equal: the same ids in the same order, known in both or in neither."""
+    if _model(a) != _model(b):
+        return 0
+    rows = min(a.num_rows, b.num_rows)
+    differs = (a.experts[:rows] != b.experts[:rows]).any((1, 2)) | (a.coverage()[:rows] != b.coverage()[:rows])
+    return int(differs.argmax()) if differs.any() else rows
+
+
+def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"] = "engine") -> bytes:
+    """Records, e.g. of the samples of one prompt, as bytes that hold shared leading rows once.
+
+    Args:
+        records: 1 to 65,535 legal records; only those of one model share anything.
+        order: as for `routing.encode`. With `set`, rows are compared as sets.
+
+    Raises:
+        RouteError: a record is not legal or cannot be encoded.
+    """
+    if not 1 <= len(records) < 1 << 16:
+        raise RouteError("payload", "wrong number of records in a group", got=len(records), expected="1..65535")
+    kept = [_ascending(record) if order == "set" else record for record in records]
+    bases: list[tuple[int, int]] = []
+    for index, record in enumerate(kept):
+        # The longest prefix among earlier members: samples may branch off each other, not only off the first.
+        shared = [shared_rows(record, earlier) for earlier in kept[:index]]
+        base = int(np.argmax(shared)) if shared else 0
+        bases.append((base, shared[base] if shared else 0))
+    parts = [encode(_tail(record, rows), order) for record, (_, rows) in zip(kept, bases, strict=True)]
+    head = _HEAD.pack(_GROUP, VERSION, len(kept))
+    table = [_MEMBER.pack(base, rows, len(part)) for (base, rows), part in zip(bases, parts, strict=True)]
+    whole = [head, *table, *parts]
+    return b"".join([*whole, checksum(*whole)])
+
+
+def decode_group(data: bytes | memoryview) -> list[RouteRecord]:
+    """The records that `encode_group` wrote, in order. Raises `RouteError` (`payload`) for bytes that were changed in any way."""
+    content = _content(data, _GROUP, _HEAD.size)
+    _, _, members = _HEAD.unpack_from(content)
+    start = _HEAD.size + members * _MEMBER.size
+    if len(content) < start:
+        raise _damaged("the table of members is cut")
+    records: list[RouteRecord] = []
+    for index in range(members):
+        base, rows, length = _MEMBER.unpack_from(content, _HEAD.size + index * _MEMBER.size)
+        if length > len(content) - start or (rows and base >= index):
+            raise _damaged(f"member {index} lies outside the group")
+        tail = decode(content[start : start + length])
+        start += length
+        records.append(_joined(records[base], rows, tail) if rows else tail)
+    if start != len(content):
+        raise _damaged("bytes behind the last member")
+    return records
+
+
+def encode_delta(record: RouteRecord, earlier: RouteRecord, order: Literal["engine", "set"] = "engine") -> bytes:
+    """Only the rows of `record` that do not stand at the start of `earlier` already, e.g. those of a further turn.
+
+    Raises:
+        RouteError: a record is not legal or cannot be encoded.
+    """
+    if order == "set":
+        record, earlier = _ascending(record), _ascending(earlier)
+    rows = shared_rows(record, earlier)
+    parts = [_DELTA_HEAD.pack(_DELTA, VERSION, rows, _rows_digest(earlier, rows)), encode(_tail(record, rows), order)]
+    return b"".join([*parts, checksum(*parts)])
+
+
+def decode_delta(data: bytes | memoryview, earlier: RouteRecord) -> RouteRecord:
+    """The record that `encode_delta` was given.
+
+    Raises:
+        RouteError: `payload` (changed bytes), `digest` (`earlier` is not the record the delta was made against).
+    """
+    content = _content(data, _DELTA, _DELTA_HEAD.size)
+    _, _, rows, digest = _DELTA_HEAD.unpack_from(content)
+    tail = decode(content[_DELTA_HEAD.size :])
+    base = _ascending(earlier) if tail.order == "set" else earlier
+    if rows > base.num_rows or _rows_digest(base, rows) != digest:
+        raise RouteError(
+            "digest",
+            "this delta belongs to another earlier record",
+            got=f"{base.num_rows} rows",
+            expected=f"the {rows} rows it was made against",
+        )
+    return _joined(base, rows, tail) if rows else tail
+
+
+def extend(earlier: RouteRecord, later: RouteRecord, start: int) -> RouteRecord:
+    """A whole record from an earlier turn's and a later answer whose rows begin at token `start` (SGLang's `routed_experts_start_len`).
+
+    Args:
+        earlier: covers at least the first `start` rows.
+        later: rows `start, start + 1, ...`; its token digest is that of the whole sequence.
+
+    Raises:
+        RouteError: `rows` (a gap between the two), `layers` (another model).
+    """
+    if not 0 <= start <= earlier.num_rows:
+        raise RouteError(
+            "rows",
+            "rows are missing between two turns",
+            got=f"rows from {start}",
+            expected=f"at most {earlier.num_rows}",
+        )
+    return _joined(earlier, start, later)
+
+
+def _joined(base: RouteRecord, rows: int, tail: RouteRecord) -> RouteRecord:
+    if _model(base) != _model(tail) or rows > base.num_rows:
+        raise RouteError(
+            "layers",
+            "records that do not fit cannot share rows",
+            got=(_model(tail), rows),
+            expected=(_model(base), f"at most {base.num_rows} rows"),
+        )
+    covered = np.concatenate([base.coverage()[:rows], tail.coverage()])
+    joined = replace(
+        tail,
+        experts=np.concatenate([base.experts[:rows], tail.experts]),
+        covered=None if covered.all() else covered,
+    )
+    joined.validate()
+    return joined
+
+
+def _tail(record: RouteRecord, rows: int) -> RouteRecord:
+    covered = None if record.covered is None else record.covered[rows:]
+    return replace(record, experts=record.experts[rows:], covered=None if covered is None or covered.all() else covered)
+
+
+def _ascending(record: RouteRecord) -> RouteRecord:
+    return replace(record, experts=np.sort(record.experts, axis=-1), order="set")
+
+
+def _model(record: RouteRecord) -> tuple[object, ...]:
+    return record.layer_ids, record.num_experts, record.top_k, record.order
+
+
+def _rows_digest(record: RouteRecord, rows: int) -> bytes:
+    ids = np.ascontiguousarray(record.experts[:rows], dtype="<u2")
+    return checksum(repr(_model(record)).encode(), ids.tobytes(), record.coverage()[:rows].tobytes())
+
+
+def _content(data: bytes | memoryview, magic: bytes, head: int) -> memoryview:
+    view = memoryview(data)
+    content = view[:-CHECKSUM_BYTES]
+    if len(view) < head + CHECKSUM_BYTES or content[:4] != magic:
+        raise _damaged(f"not {magic!r}")
+    if content[4] != VERSION:
+        raise RouteError("payload", "routes are encoded in another version", got=content[4], expected=VERSION)
+    if checksum(content) != bytes(view[-CHECKSUM_BYTES:]):
+        raise _damaged("wrong checksum")
+    return content
+
+
+def _damaged(why: str) -> RouteError:
+    return RouteError(
+        "payload", f"encoded routes are damaged: {why}", expected="unchanged bytes", fix="Read or transfer them again."
+    )

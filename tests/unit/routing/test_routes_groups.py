@@ -1,0 +1,159 @@
+"""Shared rows stored once: exact round trips, sizes, and no mutation that passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from routing import RouteError, RouteRecord, encode, expert_dtype
+from routing.groups import decode_delta, decode_group, encode_delta, encode_group, extend, shared_rows
+from routing.load import expert_load, load_entropy, load_imbalance
+
+L, K, E = 3, 4, 60
+
+
+def record(rows: int, seed: int = 0, layers: int = L) -> RouteRecord:
+    draw = np.random.default_rng(seed).random((rows, layers, E))
+    experts = np.argsort(draw, axis=-1)[..., :K].astype(expert_dtype(E))
+    return RouteRecord(experts, tuple(range(layers)), E, bytes([seed]) * 16)
+
+
+def branch(base: RouteRecord, shared: int, rows: int, seed: int) -> RouteRecord:
+    own = record(rows, seed)
+    return replace(own, experts=np.concatenate([base.experts[:shared], own.experts]))
+
+
+def same(a: RouteRecord, b: RouteRecord) -> bool:
+    return (
+        np.array_equal(a.experts, b.experts)
+        and a.experts.dtype == b.experts.dtype
+        and (a.layer_ids, a.num_experts, a.token_digest, a.order)
+        == (b.layer_ids, b.num_experts, b.token_digest, b.order)
+        and np.array_equal(a.coverage(), b.coverage())
+        and (a.covered is None) == (b.covered is None)
+    )
+
+
+def ascending(a: RouteRecord) -> RouteRecord:
+    return replace(a, experts=np.sort(a.experts, axis=-1), order="set")
+
+
+def group() -> list[RouteRecord]:
+    first = record(40)
+    members = [first, *(branch(first, 30, 5 + seed, seed) for seed in range(1, 6))]
+    members.append(branch(members[3], 36, 4, 9))  # branches off a later member
+    members.append(record(12, 10))  # shares nothing
+    members.append(replace(first, token_digest=None))  # shares every row
+    members.append(branch(first, 30, 8, 11).uncover(slice(33, 35)))
+    members.append(record(6, 12, layers=2))  # another model
+    return members
+
+
+@pytest.mark.parametrize("order", ["engine", "set"])
+def test_groups_come_back_exactly(order: str) -> None:
+    members = group()
+    found = decode_group(encode_group(members, order))
+    wanted = members if order == "engine" else [ascending(member) for member in members]
+    assert len(found) == len(wanted)
+    assert all(same(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_prompt_is_stored_once() -> None:
+    prompt = record(400)
+    samples = [branch(prompt, 400, 20, seed) for seed in range(1, 9)]
+    together, alone = len(encode_group(samples)), sum(len(encode(sample)) for sample in samples)
+    assert together < 400 * L * K + 8 * (20 * L * K + 100)
+    assert alone > 4 * together
+
+
+def test_shared_rows_are_counted_in_order_and_coverage() -> None:
+    first = record(10)
+    assert shared_rows(first, branch(first, 7, 2, 1)) == 7
+    assert shared_rows(first, first) == 10
+    flipped = replace(first, experts=first.experts[..., ::-1])
+    assert shared_rows(first, flipped) == 0
+    assert shared_rows(first, first.uncover(slice(4, 5))) == 4
+    assert shared_rows(first, record(10, 0, layers=2)) == 0
+
+
+@pytest.mark.parametrize("order", ["engine", "set"])
+def test_turns_are_deltas(order: str) -> None:
+    first = record(30)
+    second = branch(first, 30, 9, 1)
+    data = encode_delta(second, first, order)
+    assert len(data) < len(encode(second, order)) - 150
+    wanted = second if order == "engine" else ascending(second)
+    assert same(decode_delta(data, first), wanted)
+    edited = first.experts.copy()
+    edited[3, 0, :2] = edited[3, 0, 1::-1] if order == "engine" else [e for e in range(E) if e not in edited[3, 0]][:2]
+    with pytest.raises(RouteError) as error:
+        decode_delta(data, replace(first, experts=edited))
+    assert error.value.reason == "digest"
+    with pytest.raises(RouteError) as error:
+        decode_delta(data, record(5))
+    assert error.value.reason == "digest"
+
+
+def test_a_later_answer_extends_an_earlier_record() -> None:
+    first = record(30)
+    whole = branch(first, 28, 9, 1)
+    later = replace(whole, experts=whole.experts[25:])
+    assert same(extend(first, later, 25), whole)
+    with pytest.raises(RouteError) as error:
+        extend(first, later, 31)
+    assert error.value.reason == "rows"
+    with pytest.raises(RouteError) as error:
+        extend(first, record(4, layers=2), 20)
+    assert error.value.reason == "layers"
+
+
+@pytest.mark.parametrize("what", ["group", "delta"])
+def test_mutations_are_refused(what: str) -> None:
+    first = record(12)
+    second = branch(first, 12, 3, 1)
+    data = encode_group([first, second]) if what == "group" else encode_delta(second, first)
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        changed = bytearray(data)
+        kind = rng.integers(3)
+        if kind == 0:
+            changed[rng.integers(len(changed))] ^= 1 << rng.integers(8)
+        elif kind == 1:
+            del changed[rng.integers(len(changed)) :]
+        else:
+            changed += bytes(rng.integers(0, 256, 3, dtype=np.uint8))
+        with pytest.raises(RouteError):
+            decode_group(bytes(changed)) if what == "group" else decode_delta(bytes(changed), first)
+
+
+def test_partial_records_round_trip_and_are_marked() -> None:
+    from routing import decode
+
+    partial = record(11).uncover(np.arange(11) < 4)
+    assert same(decode(encode(partial)), partial)
+    assert partial.experts[:4].tolist() == [[[0, 1, 2, 3]] * L] * 4
+    with pytest.raises(RouteError):
+        replace(partial, experts=record(11).experts).validate()
+    with pytest.raises(RouteError):
+        replace(partial, covered=partial.coverage()[:5]).validate()
+    assert record(5).uncover(slice(0, 0)).covered is None
+
+
+def test_load_counts_known_rows_and_its_entropy() -> None:
+    even = np.stack([np.arange(8).reshape(4, 2)] * 2, axis=1).astype(np.uint8)
+    even_record = RouteRecord(even, (0, 1), 8)
+    load = expert_load([even_record, even_record])
+    assert load.tolist() == [[2] * 8] * 2
+    assert load_entropy(load) == pytest.approx([1.0, 1.0])
+    assert load_imbalance(load) == pytest.approx([1.0, 1.0])
+    assert expert_load([even_record.uncover(slice(0, 1))]).tolist() == [[0, 0, *[1] * 6]] * 2
+    one = np.zeros((1, 4), dtype=np.int64)
+    one[0, 2] = 7
+    assert load_entropy(one) == pytest.approx([0.0])
+    assert load_imbalance(one) == pytest.approx([4.0])
+    half = np.array([[1, 1, 0, 0]])
+    assert load_entropy(half) == pytest.approx([0.5])
+    with pytest.raises(RouteError):
+        expert_load([])
