@@ -1,8 +1,10 @@
-"""Log-probs over the whole vocabulary that never hold it. Shape letters: N tokens, H hidden size, V vocabulary (rows held here), C tokens of a chunk.
+"""Log-probs over the whole vocabulary that never hold it. Shape letters: N tokens, H hidden size, V vocabulary (rows held here), C tokens and
+W ids of a tile.
 
-Logits exist for one chunk of tokens at a time, in one buffer that all chunks share, and are recomputed in the backward pass.
-Everything is float32 (float64 for float64 inputs); a weight of another dtype is converted once. The same code runs on CUDA, where
-every step is a library kernel.
+Logits exist for one tile of tokens and ids at a time, in one buffer that all tiles share and that is small enough for a processor's
+cache; log-sum-exps are carried from tile to tile. Tiles are recomputed in the backward pass. Ids are the outer loop there, so that each row
+of the weight is read, and its gradient written, once. Everything is float32 (float64 for float64 inputs). The same code runs on CUDA,
+where every step is a library kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from torch.autograd.function import once_differentiable
 from moe_trm.sampling_mask.support import compute_dtype
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
-CHUNK_LOGITS = 2**25
-"""Logits that live at once: 128 MiB of float32."""
+TILE_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+"""Logits that live at once: 8 MiB of float32 where a cache holds them, 512 MiB where large products matter more."""
+
+CHUNK_TOKENS = 4096
+"""Tokens of a tile at most."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def full_logprobs(
         weight_VH: output embedding; with a group in `vocabulary`, this rank's rows of it.
         target_N: int64 ids.
         temperature: tau.
-        chunk_tokens: tokens whose logits exist at once; None: what fits `CHUNK_LOGITS`.
+        chunk_tokens: tokens of a tile; None: up to `CHUNK_TOKENS`.
         vocabulary: the ids that the weight's rows stand for.
 
     Returns:
@@ -101,11 +106,14 @@ def log_normalizer(
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """`[N]` log sum_v exp(z_v / tau), without gradient."""
-    out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=compute_dtype(hidden_NH))
-    for chunk, logits_CV in _logits(hidden_NH, weight_VH, temperature, chunk_tokens, vocabulary):
-        top_C1 = vocabulary.max(logits_CV.amax(dim=1, keepdim=True))
-        sums_C = vocabulary.sum(logits_CV.sub_(top_C1).exp_().sum(dim=1))
-        out[chunk] = top_C1[:, 0] + sums_C.log()
+    wanted = _Wanted(temperature, chunk_tokens, vocabulary, entropy=False, sum_of_squares=False, top_k=0)
+    tiles = _Tiles(hidden_NH, vocabulary.real_rows(weight_VH), wanted)
+    out = hidden_NH.new_empty(hidden_NH.shape[0], dtype=tiles.dtype)
+    for chunk in tiles.chunks():
+        sums = _Sums(wanted, chunk.stop - chunk.start, out)
+        for _, logits_CW in tiles.logits(chunk):
+            sums.add(logits_CW)
+        out[chunk] = sums.over_ranges().log_norm
     return out
 
 
@@ -119,25 +127,92 @@ class _Wanted:
     top_k: int
 
 
-def _logits(
-    hidden_NH: Tensor, weight_VH: Tensor, temperature: float, chunk_tokens: int | None, vocabulary: Vocabulary
-) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of tokens with their logits / tau, in a buffer that the next chunk overwrites and the caller may write to."""
-    weight = vocabulary.real_rows(weight_VH).to(compute_dtype(hidden_NH))
-    num_tokens, size = hidden_NH.shape[0], chunk_tokens or max(1, CHUNK_LOGITS // len(weight))
-    buffer = weight.new_empty(min(size, num_tokens), len(weight))
-    for start in range(0, num_tokens, size):
-        chunk = slice(start, min(start + size, num_tokens))
-        hidden = hidden_NH[chunk].to(weight.dtype)
-        logits = torch.mm(hidden, weight.T, out=buffer[: len(hidden)])
-        yield chunk, logits if temperature == 1.0 else logits.div_(temperature)
+class _Tiles:
+    """Cuts tokens and ids into tiles and computes their logits / tau into one buffer, which the caller may write to."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: _Wanted) -> None:
+        self.dtype = compute_dtype(hidden_NH)
+        self._hidden, self._weight, self._temperature = hidden_NH, weight_VH, wanted.temperature
+        self._tokens = max(1, min(wanted.chunk_tokens or CHUNK_TOKENS, len(hidden_NH)))
+        self._ids = max(1, min(TILE_LOGITS.get(hidden_NH.device.type, 2**24) // self._tokens, len(weight_VH)))
+        self._buffer = hidden_NH.new_empty(self._tokens * self._ids, dtype=self.dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        for start in range(0, len(self._hidden), self._tokens):
+            yield slice(start, min(start + self._tokens, len(self._hidden)))
+
+    def hidden(self, chunk: slice) -> Tensor:
+        return self._hidden[chunk].to(self.dtype)
+
+    def weights(self) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of ids and their rows."""
+        for start in range(0, len(self._weight), self._ids):
+            ids = slice(start, min(start + self._ids, len(self._weight)))
+            yield ids, self._weight[ids].to(self.dtype)
+
+    def product(self, hidden_CH: Tensor, weight_WH: Tensor) -> Tensor:
+        shape = len(hidden_CH), len(weight_WH)
+        logits = torch.mm(hidden_CH, weight_WH.T, out=self._buffer[: shape[0] * shape[1]].view(shape))
+        return logits if self._temperature == 1.0 else logits.div_(self._temperature)
+
+    def logits(self, chunk: slice) -> Iterator[tuple[slice, Tensor]]:
+        hidden = self.hidden(chunk)
+        for ids, weight in self.weights():
+            yield ids, self.product(hidden, weight)
 
 
-def _rows_here(target_C: Tensor, num_rows: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Tokens of the chunk whose target is held here, and its row."""
-    rows = target_C - vocabulary.first
-    tokens = ((rows >= 0) & (rows < num_rows)).nonzero()[:, 0]
-    return tokens, rows[tokens]
+class _Sums:
+    """What is carried from tile to tile: the largest logit, and sums over ids of e = exp(z - largest), of e (z - largest) and of e^2."""
+
+    def __init__(self, wanted: _Wanted, num_tokens: int, like: Tensor) -> None:
+        self._wanted = wanted
+        self._top = like.new_full((num_tokens,), float("-inf"))
+        self._sum, self._product, self._square = (like.new_zeros(num_tokens) for _ in range(3))
+
+    def add(self, logits_CW: Tensor) -> None:
+        """Take in a tile, which is overwritten."""
+        wanted, top_C = self._wanted, logits_CW.amax(dim=1).maximum(self._top)
+        self._rescale(top_C)
+        logits_CW.sub_(top_C[:, None])
+        powers_CW = logits_CW.exp() if wanted.entropy else logits_CW.exp_()
+        self._sum += powers_CW.sum(dim=1)
+        if wanted.entropy:
+            # exp(-inf) * -inf would be NaN: an id of probability zero adds nothing.
+            self._product += torch.linalg.vecdot(powers_CW, logits_CW.nan_to_num_(neginf=0.0))
+        if wanted.sum_of_squares:
+            self._square += torch.linalg.vecdot(powers_CW, powers_CW)
+
+    def over_ranges(self) -> _Sums:
+        """The sums over all ranges of the vocabulary."""
+        ranges = self._wanted.vocabulary
+        self._rescale(ranges.max(self._top.clone()))
+        self._sum, self._product, self._square = (ranges.sum(x) for x in (self._sum, self._product, self._square))
+        return self
+
+    @property
+    def log_norm(self) -> Tensor:
+        return self._top + self._sum.log()
+
+    @property
+    def entropy(self) -> Tensor:
+        return self._sum.log() - self._product / self._sum
+
+    @property
+    def sum_of_squares(self) -> Tensor:
+        return self._square / self._sum.square()
+
+    def _rescale(self, top_C: Tensor) -> None:
+        shift = (self._top - top_C).nan_to_num_(neginf=-1e4)
+        factor = shift.exp()
+        self._product = (self._product + self._sum * shift) * factor
+        self._sum, self._square, self._top = self._sum * factor, self._square * factor.square(), top_C
+
+
+def _targets_in(target_C: Tensor, ids: slice, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Tokens of the chunk whose target is among `ids` of this range, and its column."""
+    columns = target_C - (vocabulary.first + ids.start)
+    tokens = ((columns >= 0) & (columns < ids.stop - ids.start)).nonzero()[:, 0]
+    return tokens, columns[tokens]
 
 
 class _FullScores(torch.autograd.Function):
@@ -146,30 +221,25 @@ class _FullScores(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, wanted: _Wanted
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         n, ranges = hidden_NH.shape[0], wanted.vocabulary
-        logprobs, log_norm, entropies, squares = (
-            hidden_NH.new_zeros(n, dtype=compute_dtype(hidden_NH)) for _ in range(4)
-        )
+        tiles = _Tiles(hidden_NH, ranges.real_rows(weight_VH), wanted)
+        logprobs, log_norm, entropies, squares = (hidden_NH.new_zeros(n, dtype=tiles.dtype) for _ in range(4))
         top_ids = target_N.new_zeros(n, wanted.top_k)
         top_logprobs = logprobs.new_zeros(n, wanted.top_k)
-        for chunk, logits_CV in _logits(hidden_NH, weight_VH, wanted.temperature, wanted.chunk_tokens, ranges):
-            tokens, rows = _rows_here(target_N[chunk], logits_CV.shape[1], ranges)
-            chosen_C = logits_CV.new_zeros(len(logits_CV))
-            chosen_C[tokens] = logits_CV[tokens, rows]
+        for chunk in tiles.chunks():
+            sums = _Sums(wanted, chunk.stop - chunk.start, logprobs)
+            best: list[tuple[Tensor, Tensor]] = []
+            for ids, logits_CW in tiles.logits(chunk):
+                tokens, columns = _targets_in(target_N[chunk], ids, ranges)
+                logprobs[chunk.start + tokens] = logits_CW[tokens, columns]
+                if wanted.top_k:
+                    best = [_best([*best, _top(logits_CW, wanted.top_k, ranges.first + ids.start)], wanted.top_k)]
+                sums.add(logits_CW)
+            sums.over_ranges()
+            log_norm[chunk], entropies[chunk], squares[chunk] = sums.log_norm, sums.entropy, sums.sum_of_squares
             if wanted.top_k:
-                top_ids[chunk], top_logprobs[chunk] = _top(logits_CV, wanted.top_k, ranges)
-            top_C1 = ranges.max(logits_CV.amax(dim=1, keepdim=True))
-            logits_CV.sub_(top_C1)
-            powers_CV = logits_CV.exp() if wanted.entropy else logits_CV.exp_()
-            sums_C = ranges.sum(powers_CV.sum(dim=1))
-            log_norm[chunk] = top_C1[:, 0] + sums_C.log()
-            logprobs[chunk] = ranges.sum(chosen_C)
-            if wanted.entropy:
-                # exp(-inf) * -inf would be NaN: an id of probability zero adds nothing.
-                product_C = torch.linalg.vecdot(powers_CV, logits_CV.nan_to_num_(neginf=0.0))
-                entropies[chunk] = sums_C.log() - ranges.sum(product_C) / sums_C
-            if wanted.sum_of_squares:
-                squares[chunk] = ranges.sum(torch.linalg.vecdot(powers_CV, powers_CV)) / sums_C.square()
-        logprobs -= log_norm
+                values, kept = (ranges.gather(part) for part in best[0])
+                top_logprobs[chunk], top_ids[chunk] = _best([(values, kept)], wanted.top_k)
+        logprobs = ranges.sum(logprobs) - log_norm
         top_logprobs -= log_norm[:, None]
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_norm, entropies)
         ctx.wanted = wanted
@@ -180,27 +250,27 @@ class _FullScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, log_norm, entropies = ctx.saved_tensors
-        wanted, dtype = ctx.wanted, log_norm.dtype
-        real_VH = wanted.vocabulary.real_rows(weight_VH).to(dtype)
-        grad_hidden = torch.zeros_like(hidden_NH, dtype=dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
+        wanted: _Wanted = ctx.wanted
+        tiles = _Tiles(hidden_NH, wanted.vocabulary.real_rows(weight_VH), wanted)
+        grad_hidden = torch.zeros_like(hidden_NH, dtype=tiles.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=tiles.dtype) if ctx.needs_input_grad[1] else None
         scaled_N = grad_N / wanted.temperature
-        for chunk, logits_CV in _logits(
-            hidden_NH, weight_VH, wanted.temperature, wanted.chunk_tokens, wanted.vocabulary
-        ):
-            logits_CV.sub_(log_norm[chunk, None])
-            tokens, rows = _rows_here(target_N[chunk], logits_CV.shape[1], wanted.vocabulary)
-            factor = -scaled_N[chunk, None]
-            if wanted.entropy:
-                # d entropy / d z_j = -p_j (log p_j + entropy) / tau
-                slope = grad_entropy_N[chunk, None] / wanted.temperature
-                factor = factor - slope * (logits_CV.nan_to_num(neginf=0.0) + entropies[chunk, None])
-            grad_CV = logits_CV.exp_().mul_(factor)
-            grad_CV[tokens, rows] += scaled_N[chunk][tokens]
-            if grad_hidden is not None:
-                grad_hidden[chunk] = grad_CV @ real_VH
-            if grad_weight is not None:
-                grad_weight[: len(real_VH)].addmm_(grad_CV.T, hidden_NH[chunk].to(dtype))
+        for ids, weight_WH in tiles.weights():
+            for chunk in tiles.chunks():
+                hidden_CH = tiles.hidden(chunk)
+                logits_CW = tiles.product(hidden_CH, weight_WH).sub_(log_norm[chunk, None])
+                factor = -scaled_N[chunk, None]
+                if wanted.entropy:
+                    # d entropy / d z_j = -p_j (log p_j + entropy) / tau
+                    slope = grad_entropy_N[chunk, None] / wanted.temperature
+                    factor = factor - slope * (logits_CW.nan_to_num(neginf=0.0) + entropies[chunk, None])
+                grad_CW = logits_CW.exp_().mul_(factor)
+                tokens, columns = _targets_in(target_N[chunk], ids, wanted.vocabulary)
+                grad_CW[tokens, columns] += scaled_N[chunk][tokens]
+                if grad_hidden is not None:
+                    grad_hidden[chunk].addmm_(grad_CW, weight_WH)
+                if grad_weight is not None:
+                    grad_weight[ids].addmm_(grad_CW.T, hidden_CH)
         if grad_hidden is not None:
             grad_hidden = wanted.vocabulary.sum(grad_hidden)
         return (
@@ -211,12 +281,13 @@ class _FullScores(torch.autograd.Function):
         )
 
 
-def _top(logits_CV: Tensor, k: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Ids and logits of the `k` likeliest over all ranges."""
-    values, rows = logits_CV.topk(min(k, logits_CV.shape[1]), dim=1)
-    ids = rows + vocabulary.first
-    if vocabulary.group is not None:
-        values, ids = vocabulary.gather(values), vocabulary.gather(ids)
-        values, places = values.topk(k, dim=1)
-        ids = ids.gather(1, places)
-    return ids, values
+def _top(logits_CW: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+    values, columns = logits_CW.topk(min(k, logits_CW.shape[1]), dim=1)
+    return values, columns + first
+
+
+def _best(parts: list[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest values of all parts and their ids, fewer where there are fewer."""
+    values, ids = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    values, places = values.topk(min(k, values.shape[1]), dim=1)
+    return values, ids.gather(1, places)
