@@ -59,6 +59,7 @@ class SglangEngine:
             max_attempts=rollout.max_attempts,
         )
         self._broadcast: DistributedPush | None = None
+        self._device = "cpu"
         self._slots = asyncio.Semaphore(rollout.concurrency)
 
     async def start(self) -> None:
@@ -80,7 +81,7 @@ class SglangEngine:
         if server.get("dtype") not in (self._dtype, "auto"):
             raise self._mismatch("dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
         if self._verify:
-            check_can_verify(server)
+            self._device = check_can_verify(server)
         await self._probe_model()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -96,12 +97,12 @@ class SglangEngine:
 
     async def load_weights(self, push: WeightPush) -> None:
         """Make the server load `push` from its folder and prove it. Raises `SyncError`."""
-        await load_from_disk(self._http, push, dtype=self._dtype, verify=self._verify)
+        await load_from_disk(self._http, push, dtype=self._dtype, verify=self._verify, device=self._device)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
         if self._broadcast is None:
-            self._broadcast = DistributedPush(self._http)
+            self._broadcast = DistributedPush(self._http, device=self._device)
             await self._broadcast.join([share.meeting for share in shares])
         await self._broadcast.load(version, shares, dtype=self._dtype, verify=self._verify)
 

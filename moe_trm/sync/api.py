@@ -38,8 +38,8 @@ async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
         compare(expected, rank["checksums"], where=f"engine rank {number}")
 
 
-def check_can_verify(server: Mapping[str, Any]) -> None:
-    """Raise `SyncError` when the checksums of this engine cannot be predicted; `server` is its `/server_info`."""
+def check_can_verify(server: Mapping[str, Any]) -> str:
+    """The device whose hash the engine uses; `server` is its `/server_info`. Raises `SyncError` when its checksums cannot be predicted."""
     size, device = server.get("tp_size", 1), server.get("device", "cpu")
     if size != 1:
         raise SyncError(
@@ -48,10 +48,11 @@ def check_can_verify(server: Mapping[str, Any]) -> None:
             expected="1",
             fix="Set rollout.server.tensor_parallel=1, or sync.verify=false and accept unproved weights.",
         )
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise SyncError(
-            "weight pushes cannot be verified on this engine: it hashes with a GPU kernel that is not reproduced here",
+            "weight pushes cannot be verified on this engine: how this device hashes is not known here",
             got=f"device {device}",
-            expected="cpu",
+            expected="cpu or cuda",
             fix="Set sync.verify=false and accept unproved weights.",
         )
+    return str(device)

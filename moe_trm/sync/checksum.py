@@ -1,11 +1,11 @@
 """What the engine's `/weights_checker` must answer, computed from Hugging Face tensors one at a time.
 
 SGLang keeps q, k and v as one tensor, gate and up as one, and all experts of a layer as two (`w13_weight` `[E, 2I, H]`, `w2_weight` `[E, H, I]`).
-Each is hashed as a whole: the first 8 bytes of the SHA-256 of its contiguous bytes, in hex. Every fused tensor is the concatenation of its
+Each is hashed as a whole: on the CPU the first 8 bytes of the SHA-256 of its contiguous bytes, on CUDA the hash of `gpu_hash`. Every fused tensor is the concatenation of its
 parts along the leading axis, so its hash is that of the parts' bytes in order, and no fused tensor ever has to exist here.
 
 Shape letters: E experts, I expert width, H hidden width, V vocabulary.
-Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash` (CPU branch); tensor parallel size 1.
+Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash`; tensor parallel size 1.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_trm.errors import SyncError
+from moe_trm.sync.gpu_hash import GpuTensorHash
 
 VOCAB_MULTIPLE = 64
 """The engine pads the rows of embedding and output head to a multiple of this with zeros."""
@@ -56,20 +58,31 @@ def engine_place(name: str) -> tuple[str, tuple[int, int]]:
     return name, (0, 0)
 
 
+class Hasher(Protocol):
+    """What `hashlib` objects and `GpuTensorHash` have in common."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
 class EngineChecksums:
     """Accumulates the engine's checksums while tensors pass by, in any order; a part that comes before its turn is held until then.
 
     Args:
         names: every Hugging Face tensor of the push.
         dtype: the engine's arithmetic; tensors are cast to it.
+        device: where the engine holds its tensors, which decides how it hashes them: `cpu` or `cuda`.
     """
 
-    def __init__(self, names: Iterable[str], dtype: str) -> None:
+    def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
         self._dtype = DTYPES[dtype]
         self._order: dict[str, list[str]] = {}
         for name in sorted(names, key=engine_place):
             self._order.setdefault(engine_place(name)[0], []).append(name)
-        self._hashers = {fused: hashlib.sha256() for fused in self._order}
+        self._hashers: dict[str, Hasher] = {
+            fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
+        }
         self._taken = dict.fromkeys(self._order, 0)
         self._held: dict[str, Tensor] = {}
 

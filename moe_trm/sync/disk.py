@@ -89,12 +89,12 @@ def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, 
     return push
 
 
-def verified_checksums(push: WeightPush, dtype: str) -> dict[str, str]:
-    """Read every tensor once, check it against the manifest, and return the checksums an engine in `dtype` must report.
+def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:
+    """Read every tensor once, check it against the manifest, and return the checksums an engine in `dtype` on `device` must report.
 
     Raises `SyncError` naming the tensors whose file differs from what the writer had in memory.
     """
-    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype)
+    checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     damaged: list[str] = []
     for file in sorted({entry.file for entry in push.tensors}):
         path = Path(push.directory) / file
@@ -124,14 +124,14 @@ def verified_checksums(push: WeightPush, dtype: str) -> dict[str, str]:
     return checksums.result()
 
 
-async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify: bool) -> None:
+async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify: bool, device: str = "cpu") -> None:
     """Make the engine serve `push` with an empty prefix cache. With `verify`, prove it; see the module's chain of proof.
 
     Raises:
         SyncError: the files, the engine's tensors or its version label are not those of the push.
         EngineError: the engine cannot be reached.
     """
-    expected = await asyncio.to_thread(verified_checksums, push, dtype) if verify else None
+    expected = await asyncio.to_thread(verified_checksums, push, dtype, device) if verify else None
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
         answer = await api.post("/update_weights_from_disk", body)

@@ -68,11 +68,13 @@ class DistributedPush:
         api: requests to the engine.
         engine_ranks: its tensor parallel size.
         timeout_s: longest wait for the others, at every broadcast.
+        device: where the engine holds its tensors.
     """
 
     api: EngineApi
     engine_ranks: int = 1
     timeout_s: float = 300.0
+    device: str = "cpu"
     _groups: dict[str, dist.ProcessGroupGloo] = field(default_factory=dict)
 
     async def join(self, meetings: Sequence[Meeting]) -> None:
@@ -103,7 +105,7 @@ class DistributedPush:
             SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the push.
             EngineError: the engine cannot be reached.
         """
-        checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype)
+        checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype, self.device)
         requests = list(
             chain.from_iterable(
                 ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares
