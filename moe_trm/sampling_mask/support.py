@@ -17,8 +17,9 @@ from moe_trm.sampling_mask.vocabulary import Vocabulary
 
 MAX_GATHERED_ROWS = 16384
 
-WIDE = 16
-"""A matrix product is cheaper when more than `1 / WIDE` of the vocabulary is kept on average (measured on CPU at V = 151,936)."""
+WIDE = 128
+"""A matrix product is cheaper when more than `1 / WIDE` of the vocabulary is kept on average: on one CPU core at V = 151,936, H = 1,024, a
+gathered id takes 7 us and a whole row of logits 4.4 ms, in the forward pass."""
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:

@@ -47,12 +47,12 @@ def dense_masked(hidden: Tensor, weight: Tensor, target: Tensor, ids: Tensor, of
     tau=st.floats(0.3, 3.0),
     max_rows=st.integers(1, 30),
     seed=st.integers(0, 99),
-    vocabulary=st.sampled_from([11, 60]),
+    vocabulary=st.sampled_from([11, 2000]),
 )
 def test_masked_equals_dense_value_and_gradient(
     sizes: list[int], tau: float, max_rows: int, seed: int, vocabulary: int
 ) -> None:
-    """With 11 ids most supports are wide and take the matrix product, with 60 they are gathered."""
+    """With 11 ids most supports are wide and take the matrix product, with 2000 they are gathered."""
     hidden, weight, target, ids, offsets = make_case(sizes, V=vocabulary, seed=seed)
     coefficients = torch.linspace(-1, 2, len(sizes), dtype=torch.float64)
     results = []
@@ -68,15 +68,15 @@ def test_masked_equals_dense_value_and_gradient(
         torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("vocabulary", [11, 60])
+@pytest.mark.parametrize("vocabulary", [11, 600])
 def test_gradients_by_finite_differences(vocabulary: int) -> None:
-    hidden, weight, target, ids, offsets = make_case([1, 4, 11, 2], V=vocabulary)
+    hidden, weight, target, ids, offsets = make_case([1, 4, 11, 2], V=vocabulary, H=2)
     hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda h, w: masked_logprobs(h, w, target, ids, offsets, 0.7, 6), (hidden, weight))
     assert torch.autograd.gradcheck(lambda h, w: full_logprobs(h, w, target, 0.7, 3), (hidden, weight))
 
 
-@pytest.mark.parametrize("vocabulary", [3, 11])
+@pytest.mark.parametrize("vocabulary", [3, 200])
 def test_single_kept_id_is_exactly_zero_with_zero_gradient(vocabulary: int) -> None:
     hidden, weight, target, ids, offsets = make_case([1, 1, 1], V=vocabulary, dtype=torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
@@ -95,7 +95,7 @@ def test_whole_vocabulary_kept_equals_full_logprobs() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [11, 60])
+@pytest.mark.parametrize("vocabulary", [11, 1000])
 def test_bits_do_not_depend_on_gradient_mode_nor_gathered_ones_on_neighbours(
     dtype: torch.dtype, vocabulary: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_bits_do_not_depend_on_gradient_mode_nor_gathered_ones_on_neighbours(
     assert torch.equal(frozen_full, full_logprobs(hidden, weight, target, 0.9))
     part = slice(int(offsets[2]), int(offsets[5]))
     alone = masked_logprobs(hidden[2:5], weight, target[2:5], ids[part], offsets[2:6] - offsets[2], 0.9, max_rows=4)
-    if vocabulary == 60:
+    if vocabulary == 1000:
         assert torch.equal(alone, frozen[2:5])
     torch.testing.assert_close(alone, frozen[2:5])
 
