@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+
+import torch
 
 Row = dict[str, str | int | float]
 
@@ -20,7 +26,25 @@ def report(title: str, rows: Sequence[Row], path: Path | None = None) -> None:
         lines.append("  ".join(_text(value).rjust(_width(name)) for name, value in row.items()))
     print("\n".join(lines))
     if path is not None:
-        path.write_text(json.dumps({"title": title, "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"title": title, **origin(), "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+
+
+def origin() -> dict[str, str | int]:
+    """What figures need to be repeated: command, date (UTC), and machine."""
+    return {
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count() or 0,
+        "cpu": _cpu_model(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _width(name: str) -> int:

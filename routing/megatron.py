@@ -63,6 +63,8 @@ class MegatronReplayer:
         ReplayRefusedError: a model or setting on which replay would not happen or could not be proved.
     """
 
+    new_pass = ReplayPass
+
     def __init__(
         self, models: Any, *, max_local_flip_rate: float = 0.3, missing: Literal["reject", "native"] = "reject"
     ) -> None:
@@ -172,7 +174,7 @@ class MegatronReplayer:
         layers: Sequence[int],
     ) -> ReplayPass:
         self._check_layout(layout, input_ids)
-        opened = ReplayPass(source, layers, layout.num_local, self._counters)
+        opened = self.new_pass(source, layers, layout.num_local, self._counters)
         if isinstance(source, Native):
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
@@ -188,7 +190,7 @@ class MegatronReplayer:
                         expected=f"some of {self._model_layer_ids}",
                     )
             opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
-            opened.expected = self._move(expected_routes(source.records, layout, layers, experts, top_k))
+            opened.expected = self._move(self.expect(source, layout, layers))
         else:
             opened.digest = batch_digest(input_ids, target_ids, valid)
         if isinstance(source, ReplayRecorded):
@@ -199,6 +201,12 @@ class MegatronReplayer:
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
             opened.expect(due if free is None else due & ~free, free, self._device)
         return opened
+
+    def expect(self, source: ReplayRecords, layout: Layout, layers: Sequence[int]) -> dict[int, Tensor]:
+        """The second cut of the records: layer id -> `[N, K]`."""
+        return expected_routes(
+            source.records, layout, layers, int(self.config.num_moe_experts), int(self.config.moe_router_topk)
+        )
 
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}

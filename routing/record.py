@@ -15,6 +15,8 @@ import numpy as np
 
 from routing.errors import RouteError
 
+_PART = 1 << 15
+
 
 def token_digest(tokens: np.ndarray) -> bytes:
     """16-byte digest that binds routes to the token ids `[T]` they belong to (blake2b over little-endian int32)."""
@@ -152,8 +154,12 @@ class RouteRecord:
 
 def _repeats(experts: np.ndarray) -> np.ndarray:
     """`[T-1, L]` bool: an id appears twice among the K of its row. Pairs of whole columns compare several times faster than sorting rows."""
-    columns_KM = np.ascontiguousarray(experts.reshape(-1, experts.shape[-1]).T)
-    repeated_M = np.zeros(columns_KM.shape[1], dtype=bool)
-    for first, second in combinations(range(len(columns_KM)), 2):
-        repeated_M |= columns_KM[first] == columns_KM[second]
+    flat_MK = experts.reshape(-1, experts.shape[-1])
+    repeated_M = np.zeros(len(flat_MK), dtype=bool)
+    # In parts: the copy stays in the cache, and memory does not double on long sequences.
+    for start in range(0, len(flat_MK), _PART):
+        columns_KM = np.ascontiguousarray(flat_MK[start : start + _PART].T)
+        found = repeated_M[start : start + _PART]
+        for first, second in combinations(range(len(columns_KM)), 2):
+            found |= columns_KM[first] == columns_KM[second]
     return repeated_M.reshape(experts.shape[:-1])

@@ -77,13 +77,16 @@ class ReplayPass:
             raise ReplayProofError(
                 f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {live.shape[1]}"
             )
+        self.count(layer, live)
+        return targets if self._free is None else torch.where(self._free, live, targets)
+
+    def count(self, layer: int, live: Tensor) -> None:
+        """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""
         counters = self.counters[layer]
-        counters[FLIPPED] += (differs(live, targets) & self._due).sum()
+        counters[FLIPPED] += (differs(live, self.targets[layer]) & self._due).sum()
         counters[ROUTED] += self._num_due
-        if self._free is None:
-            return targets
-        counters[NATIVE] += self._num_free
-        return torch.where(self._free, live, targets)
+        if self._num_free:
+            counters[NATIVE] += self._num_free
 
     def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
         """Count the due tokens of `layer` whose used experts are the expected ones; `matches` maps `[N, K]` ids to `[N]` bool."""
