@@ -1,0 +1,130 @@
+"""What recording costs at the rollout engine, and where the seconds of a training step go.
+
+`python -m benchmarks.step --checkpoint DIR [--run RUN_DIR] [--json FILE]` starts a real server on the checkpoint and lets it answer the same
+prompts with and without capture (log-probs, routes, masks), in turn; with `--run`, adds the phases of a finished run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from benchmarks.table import Row, report
+from moe_trm.config.schema import Config
+from moe_trm.rollout.build import sampling_params
+from moe_trm.rollout.http import EngineHttp
+from moe_trm.rollout.parse import Wanted, parse_answer
+from moe_trm.rollout.served import ServedModel
+from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.tasks.build import build_task
+from moe_trm.types import Prompt, SamplingParams
+
+CAPTURE = {
+    "return_logprob": True,
+    "return_routed_experts": True,
+    "return_sampling_mask": True,
+    "sampling_logprobs_mode": "support",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.step", description=__doc__)
+    parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
+    parser.add_argument("--run", type=Path, help="a run directory whose phases to add")
+    parser.add_argument("--rounds", type=int, default=8, help="paired measurements (default: 8)")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args(argv)
+    rows = recording(args.checkpoint, args.rounds)
+    if args.run:
+        rows += phases(args.run)
+    report("Recording at the engine (128 samples in flight), and the phases of a step", rows, args.json)
+    return 0
+
+
+def recording(checkpoint: str, rounds: int) -> list[Row]:
+    """Tokens per second with and without capture, parsing and validation included, and the median of the paired ratios."""
+    config = Config.model_validate(
+        {"model": {"checkpoint": checkpoint}, "rollout": {"top_p": 0.95, "server": {"port": 0}}}
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        server = start_server(config, Path(folder) / "rollout.log", secrets.token_hex(8))
+        try:
+            speeds = asyncio.run(_measure(config, server, rounds))
+        finally:
+            server.stop()
+    paired = [full / bare for full, bare in zip(speeds["captured"], speeds["bare"], strict=True)]
+    rows: list[Row] = [
+        {"what": f"tokens/s, {name}", "median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in speeds.items()
+    ]
+    return [
+        *rows,
+        {"what": "captured / bare", "median": statistics.median(paired), "min": min(paired), "max": max(paired)},
+    ]
+
+
+async def _measure(config: Config, server: Server, rounds: int) -> dict[str, list[float]]:
+    task = build_task(config.task, config.model.checkpoint, config.seed)
+    model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
+    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    speeds: dict[str, list[float]] = {"captured": [], "bare": []}
+    async with EngineHttp(server.url, server.api_key, timeout_s=120, max_attempts=1) as http:
+        await http.post("/update_weight_version", {"new_version": "0"})
+        for step in range(1, rounds + 2):
+            prompts = [prompt for prompt in task.train_prompts(step, 16) for _ in range(8)]
+            for name in sorted(speeds, reverse=step % 2 == 0):
+                speed = await _round(http, prompts, params, model, captured=name == "captured")
+                if step > 1:
+                    speeds[name].append(speed)
+    task.close()
+    return speeds
+
+
+async def _round(
+    http: EngineHttp, prompts: Sequence[Prompt], params: SamplingParams, model: ServedModel, *, captured: bool
+) -> float:
+    sampling = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_new_tokens": params.max_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+
+    async def one(number: int, prompt: Prompt) -> int:
+        request = {"input_ids": list(prompt.token_ids), "sampling_params": sampling, **(CAPTURE if captured else {})}
+        body = await http.request("POST", "/generate", request)
+        if captured:
+            wanted = Wanted(routes=True, mask=True)
+            return parse_answer(body, prompt, model, wanted, sample_id=number, group_id=0).num_sampled
+        return len(orjson.loads(body)["output_ids"])
+
+    started = time.perf_counter()
+    tokens = sum(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+    return tokens / (time.perf_counter() - started)
+
+
+def phases(run: Path) -> list[Row]:
+    """Median seconds of each phase over the steps of a run, and its share of the step."""
+    steps = [orjson.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    steps = [step for step in steps if "time/step_s" in step]
+    whole = statistics.median(step["time/step_s"] for step in steps)
+    rows: list[Row] = []
+    for phase in ("wait", "score", "probe", "update", "sync", "step"):
+        seconds = [step.get(f"time/{phase}_s", 0.0) for step in steps]
+        median = statistics.median(seconds)
+        rows.append({"phase": phase, "median_s": median, "share": median / whole, "mean_s": statistics.fmean(seconds)})
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
