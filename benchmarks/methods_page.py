@@ -1,0 +1,170 @@
+"""Writes docs/methods.md from the docstrings of every registered method: `python -m benchmarks.methods_page`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import length_bias
+from benchmarks.sources import SOURCES
+from moe_trm import corrections, losses
+from moe_trm.batch import advantages, token_advantages
+from moe_trm.batch.outcome import OUTCOME
+from moe_trm.diagnostics import acceptance, bounds, metrics, verdict
+from moe_trm.losses import aggregate, kl, off_policy
+from moe_trm.parameters import Parameter, declared
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+
+INTRO = """# Methods
+
+Written by `python -m benchmarks.methods_page` from the docstrings of the code; a test keeps it up to date.
+
+**Policies.** `mu`: the rollout engine at the weights that sampled (`rollout_logprobs`). `pi_old`: the learner at the same weights
+(`behavior_logprobs`). `pi_prox`: the learner when the step began (`proximal_logprobs`). `pi_theta`: the learner now
+(`current_logprobs`).
+
+**Ratios.** `engine` = pi_old / mu (written rho), `lag` = pi_prox / pi_old, `update` = pi_theta / pi_prox (written r),
+`staleness` = lag x update, `merged` = engine x lag, `total` = pi_theta / mu (written w). Any method takes `ratio: NAME` to read
+another one than its own.
+
+**Shapes.** B rows, T tokens: log-probs, ratios, advantages, masks, weights and keep masks are `[B, T]`; row statistics are `[B]`.
+Only sampled tokens count: prompts, tool outputs and padding change nothing. Statistics are float32 at least.
+
+**Cost.** `token` and `sequence` scope: a few passes over the sampled tokens of a micro-batch. `batch` scope: a few numbers of each
+sampled token are gathered from all ranks, and after the first update of a step one more forward pass without gradient.
+"""
+
+WHEN = {
+    "corrections": """Listed in `correction.rules`, or by `correction.preset`. **When:** reweight (`*_tis`, `icepop`) when the mismatch is small and
+unbiased gradients matter; reject tokens (`token_*`, `icepop`) against isolated outliers; reject rows by a mean (`trm_avg`, `ser`,
+`ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`, `seq_max_*`) for guarantees on every
+token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with `target_reject_rate` choose their threshold
+themselves. Look at `acceptance/length_*` before you trust any of them.""",
+    "losses": """Chosen by `loss.name`, parameters in `loss.parameters`. **When:** `ppo_clip` unless there is a reason; sequence ratios
+(`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still learn;
+`vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
+    "advantages": """Chosen by `advantage.name`. **When:** `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard deviation;
+`opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            INTRO,
+            "## Corrections\n",
+            WHEN["corrections"] + "\n",
+            *(_correction(name) for name in corrections.names()),
+            _presets(),
+            "## Losses\n",
+            WHEN["losses"] + "\n",
+            *(_loss(name) for name in losses.names()),
+            *_functions("Aggregation", [aggregate]),
+            "## Advantages\n",
+            WHEN["advantages"] + "\n",
+            f"Usable by name: {', '.join(f'`{name}`' for name in OUTCOME)}.\n",
+            *_functions("", _of_module(advantages) + _of_module(token_advantages)),
+            *_functions(
+                "KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.shaped_rewards, kl.AdaptiveKL]
+            ),
+            *_functions("Tools for old data", _of_module(off_policy)),
+            *_functions("Diagnostics", [metrics, acceptance, verdict]),
+            *_functions("Bounds", _of_module(bounds)),
+            _length_bias(),
+        ]
+    )
+
+
+def _correction(name: str) -> str:
+    rule = corrections.get(name)
+    reads = "`target_reject_rate` possible" if rule.calibrate else "thresholds by value only"
+    facts = [f"reads `{rule.ratio}`", f"scope `{rule.scope}`", reads]
+    return _entry(name, facts, rule.function)
+
+
+def _loss(name: str) -> str:
+    objective = losses.get(name)
+    facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
+    return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function)
+
+
+def _entry(name: str, facts: list[str], function: Callable[..., Any]) -> str:
+    required, defaults = declared(function)
+    values = [f"`{key}` (no default)" for key in required] + [f"`{k}` = {_shown(v)}" for k, v in defaults.items()]
+    parameters = f"Parameters: {', '.join(values)}.\n\n" if values else ""
+    return f"### `{name}`\n\n{', '.join(facts)}.\n\n{parameters}{_text(function)}\n"
+
+
+def _functions(title: str, functions: list[Any]) -> Iterator[str]:
+    if title:
+        yield f"## {title}\n"
+    for function in functions:
+        yield f"### `{function.__name__}`\n\n{_text(function)}\n"
+
+
+def _of_module(module: Any) -> list[Any]:
+    return [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _presets() -> str:
+    lines = ["## Presets\n", "| preset | rules | loss |", "|---|---|---|"]
+    for name, preset in corrections.presets.items():
+        rules = "; ".join(f"`{rule}` {_thresholds(thresholds)}" for rule, thresholds in preset.rules) or "none"
+        loss = f"`{preset.loss[0]}` {_thresholds(preset.loss[1])}" if preset.loss else "any"
+        lines.append(f"| `{name}` | {rules} | {loss.strip()} |")
+    return "\n".join([*lines, ""])
+
+
+def _thresholds(values: Any) -> str:
+    return ", ".join(f"{key}={_shown(value)}" for key, value in values.items())
+
+
+def _length_bias() -> str:
+    lines = [
+        "## Length bias\n",
+        "On independent noise no length deserves to be rejected more than another. Rejected rows in percent by number of tokens, at",
+        f"thresholds that reject {length_bias.REJECTED:.0%} of all rows, and the slope in percentage points per doubling of length with its 95%",
+        "interval (binomial counts at the calibrated threshold): `python -m benchmarks.length_bias`.\n",
+        "| rule | slope | " + " | ".join(str(length) for length in length_bias.LENGTHS) + " |",
+        "|---|---|" + "---|" * len(length_bias.LENGTHS),
+    ]
+    for found in length_bias.slopes():
+        rates = " | ".join(f"{rate:.1f}" for rate in found.rates)
+        lines.append(f"| `{found.rule}` | {found.slope:+.1f} ({found.low:+.1f} to {found.high:+.1f}) | {rates} |")
+    lines.append(
+        "\nMaxima and sums reject long rows more; means reject short rows more, because their spread shrinks with length.\n"
+    )
+    return "\n".join(lines)
+
+
+def _text(function: Any) -> str:
+    text = inspect.getdoc(function) or ""
+    text = re.sub(
+        r"methods\.md (section )?([0-9.]+[0-9])((, |-)[0-9.]+[0-9])?( \([^)]*\))?",
+        lambda found: _source(found[2]),
+        text,
+    )
+    return re.sub(r"^(Args|Raises|Attributes):$", r"**\1:**\n", text, flags=re.MULTILINE)
+
+
+def _source(section: str) -> str:
+    while section not in SOURCES:
+        section = section.rpartition(".")[0]
+    return SOURCES[section]
+
+
+def _shown(value: Parameter) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
