@@ -40,6 +40,7 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
 
     `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
     `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
+    With the rollout's distribution on its kept support, `total/exact_kl` is the mean KL(rollout || current) on it, not an estimate.
     Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential. Source: methods.md 8.1.
     """
     ratios = evidence.ratios
@@ -56,6 +57,8 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
             if name in (known[0], "total"):
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
                 result |= _perplexities(name, ratios.rollout_logprobs, log_ratio, lengths)
+    if evidence.exact_kl is not None and (names is None or "total" in names):
+        result |= summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask)
     return result
 
 

@@ -51,6 +51,9 @@ def test_every_promised_metric_is_in_every_step(live: Path) -> None:
         *("routing/native_flip_rate", "engine/k3_kl", "staleness/k3_kl", "total/k3_kl"),
         *("correction/kept_fraction", "correction/trm_max/kept_fraction", "correction/icepop/kept_fraction"),
         *("loss/pg_clipfrac", "optimizer/grad_norm", "weights/version", "ledger/rejected", "ledger/issued"),
+        *("total/exact_kl", "correction/trm_max/only_exact_keeps", "correction/trm_max/only_sampled_keeps"),
+        *("sampling_mask/size_median", "sampling_mask/size_p99", "sampling_mask/singleton_fraction"),
+        *("sampling_mask/violations", "sampling_mask/bytes_per_token", "sampling_mask/learner_kept_mass_mean"),
         *("time/step_s", "time/rollout_s", "time/score_s", "time/update_s", "time/sync_s"),
     }
     for row in rows[1:]:

@@ -123,12 +123,18 @@ def test_a_secret_is_never_shown(file: Path, capsys: pytest.CaptureFixture[str])
     assert "hunter2" not in "".join(problems(file, "rollout.api_key=[hunter2]").values())
 
 
+EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence: exact}}]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
         (["rollout.engine=bundle"], "rollout.bundle"),
         (["rollout.engine=bundle", "rollout.bundle=b", "record.bundle=b"], "record.bundle"),
         (["rollout.top_k=5000"], "rollout.top_k"),
+        (["rollout.top_k=1"], "rollout.top_k"),
+        ([EXACT, "sampling_mask.mode=off"], "sampling_mask.mode"),
+        ([EXACT.replace("exact}", "exact, ratio: engine}")], "correction.rules"),
         (["task.name=gsm8k"], "task.prompts"),
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
         (["learner.minibatches=3"], "learner.minibatches"),
@@ -152,6 +158,7 @@ def test_impossible_combinations_are_refused(file: Path, overrides: list[str], k
         (["task.name=jsonl", "task.prompts=p", "task.max_digits=2"], "task.max_digits has no effect"),
         (["task.prompts=p"], "task.prompts has no effect"),
         (["sampling_mask.mode=keep"], "nothing is truncated"),
+        (["sampling_mask.mode=off", "sampling_mask.violation=drop"], "sampling_mask.violation has no effect"),
         (["sampling_mask.mode=off", "rollout.top_p=0.9"], "could not sample"),
         (["replay.mode=R2", "learner.minibatches=1"], "no second update"),
     ],

@@ -165,6 +165,20 @@ def test_trm_reads_the_exact_divergence_when_asked(fx) -> None:
         corrections.get("trm_max")(fx.evidence, max_kl=0.05, divergence="exact")
 
 
+def test_trm_tells_where_exact_and_sampled_divergence_disagree(fx) -> None:
+    """Sampled keeps rows 0 and 1 at 0.05, exact keeps 1, 2 and 3: they agree on row 1 alone."""
+    exact = torch.where(fx.mask, torch.tensor([[0.5], [0.01], [0.01], [0.01]], dtype=torch.float64), 9.0)
+    evidence = Evidence(fx.ratios, fx.advantages, exact_kl=exact)
+    for name, threshold in (("trm_max", {"max_kl": 0.05}), ("trm_avg", {"mean_kl": 0.05})):
+        for divergence in ("exact", "sampled"):
+            got = corrections.finalize(corrections.get(name)(evidence, divergence=divergence, **threshold).metrics)
+            assert got[f"correction/{name}/only_exact_keeps"] == 0.5
+            assert got[f"correction/{name}/only_sampled_keeps"] == 0.25
+    both = corrections.get("trm_max_avg")(evidence, max_kl=0.05, mean_kl=0.05, divergence="exact")
+    assert corrections.finalize(both.metrics)["correction/trm_max_avg/only_exact_keeps"] == 0.5
+    assert "correction/trm_max/only_exact_keeps" not in corrections.get("trm_max")(fx.evidence, max_kl=0.05).metrics
+
+
 def test_ln_trm(fx) -> None:
     rule = corrections.get("ln_trm")
     score = corrections.finalize(rule(fx.evidence, delta=0.02, max_score=1.0).metrics)["correction/ln_trm/score"]
