@@ -17,7 +17,8 @@ from pathlib import Path
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
 from moe_trm.quickstart.checkpoint import TinyShape
-from moe_trm.quickstart.summary import print_probe, read_metrics
+from moe_trm.quickstart.figure import draw
+from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
 
@@ -126,13 +127,17 @@ def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
             f"{outcome.optimizer_steps:>17}{outcome.seconds:>9.0f}   {verdict}"
         )
     learned = [run_dir / outcome.trial.name for outcome in outcomes if outcome.trial.gain_at_least > 0]
-    print_probe(learned, num_layers=TinyShape().layers)
+    mismatch = pooled_mismatch(learned, num_layers=TinyShape().layers)
+    print_mismatch(mismatch)
+    picture = run_dir / "quickstart.svg"
+    picture.write_text(draw({run.name: read_metrics(run) for run in learned}, mismatch), encoding="utf-8")
     results = [
         {"run": o.trial.name, "before": o.before, "after": o.after, "seconds": o.seconds, "passed": o.passed}
         for o in outcomes
     ]
     (run_dir / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(f"\nrun directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")
+    print(f"\npicture: {picture}")
+    print(f"run directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from moe_trm.diagnostics.probe import ProbeTokens, load, pooled
+from moe_trm.diagnostics.probe import Interval, ProbeTokens, load, pooled
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -17,21 +17,31 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     return [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
 
 
-def print_probe(runs: Sequence[Path], num_layers: int) -> None:
-    """The same bfloat16 rollouts scored with the learner's own routes and with the rollout's, pooled over all runs."""
+def pooled_mismatch(runs: Sequence[Path], num_layers: int) -> dict[str, Interval]:
+    """The probe tokens of all runs pooled: `diagnostics.probe.pooled`, and `tokens` and `prompts` counted."""
     tokens = _together([load(run / "probe") for run in runs])
-    figures = pooled(tokens, num_layers=num_layers)
+    counts = {"tokens": len(tokens.native), "prompts": len(np.unique(tokens.group))}
+    return {name: Interval(n, n, n) for name, n in counts.items()} | pooled(tokens, num_layers=num_layers)
+
+
+def print_mismatch(figures: Mapping[str, Interval]) -> None:
+    """The same bfloat16 rollouts scored with the learner's own routes and with the rollout's."""
+    tokens, prompts = int(figures["tokens"].value), int(figures["prompts"].value)
     print(
-        f"\nEngine mismatch at equal weights, {len(tokens.native)} tokens of {len(np.unique(tokens.group))} prompts, 95% bootstrap intervals:"
+        f"\nEngine mismatch at equal weights: {tokens} tokens of {prompts} prompts, 95% bootstrap intervals over prompts"
     )
     print(
-        f"  expert sets that differ: {figures['layer_flip_rate']} of token-layers, {figures['token_flip_rate']} of tokens"
+        f"  expert sets differ on {_percent(figures['layer_flip_rate'])} of token-layers, {_percent(figures['token_flip_rate'])} of tokens"
     )
-    print(f"  {'k3 KL, nats':<16}{'own routes (none)':>32}{'replayed routes (R3)':>32}{'reduction':>26}")
-    for subset, label in (("all", "all tokens"), ("flipped", "flipped tokens")):
+    print(f"  {'k3 KL, nats':<16}{'own routes (none)':>32}{'replayed routes (R3)':>32}{'times less':>26}")
+    for subset in ("all", "flipped"):
         if f"{subset}/native_k3" in figures:
             row = [str(figures[f"{subset}/{name}"]) for name in ("native_k3", "replayed_k3", "k3_reduction")]
-            print(f"  {label:<16}{row[0]:>32}{row[1]:>32}{row[2] + ' x':>26}")
+            print(f"  {subset + ' tokens':<16}{row[0]:>32}{row[1]:>32}{row[2]:>26}")
+
+
+def _percent(interval: Interval) -> str:
+    return f"{interval.value:.2%} [{interval.low:.2%}, {interval.high:.2%}]"
 
 
 def _together(parts: Sequence[ProbeTokens]) -> ProbeTokens:
