@@ -1,21 +1,21 @@
 """A recorded run: every accepted record of every step on disk, and an engine that gives them back instead of sampling.
 
-Format 1. A bundle is a folder with one file `step-NNNNNN.safetensors` per training step. Shape letters, summed over the N records of the
-step: T tokens, S sampled tokens, M kept ids, Q bytes of encoded routes. Arrays:
+Format 2. A bundle is a folder with one file `step-NNNNNN.safetensors` per training step. Shape letters, summed over the N records of the
+step: T tokens, S sampled tokens, Q bytes of encoded routes. Arrays:
 
 | name | type | shape | content |
 |---|---|---|---|
 | `tokens`, `sampled`, `turn_ids` | int32, uint8, int16 | `[T]` | as in `RolloutRecord`, record after record |
 | `rollout_logprobs`, `full_logprobs`, `versions` | float32, float32, int32 | `[S]` | as in `RolloutRecord` |
 | `token_offsets`, `sampled_offsets` | int64 | `[N + 1]` | record `n` has `offsets[n]:offsets[n + 1]` |
-| `mask_ids`, `mask_logprobs` | int32, float32 | `[M]` | kept ids and their log-probs |
-| `mask_sizes` | int32 | `[S]` | kept ids of each sampled token; 0 where the record has no mask |
+| `masks`, `bare_masks` | uint8 | bytes | `sampling_mask.codec` of all masks with log-probs, record after record; of all without |
 | `routes`, `route_offsets` | uint8, int64 | `[Q]`, `[N + 1]` | `routing.encode` of each record; empty where it has none |
 | `rewards` | float64 | `[N]` | NaN where none was set |
 
 The safetensors metadata holds one JSON object under `bundle`: `format`, `version`, `step`, the per-record lists `sample_ids`, `group_ids`,
-`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), `rejected` (reason by sample id), and `checksum`, the blake2b-16 of
-that object with an empty checksum followed by every array's name and bytes in order of name.
+`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), `mask_violations`, `rejected` (reason by sample id), and `checksum`, the blake2b-16 of
+that object with an empty checksum followed by every array's name and bytes in order of name. Format 1 had the masks as plain arrays; it
+is no longer read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -31,13 +32,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from moe_trm.errors import BundleError, RecordRejected
-from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.codec import decode as decode_masks
+from moe_trm.sampling_mask.codec import encode as encode_masks
+from moe_trm.sampling_mask.record import SamplingMask, join, split
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import RouteError, decode, encode
 
 FORMAT = "moe-trm-bundle"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -53,6 +56,7 @@ class Header(msgspec.Struct):
     prompt_ids: list[str]
     finish_reasons: list[str]
     mask_kinds: list[str]
+    mask_violations: list[int]
     rejected: dict[int, str]
     checksum: str = ""
 
@@ -86,7 +90,8 @@ class BundleWriter:
             group_ids=[record.group_id for record in records],
             prompt_ids=[record.prompt_id for record in records],
             finish_reasons=[record.finish_reason for record in records],
-            mask_kinds=[_mask_kind(record.sampling_mask) for record in records],
+            mask_kinds=[_mask_kind(record) for record in records],
+            mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
         )
         header.checksum = _checksum(header, arrays)
@@ -117,7 +122,7 @@ class BundleReader:
             raise self._damaged(step, "the checksum does not match")
         try:
             return _unpack(header, arrays)
-        except (KeyError, ValueError, IndexError, RouteError) as error:
+        except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
 
     def _open(self, step: int, *, with_arrays: bool) -> tuple[Header, Arrays]:
@@ -130,13 +135,13 @@ class BundleReader:
             with safe_open(path, framework="np") as file:
                 text = (file.metadata() or {}).get("bundle", "")
                 stamp = msgspec.json.decode(text, type=FormatStamp)
-                if stamp.format != FORMAT or stamp.version > FORMAT_VERSION:
+                if stamp.format != FORMAT or stamp.version != FORMAT_VERSION:
                     raise BundleError(
                         "a bundle of another format",
                         where=str(path),
                         got=f"{stamp.format} {stamp.version}",
-                        expected=f"{FORMAT}, at most {FORMAT_VERSION}",
-                        fix="Read it with the version of moe-trm that wrote it, or update.",
+                        expected=f"{FORMAT} {FORMAT_VERSION}",
+                        fix="Read it with the version of moe-trm that wrote it, or record the run again.",
                     )
                 header = msgspec.json.decode(text, type=Header)
                 return header, {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
@@ -248,10 +253,26 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.safetensors"
 
 
-def _mask_kind(mask: SamplingMask | None) -> str:
-    if mask is None:
+def _mask_kind(record: RolloutRecord) -> str:
+    if record.sampling_mask is None:
         return "none"
-    return "ids" if mask.logprobs is None else "logprobs"
+    return "ids" if record.sampling_mask.logprobs is None else "logprobs"
+
+
+def _pack_masks(records: Sequence[RolloutRecord], kind: str) -> np.ndarray:
+    chosen = [record for record in records if _mask_kind(record) == kind]
+    mask = join([record.sampling_mask for record in chosen if record.sampling_mask])
+    sampled = _join([record.tokens[record.sampled] for record in chosen], np.int32)
+    vocab_size = 1 + max([0, *mask.ids.tolist(), *sampled.tolist()])
+    return np.frombuffer(encode_masks(mask, sampled, vocab_size), np.uint8)
+
+
+def _unpack_masks(arrays: Arrays, name: str, numbers: Sequence[int]) -> dict[int, SamplingMask]:
+    """Masks of the records `numbers`, which have one of this kind, by number."""
+    tokens, sampled, offsets = arrays["tokens"], arrays["sampled"].astype(bool), arrays["token_offsets"]
+    own = [tokens[slice(*offsets[n : n + 2])][sampled[slice(*offsets[n : n + 2])]] for n in numbers]
+    mask = decode_masks(arrays[name].tobytes(), _join(own, np.int32))
+    return dict(zip(numbers, split(mask, [len(ids) for ids in own]), strict=True))
 
 
 def _checksum(header: Header, arrays: Arrays) -> str:
@@ -265,11 +286,6 @@ def _checksum(header: Header, arrays: Arrays) -> str:
 
 def _pack(records: Sequence[RolloutRecord]) -> dict[str, np.ndarray]:
     routes = [np.frombuffer(encode(record.routes) if record.routes else b"", np.uint8) for record in records]
-    masks = [record.sampling_mask for record in records]
-    sizes = [
-        np.diff(mask.offsets) if mask else np.zeros(record.num_sampled)
-        for mask, record in zip(masks, records, strict=True)
-    ]
     return {
         "tokens": _join([record.tokens for record in records], np.int32),
         "sampled": _join([record.sampled for record in records], np.uint8),
@@ -279,9 +295,8 @@ def _pack(records: Sequence[RolloutRecord]) -> dict[str, np.ndarray]:
         "versions": _join([record.versions for record in records], np.int32),
         "token_offsets": _offsets([record.num_tokens for record in records]),
         "sampled_offsets": _offsets([record.num_sampled for record in records]),
-        "mask_ids": _join([mask.ids for mask in masks if mask], np.int32),
-        "mask_logprobs": _join([mask.logprobs for mask in masks if mask and mask.logprobs is not None], np.float32),
-        "mask_sizes": _join(sizes, np.int32),
+        "masks": _pack_masks(records, "logprobs"),
+        "bare_masks": _pack_masks(records, "ids"),
         "routes": _join(routes, np.uint8),
         "route_offsets": _offsets([len(data) for data in routes]),
         "rewards": np.array([np.nan if record.reward is None else record.reward for record in records], np.float64),
@@ -297,17 +312,15 @@ def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
-    records, ids_at, logprobs_at = [], 0, 0
+    records, masks = [], dict[int, SamplingMask]()
+    for name, kind in (("masks", "logprobs"), ("bare_masks", "ids")):
+        masks |= _unpack_masks(arrays, name, [n for n, other in enumerate(header.mask_kinds) if other == kind])
     for number, sample_id in enumerate(header.sample_ids):
         of_tokens = slice(*arrays["token_offsets"][number : number + 2])
         of_sampled = slice(*arrays["sampled_offsets"][number : number + 2])
-        sizes, kind = arrays["mask_sizes"][of_sampled], header.mask_kinds[number]
-        kept = int(sizes.sum())
-        mask = None
-        if kind != "none":
-            logprobs = arrays["mask_logprobs"][logprobs_at : logprobs_at + kept] if kind == "logprobs" else None
-            mask = SamplingMask(arrays["mask_ids"][ids_at : ids_at + kept], _offsets(sizes), logprobs)
-            ids_at, logprobs_at = ids_at + kept, logprobs_at + (kept if kind == "logprobs" else 0)
+        mask = masks.get(number)
+        if mask is not None:
+            mask = replace(mask, violations=header.mask_violations[number])
         encoded = arrays["routes"][slice(*arrays["route_offsets"][number : number + 2])].tobytes()
         reward = float(arrays["rewards"][number])
         records.append(

@@ -42,7 +42,7 @@ def make_record(
         ),
         sampling_mask=SamplingMask(
             kept.reshape(-1).astype(np.int32), np.arange(num_sampled + 1, dtype=np.int64) * 3, support.reshape(-1)
-        ),
+        ).ascending(),
         finish_reason="stop",
         reward=reward,
     )

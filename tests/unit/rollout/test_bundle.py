@@ -14,10 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from moe_trm.errors import BundleError, RecordRejected
 from moe_trm.rollout.bundle import BundleEngine, BundleReader, BundleWriter
-from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.violation import drop
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import RouteRecord, token_digest
+from tests.unit.sampling_mask.sets import random_mask
 
 PROMPT = Prompt("p", (5, 6))
 
@@ -27,10 +28,11 @@ def record(
 ) -> RolloutRecord:
     rng = np.random.default_rng(sample_id)
     num_sampled = 1 + sample_id % 3
-    tokens = np.concatenate([PROMPT.token_ids, rng.integers(0, 9, num_sampled)]).astype(np.int32)
-    sizes = rng.integers(1, 4, num_sampled)
-    ids = np.concatenate([rng.permutation(9)[:size] for size in sizes]).astype(np.int32)
-    kept = None if mask == "ids" else rng.normal(size=len(ids)).astype(np.float32)
+    kept, sampled = random_mask(rng.integers(1, 4, num_sampled).tolist(), 9, sample_id, logprobs=mask != "ids")
+    kept = kept.ascending()
+    if sample_id == 4:
+        kept = drop(kept, np.array([False, True]))
+    tokens = np.concatenate([PROMPT.token_ids, sampled]).astype(np.int32)
     experts = np.argsort(rng.random((len(tokens) - 1, 2, 4)), -1)[..., :2].astype(np.uint8)
     return RolloutRecord(
         sample_id=sample_id,
@@ -43,7 +45,7 @@ def record(
         full_logprobs=rng.normal(size=num_sampled).astype(np.float32),
         versions=np.full(num_sampled, version, np.int32),
         routes=RouteRecord(experts, (0, 2), 4, token_digest(tokens)) if routes else None,
-        sampling_mask=None if mask == "none" else SamplingMask(ids, np.concatenate([[0], np.cumsum(sizes)]), kept),
+        sampling_mask=None if mask == "none" else kept,
         finish_reason="stop",
         reward=reward,
     )
@@ -91,7 +93,7 @@ def test_every_cut_and_many_flipped_bits_are_noticed(tmp_path: Path) -> None:
     assert len(reader.read(1)) == len(RECORDS)
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"format": "something-else"}])
+@pytest.mark.parametrize("change", [{"version": 3}, {"format": "something-else"}])
 def test_other_formats_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     BundleWriter(str(tmp_path)).write(1, RECORDS)
     path = tmp_path / "step-000001.safetensors"
