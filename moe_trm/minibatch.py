@@ -113,7 +113,7 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         current=tokens([scores.logprobs for scores in current]),
         advantages=tokens([batch.advantages for batch in batches]),
         mask=mask,
-        turn_ids=tokens([batch.turn_ids for batch in batches]),
+        turn_ids=tokens([batch.turn_ids.int() for batch in batches]),
         exact_kl=tokens([kl for kl in kls if kl is not None]) if all(kl is not None for kl in kls) else None,
         rewards=rows([_known(batch.rewards) for batch in batches]),
         group_ids=rows([_known(batch.group_ids) for batch in batches]),

@@ -9,10 +9,13 @@ infinities included, reaches neither values nor gradients.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from moe_trm.errors import ConfigError
+from moe_trm.packing import Packing
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -31,8 +34,14 @@ def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, left, 0.0).to(dtype) - torch.where(mask, right, 0.0).to(dtype)
 
 
+def _detached_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+    """`masked_difference` of tensors without gradient, in one pass less."""
+    dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    return torch.where(mask, left.to(dtype) - right.to(dtype), 0.0)
+
+
 class LogRatios:
-    """Masked log-ratios.
+    """Masked log-ratios, each computed when it is first asked for.
 
     engine    = behavior - rollout      same weights, two engines
     lag       = proximal - behavior     the learner's weights moved between sampling and this step
@@ -68,38 +77,53 @@ class LogRatios:
                 fix="score the batch with the weights at the start of the step and pass them as proximal_logprobs",
             )
         self.mask = mask.bool()
-        rollout, proximal = rollout_logprobs.detach(), proximal_given.detach()
-        self.rollout_logprobs = torch.where(self.mask, rollout, 0.0).to(
-            torch.promote_types(rollout.dtype, torch.float32)
-        )
-        self._engine: Tensor | None = None
-        self._lag: Tensor | None = None
-        if behavior_logprobs is None:
-            self.merged = masked_difference(proximal, rollout, self.mask)
-        else:
-            behavior = behavior_logprobs.detach()
-            self._engine = masked_difference(behavior, rollout, self.mask)
-            self._lag = masked_difference(proximal, behavior, self.mask)
-            self.merged = self._engine + self._lag
-        self.update = masked_difference(current_logprobs, proximal, self.mask)
-        self.total = self.merged + self.update
+        self._rollout = rollout_logprobs.detach()
+        self._behavior = None if behavior_logprobs is None else behavior_logprobs.detach()
+        self._proximal, self._current = proximal_given.detach(), current_logprobs
 
     @property
     def split(self) -> bool:
         """Whether `engine` and `lag` are known apart."""
-        return self._engine is not None
+        return self._behavior is not None
 
-    @property
+    @cached_property
+    def packing(self) -> Packing:
+        """Where the sampled tokens are."""
+        return Packing(self.mask)
+
+    @cached_property
+    def rollout_logprobs(self) -> Tensor:
+        """Log-probs of the policy that sampled, masked."""
+        return torch.where(self.mask, self._rollout, 0.0).to(torch.promote_types(self._rollout.dtype, torch.float32))
+
+    @cached_property
     def engine(self) -> Tensor:
-        return self._known(self._engine, "engine")
+        return _detached_difference(self._known(self._behavior, "engine"), self._rollout, self.mask)
 
-    @property
+    @cached_property
     def lag(self) -> Tensor:
-        return self._known(self._lag, "lag")
+        return _detached_difference(self._proximal, self._known(self._behavior, "lag"), self.mask)
 
-    @property
+    @cached_property
+    def merged(self) -> Tensor:
+        return self.engine + self.lag if self.split else _detached_difference(self._proximal, self._rollout, self.mask)
+
+    @cached_property
+    def update(self) -> Tensor:
+        # Whoever asks first may do so without gradients; the loss that asks next needs them.
+        with torch.enable_grad():
+            return masked_difference(self._current, self._proximal, self.mask)
+
+    @cached_property
+    def total(self) -> Tensor:
+        with torch.enable_grad():
+            return self.merged + self.update
+
+    @cached_property
     def staleness(self) -> Tensor:
-        return self._known(self._lag, "staleness") + self.update
+        self._known(self._behavior, "staleness")
+        with torch.enable_grad():
+            return self.lag + self.update
 
     def get(self, name: str) -> Tensor:
         """The ratio a rule names: one of `RATIO_NAMES`."""

@@ -27,12 +27,17 @@ Summable = dict[str, Tensor]
 
 def mean(name: str, values: Tensor, mask: Tensor) -> Summable:
     """The mean of `values` where `mask` is True (same shape); values elsewhere may be anything."""
-    return {f"{name}:sum": _total(values, mask), f"{name}:count": mask.sum(dtype=torch.float64)}
+    return {f"{name}:sum": _total(values, mask), f"{name}:count": count(mask)}
 
 
 def fraction(name: str, chosen: Tensor, mask: Tensor) -> Summable:
     """The share of `mask` positions at which the bool `chosen` is True."""
-    return {f"{name}:sum": (chosen & mask).sum(dtype=torch.float64), f"{name}:count": mask.sum(dtype=torch.float64)}
+    return {f"{name}:sum": count(chosen & mask), f"{name}:count": count(mask)}
+
+
+def count(chosen: Tensor) -> Tensor:
+    """Number of True positions, 0-d float64."""
+    return chosen.count_nonzero().double()  # many times faster than a sum of bool
 
 
 def moments(name: str, values: Tensor, mask: Tensor) -> Summable:

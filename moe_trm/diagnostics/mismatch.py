@@ -45,14 +45,14 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     """
     ratios = evidence.ratios
     known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
-    index, lengths = ratios.mask.flatten().nonzero()[:, 0], ratios.mask.sum(dim=1)
-    rollout_N = ratios.rollout_logprobs.flatten()[index]
+    packing = ratios.packing
+    lengths, rollout_N = packing.lengths, packing.pack(ratios.rollout_logprobs)
     result: summable.Summable = {}
     for name in known:
         if names is None or name in names:
             # Log-ratios are 0 off the mask: their rows may be summed as they are.
             log_ratio = ratios.get(name).detach()
-            log_ratio_N = log_ratio.flatten()[index]
+            log_ratio_N = packing.pack(log_ratio)
             result |= _token_metrics(name, log_ratio_N) | _row_metrics(name, log_ratio, lengths)
             if name in (known[0], "total"):
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
