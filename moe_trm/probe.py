@@ -63,7 +63,11 @@ class Probe:
         if self._config.save:
             self._save(step, learner.data_rank, tokens)
         num_layers = len(learner.moe_layer_ids)
-        return _summary(learner.reduce(_sums(tokens, num_layers)))
+        summary = _summary(learner.reduce(_sums(tokens, num_layers)))
+        if batches[0].kept_ids is not None:
+            # A full-vocabulary ratio would be off by this factor on average.
+            summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
+        return summary
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -116,5 +120,4 @@ def _summary(sums: Mapping[str, float]) -> dict[str, float]:
         "probe/numerics_abs_mean": sums["numerics_abs"] / n,
         "probe/routing_abs_mean": sums["routing_abs"] / n,
         "probe/kept_mass_mean": sums["kept_mass"] / n,
-        "sampling_mask/learner_kept_mass_mean": sums["kept_mass"] / n,
     }

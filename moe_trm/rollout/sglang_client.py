@@ -50,6 +50,7 @@ class SglangEngine:
                 expected="a Mixture-of-Experts model",
                 fix="Set replay.mode=none and probe.every=0, or choose another checkpoint.",
             )
+        self._temperature = rollout.temperature
         self._dtype, self._verify = server.dtype, config.sync.verify
         self._startup_timeout_s = server.startup_timeout_s
         self._http = EngineHttp(
@@ -83,6 +84,7 @@ class SglangEngine:
         if self._verify:
             self._device = check_can_verify(server)
         await self._probe_model()
+        await self._probe_temperature()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         """Sample one continuation. Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none."""
@@ -186,6 +188,35 @@ class SglangEngine:
                 raise self._mismatch(
                     f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected
                 ) from rejection
+
+    async def _probe_temperature(self) -> None:
+        """Log-probs must be those of the tempered distribution; a server can be told to report them at temperature 1 instead.
+
+        The distance of the first and the last of a few likeliest ids shrinks by the temperature, or does not.
+        """
+        if self._temperature == 1.0:
+            return
+        plain, tempered = await self._spread(1.0), await self._spread(self._temperature)
+        if abs(tempered - plain) < abs(tempered - plain / self._temperature):
+            raise EngineError(
+                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's temperature",
+                where=self._http.url,
+                got=f"a spread of {tempered:.4f} nats at temperature {self._temperature}, {plain:.4f} at 1",
+                expected=f"{plain / self._temperature:.4f}",
+                fix="Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature=1.",
+            )
+
+    async def _spread(self, temperature: float) -> float:
+        num_ids = min(8, self._model.vocab_size)
+        params = SamplingParams(temperature=temperature, top_k=num_ids, max_new_tokens=1)
+        body = await self._http.request(
+            "POST", "/generate", self.generate_request(range(num_ids), params) | {"top_logprobs_num": num_ids}
+        )
+        [top] = decode_answer(body).meta_info.output_top_logprobs or [None]
+        values = [value for value, *_ in top or () if value is not None]
+        if len(values) != num_ids:
+            raise self._mismatch("answer to a probe (output_top_logprobs)", len(values), num_ids)
+        return max(values) - min(values)
 
     async def _has_token(self, request: dict[str, object], token_id: int) -> bool:
         try:
