@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from moe_trm import summable
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.rule import BoundRule, kept_fractions
 from moe_trm.errors import ConfigError
 
@@ -42,15 +44,38 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
             )
 
     def joint(evidence: Evidence) -> Correction:
-        mask = evidence.mask
-        weights, keep = torch.where(mask, torch.ones_like(evidence.ratios.total.detach()), 0.0), mask
-        metrics: dict[str, torch.Tensor] = {}
-        for bound in rules:
-            part = bound(evidence)
-            weights, keep = weights * part.weights, keep & part.keep
-            metrics.update(part.metrics)
-        metrics.update(kept_fractions("correction/", keep, mask))
-        metrics.update(summable.moments("correction/weight", weights, mask))
-        return Correction(weights=weights, keep=keep, metrics=metrics)
+        mask, dtype = evidence.mask, evidence.ratios.rollout_logprobs.dtype
+        decisions = [bound.decide(evidence) for bound in rules]
+        metrics = {key: value for decision in decisions for key, value in decision.metrics.items()}
+        rows = _of_rows([one for one in decisions if isinstance(one, RowDecision)], mask, dtype)
+        tokens = [one for one in decisions if not isinstance(one, RowDecision)]
+        result = rows.spread(mask, dtype)
+        for part in tokens:
+            result = replace(result, weights=result.weights * part.weights, keep=result.keep & part.keep)
+        whole = result if tokens else rows
+        metrics |= kept_fractions("correction/", whole, evidence) | _weights(result, rows, not tokens, evidence)
+        return replace(result, metrics=metrics)
 
     return joint
+
+
+def _of_rows(decisions: Sequence[RowDecision], mask: Tensor, dtype: torch.dtype) -> RowDecision:
+    """Several decisions on rows as one, before anything is spread over tokens."""
+    keep = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
+    weights = torch.ones(len(mask), dtype=dtype, device=mask.device)
+    for decision in decisions:
+        keep = keep & decision.keep
+        weights = weights if decision.weights is None else weights * decision.weights
+    return RowDecision(keep, torch.where(keep, weights, 0.0), {})
+
+
+def _weights(result: Correction, rows: RowDecision, by_rows: bool, evidence: Evidence) -> summable.Summable:
+    """Moments of the joint weights, 0 for what was dropped; from the rows alone where rows are all there is."""
+    if not by_rows or rows.weights is None:
+        return summable.moments("correction/weight", torch.where(result.keep, result.weights, 0.0), evidence.mask)
+    lengths, weights = evidence.ratios.packing.lengths.double(), rows.weights.double()
+    return {
+        "correction/weight:sum": (lengths * weights).sum(),
+        "correction/weight:square": (lengths * weights**2).sum(),
+        "correction/weight:count": lengths.sum(),
+    }

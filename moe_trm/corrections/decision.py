@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_trm import summable
-from moe_trm.corrections.evidence import Correction
-from moe_trm.corrections.rows import over_tokens
+from moe_trm.corrections.evidence import Correction, RowDecision
 from moe_trm.errors import ConfigError
 
 
@@ -32,11 +31,15 @@ def keep_tokens(keep: Tensor, mask: Tensor, score: Tensor) -> Correction:
     return replace(decision, score=score)
 
 
-def keep_rows(keep: Tensor, mask: Tensor, score: Tensor) -> Correction:
+def keep_rows(keep: Tensor, score: Tensor) -> RowDecision:
     """Drop the rows where `keep` `[B]` is False. `score` `[B]` is the statistic the rule thresholds."""
-    weights = over_tokens(torch.ones_like(score), mask)
-    decision = weigh(weights, mask, over_tokens(keep, mask), summable.mean("score", score, mask.any(dim=1)))
-    return replace(decision, score=score)
+    return RowDecision(keep, None, {}, score)
+
+
+def weigh_rows(weights: Tensor, keep: Tensor | None = None) -> RowDecision:
+    """Multiply rows by `weights` `[B]`; drop those outside `keep` `[B]`."""
+    kept = weights.isfinite() if keep is None else keep & weights.isfinite()
+    return RowDecision(kept, torch.where(kept, weights.detach(), 0.0), {})
 
 
 def check_band(rule: str, low: float, high: float) -> None:

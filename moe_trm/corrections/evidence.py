@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_trm.ratios import LogRatios
@@ -53,6 +54,30 @@ class Correction:
     metrics: Mapping[str, Tensor]
     score: Tensor | None = None
     judged: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowDecision:
+    """A decision that treats all tokens of a row alike: a `Correction` before it is spread over the tokens.
+
+    Attributes:
+        keep: `[B]` bool, rows that stay.
+        weights: `[B]` detached weight of each row; None: 1.
+        metrics, score, judged: as in `Correction`.
+    """
+
+    keep: Tensor
+    weights: Tensor | None
+    metrics: Mapping[str, Tensor]
+    score: Tensor | None = None
+    judged: Tensor | None = None
+
+    def spread(self, mask: Tensor, dtype: torch.dtype) -> Correction:
+        """The same over the tokens of `mask` `[B, T]`."""
+        keep = mask & self.keep[:, None]
+        ones = torch.ones((), dtype=dtype, device=mask.device)
+        weights = torch.where(keep, ones if self.weights is None else self.weights[:, None], 0.0)
+        return Correction(weights, keep, self.metrics, self.score, self.judged)
 
 
 class Rule(Protocol):

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from moe_trm.corrections.decision import check_band, keep_rows
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.rows import row_mean
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
@@ -18,7 +18,7 @@ from moe_trm.ratios import clamp_log_ratio
     scope="sequence",
     calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
 )
-def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999, high: float = 1.001) -> Correction:
+def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999, high: float = 1.001) -> RowDecision:
     """Keep row i iff low <= rho_geo <= high, rho_geo = exp(mean_t log rho_t), the geometric mean of the token ratios.
 
     Neutral to length: tiling a row leaves rho_geo unchanged. The default band is verl's; other sources use 0.99-1.01.
@@ -27,4 +27,4 @@ def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999,
     check_band("geometric_mask", low, high)
     average = row_mean(clamp_log_ratio(log_ratio), evidence.mask)
     geometric = average.exp()
-    return keep_rows((geometric >= low) & (geometric <= high), evidence.mask, average.abs())
+    return keep_rows((geometric >= low) & (geometric <= high), average.abs())

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.rows import num_tokens, over_tokens, row_sum, token_rank
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})
-def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: float) -> Correction:
+def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: float) -> RowDecision:
     """LN-TRM: keep row i iff S_i / W_i <= max_score.
 
     S_i = sum_t omega_t |w_t - 1|,  W_i = sum_t omega_t,  omega_t = min(1, sqrt(delta (T_i - t) / 2)),
@@ -35,6 +35,6 @@ def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: fl
     deviation = row_sum(omega * clamp_log_ratio(log_ratio).expm1().abs(), mask)
     scored = total_weight > 0
     score = deviation / total_weight.where(scored, total_weight.new_ones(()))
-    decision = keep_rows(score <= max_score, mask, score)
+    decision = keep_rows(score <= max_score, score)
     unscored = summable.fraction("unscored_fraction", ~scored, mask.any(dim=1))
     return replace(decision, metrics={**decision.metrics, **unscored})

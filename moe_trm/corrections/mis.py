@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_trm.corrections.decision import check_band, weigh
-from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.corrections.rows import over_tokens, row_sum
+from moe_trm.corrections.decision import check_band, weigh, weigh_rows
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
+from moe_trm.corrections.rows import row_sum
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
@@ -23,12 +23,11 @@ def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: 
 
 
 @rule(ratio="engine", scope="sequence")
-def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> Correction:
+def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> RowDecision:
     """Sequence-level masked importance sampling: w_i = rho_i if low <= rho_i <= high, else row i is dropped; rho_i = prod_t rho_t.
 
     `low=0` gives the one-sided form. Biased against long rows, as every product is. Source: methods.md 2.2.
     """
     check_band("seq_mis", low, high)
     ratio = clamp_log_ratio(row_sum(log_ratio, evidence.mask)).exp()
-    keep = (ratio >= low) & (ratio <= high)
-    return weigh(over_tokens(ratio, evidence.mask), evidence.mask, over_tokens(keep, evidence.mask))
+    return weigh_rows(ratio, (ratio >= low) & (ratio <= high))

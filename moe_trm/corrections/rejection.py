@@ -13,8 +13,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from moe_trm.corrections.decision import check_band, check_positive, keep_rows, keep_tokens
-from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.corrections.rows import row_max, row_mean, row_sum
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
+from moe_trm.corrections.rows import row_max
 from moe_trm.corrections.rule import RegisteredRule, Scope, rule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
@@ -24,28 +24,29 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda x: x**2 / 2,
     "k3": lambda x: x.expm1() - x,
 }
-_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": lambda values, mask: values,
-    "seq_sum": row_sum,
-    "seq_mean": row_mean,
-    "seq_max": row_max,
+# All estimators are 0 where the log-ratio is: what a row holds off the mask does not have to be taken out of its sum.
+_REDUCTIONS: dict[str, Callable[[Tensor, Evidence], Tensor]] = {
+    "token": lambda values, evidence: values,
+    "seq_sum": lambda values, evidence: values.sum(dim=1),
+    "seq_mean": lambda values, evidence: values.sum(dim=1) / evidence.ratios.packing.lengths.clamp(min=1),
+    "seq_max": lambda values, evidence: row_max(values, evidence.mask),
 }
 
 
 def _band(level: str) -> RegisteredRule:
     def function(
         evidence: Evidence, log_ratio: Tensor, *, low: float, high: float, orientation: str = "verl"
-    ) -> Correction:
+    ) -> Correction | RowDecision:
         check_band(f"{level}_k1", low, high)
         check_positive(f"{level}_k1", "low", low)
         if orientation not in ("verl", "ratio"):
             raise ConfigError(
                 "unknown orientation", where=f"correction {level}_k1", got=orientation, expected="verl, ratio"
             )
-        k1 = _REDUCTIONS[level](_ESTIMATORS["k1"](clamp_log_ratio(log_ratio)), evidence.mask)
+        k1 = _ESTIMATORS["k1"](_REDUCTIONS[level](clamp_log_ratio(log_ratio), evidence))
         tested = k1 if orientation == "verl" else -k1
         keep = (tested >= math.log(low)) & (tested <= math.log(high))
-        return keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, evidence.mask, k1)
+        return keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, k1)
 
     function.__name__ = f"{level}_k1"
     function.__doc__ = f"""{_subject(level)} iff log low <= s <= log high, s = {_statistic(level)} of k1 = -log rho.
@@ -57,11 +58,11 @@ def _band(level: str) -> RegisteredRule:
 
 
 def _upper(level: str, estimator: str) -> RegisteredRule:
-    def function(evidence: Evidence, log_ratio: Tensor, *, upper: float) -> Correction:
+    def function(evidence: Evidence, log_ratio: Tensor, *, upper: float) -> Correction | RowDecision:
         check_positive(f"{level}_{estimator}", "upper", upper)
-        score = _REDUCTIONS[level](_ESTIMATORS[estimator](clamp_log_ratio(log_ratio)), evidence.mask)
+        score = _REDUCTIONS[level](_ESTIMATORS[estimator](clamp_log_ratio(log_ratio)), evidence)
         keep = score <= upper
-        return keep_tokens(keep, evidence.mask, score) if level == "token" else keep_rows(keep, evidence.mask, score)
+        return keep_tokens(keep, evidence.mask, score) if level == "token" else keep_rows(keep, score)
 
     formula = {"k2": "(log rho)^2 / 2", "k3": "rho - 1 - log rho"}[estimator]
     function.__name__ = f"{level}_{estimator}"

@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from moe_trm import summable
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.errors import ConfigError
 from moe_trm.parameters import Parameter, declared, resolve
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]
 Scope = Literal["token", "sequence", "batch"]
-RuleFunction = Callable[..., Correction]
+RuleFunction = Callable[..., Correction | RowDecision]
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,20 @@ class BoundRule:
     thresholds: Mapping[str, Parameter]
 
     def __call__(self, evidence: Evidence) -> Correction:
+        decision = self.decide(evidence)
+        if isinstance(decision, RowDecision):
+            return decision.spread(evidence.mask, evidence.ratios.get(self.ratio).dtype)
+        return decision
+
+    def decide(self, evidence: Evidence) -> Correction | RowDecision:
+        """The same, not yet spread over tokens where rows are treated as a whole."""
         log_ratio = evidence.ratios.get(self.ratio).detach()
-        correction = self.rule.function(evidence, log_ratio, **self.thresholds)
+        decision = self.rule.function(evidence, log_ratio, **self.thresholds)
         prefix = f"correction/{self.rule.name}/"
-        own = {prefix + key: value for key, value in correction.metrics.items()}
-        return replace(correction, metrics=own | kept_fractions(prefix, correction.keep, evidence.mask))
+        own = {prefix + key: value for key, value in decision.metrics.items()}
+        if isinstance(decision, RowDecision) and decision.score is not None:
+            own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.lengths > 0)
+        return replace(decision, metrics=own | kept_fractions(prefix, decision, evidence))
 
 
 def rule(
@@ -91,11 +99,19 @@ def rule(
     return register
 
 
-def kept_fractions(prefix: str, keep: Tensor, mask: Tensor) -> summable.Summable:
+def kept_fractions(prefix: str, decision: Correction | RowDecision, evidence: Evidence) -> summable.Summable:
     """Share of sampled tokens kept, and of rows (with sampled tokens) that lost none."""
-    return summable.fraction(f"{prefix}kept_fraction", keep, mask) | summable.fraction(
-        f"{prefix}kept_sequence_fraction", (keep | ~mask).all(dim=1), mask.any(dim=1)
-    )
+    lengths, mask = evidence.ratios.packing.lengths, evidence.mask
+    rows = lengths > 0
+    if isinstance(decision, RowDecision):
+        kept_tokens, intact = torch.where(decision.keep, lengths, 0), decision.keep
+    else:
+        kept_tokens = (decision.keep & mask).count_nonzero(dim=1)
+        intact = kept_tokens == lengths
+    return summable.fraction(f"{prefix}kept_sequence_fraction", intact, rows) | {
+        f"{prefix}kept_fraction:sum": kept_tokens.sum(dtype=torch.float64),
+        f"{prefix}kept_fraction:count": lengths.sum(dtype=torch.float64),
+    }
 
 
 def _no_evidence() -> Evidence:

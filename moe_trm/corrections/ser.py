@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_trm.corrections.decision import check_positive, keep_rows
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.rows import row_mean
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})
-def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> Correction:
+def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> RowDecision:
     """SER: keep row i iff mean_t |w_t - 1| <= max_score.
 
     E_mu[SER] is twice the average total variation of the row's contexts. Neutral to length in expectation; its spread
@@ -21,4 +21,4 @@ def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> Correctio
     """
     check_positive("ser", "max_score", max_score)
     score = row_mean(clamp_log_ratio(log_ratio).expm1().abs(), evidence.mask)
-    return keep_rows(score <= max_score, evidence.mask, score)
+    return keep_rows(score <= max_score, score)

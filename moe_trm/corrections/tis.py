@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moe_trm.corrections.decision import check_band, check_positive, weigh
-from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.corrections.rows import over_tokens, row_sum
+from moe_trm.corrections.decision import check_band, check_positive, weigh, weigh_rows
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
@@ -23,12 +22,12 @@ def token_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor:
 
 
 @rule(ratio="engine", scope="sequence")
-def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0) -> Correction:
+def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0) -> RowDecision:
     """Sequence-level truncated importance sampling: w_i = min(exp(sum_t log rho_t), cap) on every token of row i.
 
     Unbiased below the cap, but the product leaves 1 exponentially with length: expect it to saturate on long rows.
     The sum, not its terms, is clamped to +-20 nats. Source: methods.md 2.1.
     """
     check_positive("seq_tis", "cap", cap)
-    weight = clamp_log_ratio(row_sum(log_ratio, evidence.mask)).exp().clamp(max=cap)
-    return weigh(over_tokens(weight, evidence.mask), evidence.mask)
+    weight = clamp_log_ratio(log_ratio.sum(dim=1)).exp().clamp(max=cap)
+    return weigh_rows(weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.rows import row_max, row_mean
 from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
@@ -21,7 +21,7 @@ from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_kl": quantile})
-def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence: str = "sampled") -> Correction:
+def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence: str = "sampled") -> RowDecision:
     """TRM-Max: keep row i iff max_t d_t <= max_kl.
 
     `divergence="sampled"`: d = k2 = (log w)^2 / 2, symmetric in w and 1/w, from the sampled token alone.
@@ -35,12 +35,12 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
         return row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
 
     score = worst(divergence)
-    decision = keep_rows(score <= max_kl, evidence.mask, score)
+    decision = keep_rows(score <= max_kl, score)
     return _with_disagreement(decision, evidence, lambda d: worst(d) <= max_kl)
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"mean_kl": quantile})
-def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence: str = "sampled") -> Correction:
+def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence: str = "sampled") -> RowDecision:
     """TRM-Avg: keep row i iff mean_t d_t <= mean_kl.
 
     `divergence="sampled"`: d = k3 = w - 1 - log w, never negative and unbiased, E_mu[k3] = KL(mu || pi_theta).
@@ -53,14 +53,14 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
         return row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
 
     score = average(divergence)
-    decision = keep_rows(score <= mean_kl, evidence.mask, score)
+    decision = keep_rows(score <= mean_kl, score)
     return _with_disagreement(decision, evidence, lambda d: average(d) <= mean_kl)
 
 
 @rule(ratio="total", scope="sequence")
 def trm_max_avg(
     evidence: Evidence, log_ratio: Tensor, *, max_kl: float, mean_kl: float, divergence: str = "sampled"
-) -> Correction:
+) -> RowDecision:
     """TRM-Max&Avg: keep row i iff TRM-Max and TRM-Avg both keep it, which allows looser thresholds for each.
 
     The score reported is the larger of the two statistics, each divided by its threshold: above 1 the row is dropped.
@@ -78,11 +78,11 @@ def trm_max_avg(
         return (worst <= max_kl) & (average <= mean_kl)
 
     worst, average = statistics(divergence)
-    decision = keep_rows(kept(divergence), evidence.mask, (worst / max_kl).maximum(average / mean_kl))
+    decision = keep_rows(kept(divergence), (worst / max_kl).maximum(average / mean_kl))
     return _with_disagreement(decision, evidence, kept)
 
 
-def _with_disagreement(decision: Correction, evidence: Evidence, kept_by: Callable[[str], Tensor]) -> Correction:
+def _with_disagreement(decision: RowDecision, evidence: Evidence, kept_by: Callable[[str], Tensor]) -> RowDecision:
     """Where both divergences are known: the share of rows that only one of them would keep."""
     if evidence.exact_kl is None:
         return decision
