@@ -63,8 +63,6 @@ class MegatronReplayer:
         ReplayRefusedError: a model or setting on which replay would not happen or could not be proved.
     """
 
-    new_pass = ReplayPass
-
     def __init__(
         self, models: Any, *, max_local_flip_rate: float = 0.3, missing: Literal["reject", "native"] = "reject"
     ) -> None:
@@ -174,7 +172,7 @@ class MegatronReplayer:
         layers: Sequence[int],
     ) -> ReplayPass:
         self._check_layout(layout, input_ids)
-        opened = self.new_pass(source, layers, layout.num_local, self._counters)
+        opened = self.new_pass(source, layers, layout.num_local)
         if isinstance(source, Native):
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
@@ -201,6 +199,10 @@ class MegatronReplayer:
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
             opened.expect(due if free is None else due & ~free, free, self._device)
         return opened
+
+    def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:
+        """An empty pass; what is measured about passes hooks in here."""
+        return ReplayPass(source, layer_ids, num_local, self._counters)
 
     def expect(self, source: ReplayRecords, layout: Layout, layers: Sequence[int]) -> dict[int, Tensor]:
         """The second cut of the records: layer id -> `[N, K]`."""

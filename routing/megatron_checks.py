@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from routing.errors import ReplayRefusedError
@@ -92,3 +92,29 @@ def _refusals(config: Any) -> Iterator[tuple[str, str, str]]:
             "Megatron's MoE layers need both",
             "Set sequence_parallel=True.",
         )
+    yield from _wrong_layouts(get)
+
+
+def _wrong_layouts(get: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
+    """Layouts that Megatron-Core accepts and computes wrongly, with or without replay."""
+    pipeline, chunks = get("pipeline_model_parallel_size") or 1, get("virtual_pipeline_model_parallel_size") or 1
+    if pipeline == 2 and chunks > 1 and not get("overlap_p2p_comm"):
+        yield (
+            "two pipeline stages of several chunks without overlapped communication",
+            "Megatron-Core then exchanges the wrong activations without an error",
+            "Set overlap_p2p_comm=True and batch_p2p_comm=False.",
+        )
+    tensor, experts = get("tensor_model_parallel_size") or 1, get("expert_model_parallel_size") or 1
+    if tensor > 1 and experts == 1 and (get("expert_tensor_parallel_size") or 1) == 1 and _megatron_version() < (0, 17):
+        yield (
+            "tensor parallelism with whole experts on every rank",
+            "Megatron-Core before 0.17 does not sum the experts' gradients over tensor-parallel ranks",
+            "Set expert_tensor_parallel_size to the tensor parallel size, or use expert parallelism.",
+        )
+
+
+def _megatron_version() -> tuple[int, int]:
+    from megatron.core import __version__
+
+    major, minor = str(__version__).split(".")[:2]
+    return int(major), int(minor)

@@ -69,9 +69,15 @@ def expected_routes(
 
 def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
     """`[N]` bool: the boolean map `[N, E]` selects exactly the ids `[N, K]` of its row, no more and no fewer."""
-    return routing_map.gather(1, experts).all(1) & (routing_map.sum(1) == experts.shape[1])
+    # Bytes summed as int16 are several times faster on a CPU than booleans summed as int64.
+    chosen = routing_map.bool().view(torch.uint8).sum(1, dtype=torch.int16)
+    return routing_map.gather(1, experts).all(1) & (chosen == experts.shape[1])
 
 
 def differs(left: Tensor, right: Tensor) -> Tensor:
     """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
-    return ~(left[:, :, None] == right[:, None, :]).any(2).all(1)
+    # Distinct ids: the sets are equal exactly when K of the K * K pairs are. Ids below 2^16 stay distinct in int16; the long
+    # dimension comes last, where comparing and summing run at the speed of memory.
+    left_KN, right_KN = (ids.to(torch.int16).t().contiguous() for ids in (left, right))
+    equal_PN = (left_KN[:, None] == right_KN[None]).flatten(0, 1).view(torch.uint8)
+    return equal_PN.sum(0, dtype=torch.int16) != left.shape[1]
