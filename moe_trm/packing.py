@@ -36,6 +36,13 @@ class Packing:
             return flat[self._index]
         return torch.cat([flat[:0], *(flat[start:end] for start, end in self._spans)])
 
+    def row_sums(self, packed: Tensor) -> Tensor:
+        """Sum of the packed values of each row, `[B]`."""
+        if not len(self.lengths):
+            return packed.new_zeros(0)
+        sums: Tensor = torch.segment_reduce(packed, "sum", lengths=self.lengths)
+        return sums
+
 
 def _runs(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Flat positions at which runs of True start, and those after which they end, `[R]` each. No run crosses a row."""

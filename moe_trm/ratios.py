@@ -37,7 +37,7 @@ def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
 def _detached_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     """`masked_difference` of tensors without gradient, in one pass less."""
     dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
-    return torch.where(mask, left.to(dtype) - right.to(dtype), 0.0)
+    return (left.to(dtype) - right.to(dtype)).masked_fill_(~mask, 0.0)
 
 
 class LogRatios:
@@ -91,10 +91,19 @@ class LogRatios:
         """Where the sampled tokens are."""
         return Packing(self.mask)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 log-probs of the rollout."""
+        return torch.promote_types(self._rollout.dtype, torch.float32)
+
+    def packed_rollout_logprobs(self) -> Tensor:
+        """Log-probs of the policy that sampled at the sampled tokens alone, `[N]`."""
+        return self.packing.pack(self._rollout).to(self.dtype)
+
     @cached_property
     def rollout_logprobs(self) -> Tensor:
         """Log-probs of the policy that sampled, masked."""
-        return torch.where(self.mask, self._rollout, 0.0).to(torch.promote_types(self._rollout.dtype, torch.float32))
+        return torch.where(self.mask, self._rollout, 0.0).to(self.dtype)
 
     @cached_property
     def engine(self) -> Tensor:

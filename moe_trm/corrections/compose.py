@@ -44,7 +44,7 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
             )
 
     def joint(evidence: Evidence) -> Correction:
-        mask, dtype = evidence.mask, evidence.ratios.rollout_logprobs.dtype
+        mask, dtype = evidence.mask, evidence.ratios.dtype
         decisions = [bound.decide(evidence) for bound in rules]
         metrics = {key: value for decision in decisions for key, value in decision.metrics.items()}
         rows = _of_rows([one for one in decisions if isinstance(one, RowDecision)], mask, dtype)

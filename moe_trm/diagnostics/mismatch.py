@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Evidence
-from moe_trm.ratios import clamp_log_ratio
+from moe_trm.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
 
 HIGH_RATIO = 2.0
 BLOCK = 1 << 15
@@ -46,17 +46,19 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     ratios = evidence.ratios
     known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
     packing = ratios.packing
-    lengths, rollout_N = packing.lengths, packing.pack(ratios.rollout_logprobs)
+    lengths, rollout_N = packing.lengths, ratios.packed_rollout_logprobs()
+    surprise = -packing.row_sums(rollout_N)
     result: summable.Summable = {}
     for name in known:
         if names is None or name in names:
             # Log-ratios are 0 off the mask: their rows may be summed as they are.
             log_ratio = ratios.get(name).detach()
             log_ratio_N = packing.pack(log_ratio)
-            result |= _token_metrics(name, log_ratio_N) | _row_metrics(name, log_ratio, lengths)
+            moved = log_ratio.sum(dim=1)
+            result |= _token_metrics(name, log_ratio_N) | _row_metrics(name, log_ratio, moved, lengths)
             if name in (known[0], "total"):
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
-                result |= _perplexities(name, ratios.rollout_logprobs, log_ratio, lengths)
+                result |= _perplexities(name, surprise, moved, lengths)
     if evidence.exact_kl is not None and (names is None or "total" in names):
         result |= summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask)
     return result
@@ -87,10 +89,11 @@ def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
     return metrics | _extremes(f"{name}/rollout_is", log_ratio_N)
 
 
-def _row_metrics(name: str, log_ratio: Tensor, lengths: Tensor) -> summable.Summable:
-    rows = lengths > 0
-    total = clamp_log_ratio(log_ratio.sum(dim=1))
-    drop = -clamp_log_ratio(log_ratio).sum(dim=1) / lengths.clamp(min=1)
+def _row_metrics(name: str, log_ratio: Tensor, moved: Tensor, lengths: Tensor) -> summable.Summable:
+    rows, total = lengths > 0, clamp_log_ratio(moved)
+    # A second pass over all tokens only where a clamp would change one of them.
+    far = log_ratio.numel() > 0 and not bool(torch.stack(log_ratio.aminmax()).abs().amax() <= LOG_RATIO_LIMIT)
+    drop = -(clamp_log_ratio(log_ratio).sum(dim=1) if far else moved) / lengths.clamp(min=1)
     return {
         **summable.mean(f"{name}/chi2_seq", (2 * total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
@@ -133,9 +136,8 @@ def _policy_metrics(name: str, rollout_N: Tensor, log_ratio_N: Tensor) -> summab
     }
 
 
-def _perplexities(name: str, rollout: Tensor, log_ratio: Tensor, lengths: Tensor) -> summable.Summable:
+def _perplexities(name: str, surprise: Tensor, moved: Tensor, lengths: Tensor) -> summable.Summable:
     rows, count = lengths > 0, lengths.clamp(min=1)
-    surprise, moved = -rollout.sum(dim=1), log_ratio.sum(dim=1)
     return {
         **summable.mean(f"{name}/rollout_ppl", (surprise / count).exp(), rows),
         **summable.mean(f"{name}/training_ppl", ((surprise - moved) / count).exp(), rows),

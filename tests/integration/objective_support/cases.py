@@ -1,0 +1,71 @@
+"""Configurations by name: every preset and every loss, each with a rule that rejects something on the doctored recording."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moe_trm import corrections, losses
+from moe_trm.parameters import declared
+from moe_trm.types import RolloutRecord
+
+REJECTING = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.5}}]"
+NEEDS_ENTROPY = "espo"
+WEIGHS_ONLY = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is")
+"""Presets without a rule that rejects: they never do."""
+
+PARAMETERS = {
+    "kl_cov": {"share": 0.2},
+    # All candidates, so that the random choice plays no part in the comparison.
+    "clip_cov": {"share": 1.0, "low": 0.0, "high": 100.0},
+    "m2po_clip": {"budget": 0.001, "min_low": 0.0, "min_high": 0.0},
+}
+
+
+def preset_cases() -> dict[str, list[str]]:
+    """Overrides of each preset."""
+    return {f"preset-{name}": [f"correction.preset={name}"] for name in corrections.presets}
+
+
+def loss_cases() -> dict[str, list[str]]:
+    """Overrides of each loss."""
+    return {f"loss-{name}": [REJECTING, *_loss(name)] for name in losses.names() if name != NEEDS_ENTROPY}
+
+
+def other_cases() -> dict[str, list[str]]:
+    """What presets and losses leave out: a rule over the whole minibatch, normalised weights."""
+    m2po = "correction.rules=[{name: m2po, thresholds: {budget: 0.001}}]"
+    return {
+        "m2po": [m2po, "loss.name=unclipped"],
+        "normalised": [
+            "correction.preset=decoupled_token_icepop",
+            "correction.batch_normalize=token",
+            "advantage.name=rloo",
+        ],
+    }
+
+
+def all_cases() -> dict[str, list[str]]:
+    return preset_cases() | loss_cases() | other_cases()
+
+
+def _loss(name: str) -> list[str]:
+    required, _ = declared(losses.get(name).function)
+    parameters = dict.fromkeys(required, 0.1) | PARAMETERS.get(name, {})
+    written = ", ".join(f"{key}: {value}" for key, value in parameters.items())
+    return [f"loss.name={name}", *([f"loss.parameters={{{written}}}"] if written else [])]
+
+
+def doctored(record: RolloutRecord) -> RolloutRecord:
+    """The record as an engine would have reported it that is off: far off at one token of every third row, and a little, without
+    bias, at all tokens of another third.
+    """
+    rng = np.random.default_rng(record.sample_id)
+    noise = np.zeros(record.num_sampled)
+    if record.sample_id % 3 == 0:
+        noise[rng.integers(record.num_sampled)] = -3.0
+    elif record.sample_id % 3 == 1:
+        drawn = rng.normal(0, 0.05, record.num_sampled)
+        noise = drawn - drawn.mean()
+    return replace(record, rollout_logprobs=record.rollout_logprobs + noise.astype(np.float32))

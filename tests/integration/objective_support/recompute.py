@@ -1,0 +1,74 @@
+"""The same update in float64, from the recorded rows at once: kept tokens, and the derivative of the loss by each log-prob."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_trm import corrections, losses
+from moe_trm.config.schema import Config
+from moe_trm.corrections import Evidence
+from moe_trm.corrections.batch_norm import normalized, weight_sums
+from moe_trm.losses import LossInputs, aggregate
+from moe_trm.ratios import LogRatios
+from moe_trm.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What float64 says: `coefficients` dL/d log-prob of each micro-batch, and how many tokens are kept of how many."""
+
+    coefficients: list[Tensor]
+    num_kept: int
+    num_tokens: int
+
+
+def recompute(
+    config: Config, batches: Sequence[TokenBatch], anchors: Sequence[Tensor], current: Sequence[Tensor]
+) -> Recomputed:
+    """One minibatch, all rows together. `anchors`, `current`: log-probs of each micro-batch."""
+    width = max(batch.mask.shape[1] for batch in batches)
+
+    def stacked(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(value, (0, width - value.shape[1])) for value in values])
+
+    mask = stacked([batch.mask for batch in batches])
+    rollout, anchor = stacked([batch.rollout_logprobs for batch in batches]).double(), stacked(anchors).double()
+    advantages = stacked([batch.advantages for batch in batches]).double()
+    logprobs = stacked(current).double().requires_grad_()
+    ratios = LogRatios(rollout, anchor, logprobs, mask)
+    turns = stacked([batch.turn_ids for batch in batches])
+    preset = corrections.presets[config.correction.preset] if config.correction.preset else None
+    specs = [*(preset.rules if preset else ()), *((rule.name, rule.thresholds) for rule in config.correction.rules)]
+    rules = [corrections.get(name).bind(**thresholds) for name, thresholds in specs]
+    correction = corrections.compose(rules, whole_minibatch=True)(Evidence(ratios, advantages, turns))
+    if config.correction.batch_normalize != "off":
+        correction = normalized(correction, weight_sums(correction, mask, config.correction.batch_normalize))
+    name, parameters = (preset.loss if preset else None) or (config.loss.name or "ppo_clip", config.loss.parameters)
+    inputs = replace(
+        LossInputs.corrected(ratios, logprobs, advantages, correction),
+        turn_ids=turns,
+        rewards=torch.cat([_given(batch.rewards) for batch in batches]).double(),
+        group_ids=torch.cat([_given(batch.group_ids) for batch in batches]),
+    )
+    loss = aggregate(
+        losses.get(name).bind(**parameters)(inputs).values,
+        correction.keep,
+        mask,
+        config.loss.aggregation or losses.get(name).aggregation,
+        num_sequences=int(mask.any(dim=1).sum()),
+        num_tokens=int(mask.sum()),
+        horizon=config.rollout.max_new_tokens,
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs) if loss.requires_grad else (torch.zeros_like(logprobs),)
+    parts = torch.split(gradient, [len(batch.mask) for batch in batches])
+    coefficients = [part[:, : batch.mask.shape[1]] for part, batch in zip(parts, batches, strict=True)]
+    return Recomputed(coefficients, int((correction.keep & mask).sum()), int(mask.sum()))
+
+
+def _given(values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values

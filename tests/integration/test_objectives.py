@@ -1,0 +1,138 @@
+"""Every preset and loss by configuration alone: two steps of a recorded run on the real learner, checked in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.job import run_job
+from moe_trm.rollout.bundle import BundleReader, BundleWriter
+from tests.integration.jobs import STEPS, metrics_of, write_config
+from tests.integration.objective_support.cases import WEIGHS_ONLY, all_cases, doctored
+
+ROOT = Path(__file__).parents[2]
+FEW = (
+    "preset-decoupled_geo_rs_seq_tis",
+    "preset-bypass_pg_geo_rs_token_tis",
+    "loss-gspo",
+    "loss-kl_cov",
+    "m2po",
+    "normalised",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("objectives")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path, brief_checkpoint: Path) -> Path:
+    return write_config(folder, brief_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path, config: Path) -> Path:
+    """A run recorded from the real server, and then made to look worse than it was."""
+    # In float32 both engines agree closely: what rules reject is what was added, and the gradient of the rest is not empty.
+    overrides = [
+        "name=recorded",
+        "rollout.temperature=0.5",
+        "rollout.server.dtype=float32",
+        "probe.every=0",
+        "probe.save=false",
+        f"record.bundle={folder / 'recorded'}",
+    ]
+    assert run_job(str(config), overrides) == 0
+    reader, writer = BundleReader(str(folder / "recorded")), BundleWriter(str(folder / "doctored"))
+    for step in reader.steps():
+        writer.write(step, [doctored(record) for record in reader.read(step)])
+    return folder / "doctored"
+
+
+def run_cases(config: Path, bundle: Path, folder: Path, names: list[str]) -> dict[str, Any]:
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    driver = ROOT / "tests" / "integration" / "objective_support" / "driver.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command += [str(driver), str(config), str(bundle), str(out), *names]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
+
+
+def advantages_of(bundle: Path) -> dict[int, dict[float, float]]:
+    """GRPO by hand: advantage by group and reward."""
+    rewards: dict[int, list[float]] = {}
+    reader = BundleReader(str(bundle))
+    for record in (record for step in reader.steps() for record in reader.read(step)):
+        rewards.setdefault(record.group_id, []).append(float(record.reward or 0.0))
+    return {
+        group: {r: float((r - np.mean(own)) / (np.std(own, ddof=1) + 1e-6)) for r in own}
+        for group, own in rewards.items()
+    }
+
+
+def check(name: str, result: dict[str, Any]) -> None:
+    """The logged kept share and gradient norms are those of float64, and something was rejected where the rule can reject."""
+    rows = [row for row in result["metrics"] if row["step"] > 0]
+    assert len(rows) == STEPS, name
+    per_step = len(result["updates"]) // STEPS
+    for index, row in enumerate(rows):
+        updates = result["updates"][index * per_step : (index + 1) * per_step]
+        kept, tokens = (sum(update[key] for update in updates) for key in ("num_kept", "num_tokens"))
+        assert row["correction/kept_fraction"] == pytest.approx(kept / tokens, abs=1e-9), name
+        for update in updates:
+            assert update["grad_norm"] == pytest.approx(update["expected_grad_norm"], rel=2e-4, abs=1e-6), name
+    everything = [row["correction/kept_fraction"] for row in rows]
+    if name.removeprefix("preset-") in WEIGHS_ONLY:
+        assert everything == [1.0] * STEPS, name
+    else:
+        assert min(everything) < 1, f"{name} rejected nothing"
+
+
+def test_a_few_of_them(config: Path, bundle: Path, folder: Path) -> None:
+    for name, result in run_cases(config, bundle, folder, list(FEW)).items():
+        check(name, result)
+        assert any(update["grad_norm"] > 0 for update in result["updates"]), name
+        if name != "normalised":
+            expected = advantages_of(bundle)
+            for group, reward, advantage in (row for update in result["updates"] for row in update["rows"]):
+                assert advantage == pytest.approx(expected[group][reward], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_all_of_them(config: Path, bundle: Path, folder: Path) -> None:
+    for name, result in run_cases(config, bundle, folder, [name for name in all_cases() if name not in FEW]).items():
+        check(name, result)
+
+
+def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle: Path, folder: Path) -> None:
+    """A rule over the whole minibatch, on two ranks with micro-batches of two rows, against one rank with micro-batches of eight."""
+    rows = []
+    for name, overrides in (
+        ("one-rank", ["learner.parallel.expert=1", "learner.micro_batch_rows=8"]),
+        ("two-ranks", ["learner.parallel.expert=2", "learner.micro_batch_rows=2"]),
+    ):
+        common = [
+            "rollout.engine=bundle",
+            f"rollout.bundle={bundle}",
+            "probe.every=0",
+            "probe.save=false",
+            "optimizer.warmup_steps=0",
+            "rollout.temperature=0.5",
+        ]
+        assert run_job(str(config), [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
+        rows.append(metrics_of(folder / "runs" / name)[1:])
+    for one, two in zip(*rows, strict=True):
+        assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
+        assert one["optimizer/grad_norm"] == pytest.approx(two["optimizer/grad_norm"], rel=1e-2)
+    assert min(row["correction/m2po/kept_fraction"] for row in rows[0]) < 1
