@@ -65,13 +65,20 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
 
 
 def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
+    extremes = _extremes(f"{name}/rollout_is", log_ratio_N)
+    far = _is_far(log_ratio_N)
     sums = torch.zeros(6, dtype=torch.float64, device=log_ratio_N.device)
     limit = math.log(HIGH_RATIO)
     for block in torch.split(log_ratio_N, BLOCK):
-        x = clamp_log_ratio(block)
+        x = clamp_log_ratio(block) if far else block
         less = x.expm1()
-        parts = (x, x.abs(), less, less * (less + 2), x > limit, x < -limit)
-        sums += torch.stack([_sum(part) for part in parts])
+        sums += torch.stack(
+            [
+                *(_sum(part) for part in (x, x.abs(), less)),
+                _sum(less.mul_(less + 2)),
+                *(summable.count(part) for part in (x > limit, x < -limit)),
+            ]
+        )
     sum_x, sum_abs, sum_expm1, sum_expm1_twice, num_high, num_low = sums.unbind()
     tokens = torch.tensor(float(len(log_ratio_N)), dtype=torch.float64, device=log_ratio_N.device)
     per_token = {
@@ -86,14 +93,13 @@ def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
     metrics = {f"{name}/{key}:sum": value for key, value in per_token.items()}
     metrics |= {f"{name}/{key}:count": tokens for key in per_token}
     metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
-    return metrics | _extremes(f"{name}/rollout_is", log_ratio_N)
+    return metrics | extremes
 
 
 def _row_metrics(name: str, log_ratio: Tensor, moved: Tensor, lengths: Tensor) -> summable.Summable:
     rows, total = lengths > 0, clamp_log_ratio(moved)
     # A second pass over all tokens only where a clamp would change one of them.
-    far = log_ratio.numel() > 0 and not bool(torch.stack(log_ratio.aminmax()).abs().amax() <= LOG_RATIO_LIMIT)
-    drop = -(clamp_log_ratio(log_ratio).sum(dim=1) if far else moved) / lengths.clamp(min=1)
+    drop = -(clamp_log_ratio(log_ratio).sum(dim=1) if _is_far(log_ratio) else moved) / lengths.clamp(min=1)
     return {
         **summable.mean(f"{name}/chi2_seq", (2 * total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
@@ -142,6 +148,11 @@ def _perplexities(name: str, surprise: Tensor, moved: Tensor, lengths: Tensor) -
         **summable.mean(f"{name}/rollout_ppl", (surprise / count).exp(), rows),
         **summable.mean(f"{name}/training_ppl", ((surprise - moved) / count).exp(), rows),
     }
+
+
+def _is_far(log_ratio: Tensor) -> bool:
+    """Whether a clamp would change a value, NaN included."""
+    return log_ratio.numel() > 0 and not bool(torch.stack(log_ratio.aminmax()).abs().amax() <= LOG_RATIO_LIMIT)
 
 
 def _sum(values: Tensor) -> Tensor:
