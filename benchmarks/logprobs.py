@@ -9,6 +9,7 @@ entropy. Shape letters: T tokens, V vocabulary, H hidden size, M kept ids.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import re
 import time
@@ -115,6 +116,8 @@ class Memory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
         else:
+            # Memory that was freed but not given back would hide what is taken from it again.
+            ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status_bytes("VmRSS")
 
