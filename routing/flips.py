@@ -1,5 +1,9 @@
 """How often two sets of routes differ. The order of experts within a row never matters.
 
+By cause, the same comparison with other sides: *local*, the replayed set against the same logits' own top-k (counted on every replayed
+forward, `ReplayReport.local_flips_by_layer`); *engine*, the learner's routes against the rollout's at the same weights; *staleness*, one
+engine's routes at two versions of the weights.
+
 Shape letters: T rows, L MoE layers, K experts per token, E experts.
 """
 
@@ -134,6 +138,42 @@ def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], la
             known = torch.from_numpy(record.coverage()) & (used[:, 0] >= 0)
             flipped_BRL[row, : record.num_rows, place] = ~same & known
     return flipped_BRL
+
+
+def strata(flipped_TL: np.ndarray | Tensor, values_T: np.ndarray | Tensor, edges: Sequence[float]) -> np.ndarray:
+    """`[len(edges) + 1]` flip rate of rows by a value of theirs: position, router margin, age.
+
+    Args:
+        flipped_TL: `[T, L]` bool.
+        values_T: `[T]`, or `[T, L]` where the value belongs to a row and layer (a router margin).
+        edges: ascending; stratum `i` holds values from `edges[i - 1]` up to, not including, `edges[i]`. Empty strata give NaN.
+
+    Raises:
+        RouteError: `shape`, when the two do not fit.
+    """
+    flipped, values = np.asarray(flipped_TL, dtype=bool), np.asarray(values_T)
+    if values.shape not in (flipped.shape, flipped.shape[:1]):
+        raise RouteError(
+            "shape", "values do not fit the flips", got=values.shape, expected=f"{flipped.shape[:1]} or {flipped.shape}"
+        )
+    each = np.broadcast_to(values.reshape(*values.shape, *[1] * (flipped.ndim - values.ndim)), flipped.shape)
+    place = np.digitize(each.ravel(), np.asarray(edges))
+    count = np.bincount(place, minlength=len(edges) + 1)
+    changed = np.bincount(place, weights=flipped.ravel(), minlength=len(edges) + 1)
+    return np.where(count > 0, changed / np.maximum(count, 1), np.nan)
+
+
+def router_margin(scores: Tensor, top_k: int) -> Tensor:
+    """`[..., ]` gap between the last chosen and the first rejected score of `[..., E]`: small gaps flip first. Needs `top_k < E`."""
+    best = scores.topk(top_k + 1, dim=-1)[0]
+    return best[..., top_k - 1] - best[..., top_k]
+
+
+def gate_weight_shift(ids_a: Tensor, weights_a: Tensor, ids_b: Tensor, weights_b: Tensor) -> Tensor:
+    """`[N]` mean of `|w_a(e) - w_b(e)|` over the experts that both sides chose; NaN where they have none in common. All `[N, K]`."""
+    common = ids_a[:, :, None] == ids_b[:, None, :]
+    distance = (weights_a[:, :, None] - weights_b[:, None, :]).abs() * common
+    return distance.sum((1, 2)) / common.sum((1, 2))
 
 
 def _ids(routes: RouteRecord | np.ndarray | Tensor) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any
 
 from routing.errors import ReplayRefusedError
@@ -114,7 +115,5 @@ def _wrong_layouts(get: Callable[[str], Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _megatron_version() -> tuple[int, int]:
-    from megatron.core import __version__
-
-    major, minor = str(__version__).split(".")[:2]
+    major, minor = version("megatron-core").split(".")[:2]
     return int(major), int(minor)

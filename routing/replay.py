@@ -244,7 +244,8 @@ def local_targets(
         routes_BRLK[row, : record.num_rows] = torch.from_numpy(
             record.experts[:, columns].astype(np.uint8 if narrow == torch.uint8 else np.int32)
         )
-    if int(routes_BRLK.max()) >= num_experts:
+    # A pipeline chunk may have dense layers only.
+    if routes_BRLK.numel() and int(routes_BRLK.max()) >= num_experts:
         raise RouteError(
             "range", "expert id out of range", got=int(routes_BRLK.max()), expected=f"0..{num_experts - 1}"
         )

@@ -46,7 +46,8 @@ class ReplayPass:
         if free is not None and bool(free.any()):
             self._num_free = int(free.sum())
             self._free = free[:, None].to(device, non_blocking=True)
-        self.counters[list(self.layer_ids), DUE] += self._num_due
+        if self.layer_ids:
+            self.counters[list(self.layer_ids), DUE] += self._num_due
 
     def recorded(self) -> Recorded:
         """The routes this pass used. Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded."""
