@@ -78,7 +78,7 @@ WAYS: dict[str, tuple[Way, Way]] = {"full": (plain_full, our_full), "masked": (p
 def make_case(num_tokens: int, weight_VH: Tensor, seed: int) -> Case:
     """Random hidden states and kept sets of the published shape."""
     gen = torch.Generator().manual_seed(seed)
-    mask, sampled = synthetic_mask(published_sizes(num_tokens, seed), len(weight_VH), seed)
+    mask, sampled = synthetic_mask(published_sizes(num_tokens, seed, largest=len(weight_VH) // 2), len(weight_VH), seed)
     hidden = torch.randn(num_tokens, weight_VH.shape[1], generator=gen)
     tensors = [
         hidden,
@@ -169,7 +169,7 @@ def alone(kind: str, way: Way, num_tokens: int, weight_VH: Tensor, *, backward: 
 
 def codec_row(num_tokens: int, vocab_size: int) -> Row:
     """Encoded kept ids against the entropy of the sets given the sampled tokens."""
-    sizes = published_sizes(num_tokens, seed=3)
+    sizes = published_sizes(num_tokens, seed=3, largest=vocab_size // 2)
     mask, sampled = synthetic_mask(sizes, vocab_size, seed=3)
     encoded = len(encode(mask, sampled, vocab_size)) / num_tokens
     entropy = entropy_bits_per_token(sizes, vocab_size) / 8

@@ -12,11 +12,11 @@ SINGLETONS, LOG_MEAN, LOG_STD = 0.46, 1.678, 1.302
 """The other sets have `1 + ceil(exp(N(LOG_MEAN, LOG_STD)))` ids."""
 
 
-def published_sizes(num_tokens: int, seed: int) -> np.ndarray:
-    """`[S]` int64 set sizes."""
+def published_sizes(num_tokens: int, seed: int, largest: int = 4096) -> np.ndarray:
+    """`[S]` int64 set sizes, at most `largest`."""
     rng = np.random.default_rng(seed)
     wider = 1 + np.ceil(np.exp(rng.normal(LOG_MEAN, LOG_STD, num_tokens))).astype(np.int64)
-    return np.where(rng.random(num_tokens) < SINGLETONS, 1, np.minimum(wider, 4096))
+    return np.where(rng.random(num_tokens) < SINGLETONS, 1, np.minimum(wider, largest))
 
 
 def synthetic_mask(sizes: np.ndarray, vocab_size: int, seed: int) -> tuple[SamplingMask, np.ndarray]:

@@ -198,6 +198,7 @@ class _MaskedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VH, dtype=dtype) if ctx.needs_input_grad[1] else None
         grad_logits = grad_N[support.token] * (is_target.to(dtype) - logprobs.exp()) / ctx.temperature
         wide = is_wide(support, real_VH)
+        dense_VH = real_VH.to(dtype) if wide else real_VH
         for chunk in chunks(support, real_VH, ctx.max_rows):
             rows, grad = support.rows[chunk.kept], grad_logits[chunk.kept]
             hidden = hidden_NH[chunk.tokens].to(dtype)
@@ -205,7 +206,7 @@ class _MaskedLogprobs(torch.autograd.Function):
                 dense = grad.new_zeros(len(hidden), len(real_VH))
                 dense[chunk.token, rows] = grad
                 if grad_hidden is not None:
-                    grad_hidden[chunk.tokens] = dense @ real_VH.to(dtype)
+                    grad_hidden[chunk.tokens] = dense @ dense_VH
                 if grad_weight is not None:
                     grad_weight[: len(real_VH)].addmm_(dense.T, hidden)
                 continue
