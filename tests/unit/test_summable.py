@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from moe_trm.summable import add, correlation, finalize, fraction, mean, moments
+from moe_trm.summable import (
+    add,
+    compared,
+    correlation,
+    deviation,
+    finalize,
+    fraction,
+    highest,
+    lowest,
+    mean,
+    moments,
+)
 
 
 def build(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -45,3 +56,15 @@ def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:
     assert finalize(correlation("r", same, same, count)) == {"r": 1.0}
     assert finalize(correlation("r", same, torch.arange(3.0), count)) == {}
     assert finalize({"plain": 2.0}) == {"plain": 2.0}
+
+
+def test_extremes_are_compared_where_sums_are_added() -> None:
+    parts = [
+        {"a_max:max": highest(x), "a_min:min": lowest(x)}
+        for x in (torch.tensor([1.0, 5.0]), torch.zeros(0), -torch.ones(1))
+    ]
+    assert finalize(add(parts)) == {"a_max": 5.0, "a_min": -1.0}
+    assert finalize(parts[1]) == {}
+    assert [compared(name) for name in ("a:max", "a:min", "a:sum")] == [True, True, False]
+    values = torch.tensor([1.0, 3.0])
+    assert finalize(deviation("d", values, torch.ones(2, dtype=torch.bool))) == {"d_mean": 2.0, "d_std": 1.0}
