@@ -71,7 +71,7 @@ def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
         return None
     evidence = {"correction/kept_fraction": kept[-1], "total/k3_kl": gap[-1]}
     sentence = f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold no longer sees it."
-    return Verdict("drift", sentence, evidence, "correction.rules: recalibrate the thresholds")
+    return Verdict("drift", sentence, evidence, "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]")
 
 
 def rising(series: Sequence[float]) -> bool:
@@ -151,9 +151,7 @@ def _clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     if not clipped or clipped[-1] <= 0.2 or not rising(clipped):
         return None
     sentence = f"The clip cuts more and more of the gradient ({clipped[-1]:.0%} of tokens)."
-    return Verdict(
-        "clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, "learner.minibatches=1 or half of optimizer.lr"
-    )
+    return Verdict("clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, "learner.minibatches=1")
 
 
 def _length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
@@ -163,7 +161,12 @@ def _length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
     if before <= 0 or now / before <= LENGTH_SURGE:
         return None
     sentence = f"Answers grew by {now / before - 1:.0%} in {LENGTH_WINDOW} steps, which amplifies every mismatch."
-    return Verdict("length", sentence, {key: now}, "half of optimizer.lr")
+    return Verdict("length", sentence, {key: now}, _half_lr(history[-1]))
+
+
+def _half_lr(seen: Mapping[str, float]) -> str:
+    lr = seen.get("optimizer/lr", 0.0)
+    return f"optimizer.lr={lr / 2:g}" if lr > 0 else "optimizer.lr: half of what it is"
 
 
 def _calm(seen: Mapping[str, float]) -> Verdict:

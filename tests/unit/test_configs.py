@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm import corrections
 from moe_trm.config import resolve
+from moe_trm.recipe import recipe
 
 _CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
@@ -20,9 +20,8 @@ def test_shipped_configuration(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
-def test_shipped_corrections_exist_and_take_these_thresholds(path: Path) -> None:
-    for rule in resolve(path).config.correction.rules:
-        corrections.get(rule.name).bind(**rule.thresholds)
+def test_shipped_corrections_and_losses_exist_and_take_these_parameters(path: Path) -> None:
+    recipe(resolve(path).config)
 
 
 def test_there_are_configurations() -> None:
