@@ -98,7 +98,9 @@ def replay_metrics(report: ReplayReport) -> dict[str, float]:
     return {
         "replay/applied_fraction": report.applied_fraction,
         "replay/token_layers": float(report.replayed),
+        "replay/native_fraction": report.native_fraction,
         "routing/local_flip_rate": report.local_flip_rate,
+        **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
     }
 
 

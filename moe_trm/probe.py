@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_trm.config.schema import ProbeConfig
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
+from moe_trm.route_metrics import route_metrics
 from moe_trm.types import TokenBatch
 from routing.flips import flipped_tokens
 from routing.layout import Layout
@@ -67,7 +68,7 @@ class Probe:
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
-        return summary
+        return summary | route_metrics(learner, batches, native)
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

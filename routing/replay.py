@@ -86,6 +86,11 @@ class ReplayReport:
         return self.matched / self.replayed if self.replayed else 1.0
 
     @property
+    def native_fraction(self) -> float:
+        """Share of the token-layers of replayed passes that had no recorded route and were left to the live router."""
+        return self.native / (self.native + self.replayed) if self.native else 0.0
+
+    @property
     def local_flip_rate(self) -> float:
         """`local_flips / replayed`; about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one."""
         return self.local_flips / self.replayed if self.replayed else 0.0

@@ -132,6 +132,8 @@ class ReplayConfig(Section):
     """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`), or chosen from off-policiness (`auto`)."""
     max_local_flip_rate: Fraction = 0.3
     """The run stops when replayed expert sets differ from the live router's own choice more often than this: a sign of misaligned rows."""
+    missing: Literal["reject", "native"] = "reject"
+    """Samples with tokens that have no trustworthy routes, because weights changed while they were generated: `reject` them, or keep them and leave those tokens to the learner's own routers, counted as `replay/native_fraction`."""
 
 
 class ProbeConfig(Section):

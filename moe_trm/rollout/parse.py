@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -77,6 +77,8 @@ class Wanted:
     mask: bool
     violation: Violation = "reject"
     """What to do with a sampled token outside its own mask."""
+    missing: Literal["reject", "native"] = "reject"
+    """What to do with a sample during which the weights changed: reject it, or leave out the routes of before the change."""
 
 
 _DECODER = msgspec.json.Decoder(Answer)
@@ -125,7 +127,13 @@ def parse_answer(
             rollout_S = _sampled_logprobs(mask, output_S, full_S)
         tokens_T = np.concatenate([np.asarray(prompt.token_ids, np.int32), output_S])
         routes = _routes(answer.meta_info, tokens_T, model) if wanted.routes else None
-        versions_S = _versions(answer.meta_info, len(output_S), one_version=wanted.routes)
+        versions_S = _versions(
+            answer.meta_info, len(output_S), one_version=wanted.routes and wanted.missing == "reject"
+        )
+        if routes is not None and (cut := int((versions_S != versions_S[-1]).sum())):
+            # The row that predicts the first token of the last version is that version's own; all rows before it may have been
+            # computed again after the update.
+            routes = routes.uncover(slice(0, len(prompt.token_ids) + cut - 1))
     except RecordRejected as rejection:
         place = ", ".join(part for part in (f"sample {sample_id}", rejection.where) if part)
         raise RecordRejected(
@@ -244,7 +252,7 @@ def _versions(meta: MetaInfo, num_sampled: int, *, one_version: bool) -> np.ndar
             "weights changed while this sample was generated: its routes are those of the new weights only",
             got=[(span.version, span.start, span.end) for span in spans],
             expected="one version",
-            fix="Update weights between batches, or keep routes out of such a run.",
+            fix="Update weights between batches, keep routes out of such a run, or set replay.missing=native.",
         )
     for span in spans:
         if not span.version.isdecimal() or len(span.version) > MAX_VERSION_DIGITS:

@@ -41,6 +41,7 @@ class SglangEngine:
             routes=config.replay.mode in ("R3", "auto") or config.probe.every > 0,
             mask=config.sampling_mask.mode == "keep",
             violation=config.sampling_mask.violation,
+            missing=config.replay.missing,
         )
         if self._wanted.routes and not self._model.moe_layer_ids:
             raise CheckpointError(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from routing import Layout, ReplayProofError
+from routing import Layout, ReplayProofError, RouteError
 from routing.megatron import MegatronReplayer
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
 from tests.integration.replay_support import (
@@ -143,7 +143,33 @@ def pipeline_gradients_equal_one_process(folder: Path) -> None:
         torch.testing.assert_close(gradient, single[layer], rtol=1e-5, atol=1e-7)
 
 
+def tokens_without_routes_stay_native(_: Path) -> None:
+    model = build(**FULL)
+    with torch.no_grad():
+        native = [forward(model, batch(seed)) for seed in range(1)] if dist.get_world_size() == 1 else []
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0, missing="native")
+
+    def without(rows: slice, seed: int) -> ReplayRecords:
+        return ReplayRecords(tuple(r and r.uncover(rows) for r in random_records(batch(seed), seed).records))
+
+    train(model, replayer, lambda seed: without(slice(0, 2), seed))
+    report = replayer.report(dist.group.WORLD)
+    each = 2 * NUM_MICRO_BATCHES * len(LAYERS)  # forward and recomputation
+    assert report.native == each * 2 * B
+    assert report.replayed == report.matched == each * (sum(LENGTHS) - 2 * B)
+    assert 0 < report.native_fraction < 1
+    for expected in native:
+        with torch.no_grad(), replayer.use(without(slice(None), 0), layout(), **batch(0)):
+            output = forward(model, batch(0))
+        torch.testing.assert_close(output[batch(0)["valid"]], expected[batch(0)["valid"]], rtol=1e-5, atol=1e-5)
+    replayer.report(dist.group.WORLD)
+    strict = build()
+    with pytest.raises(RouteError, match="no recorded routes"):
+        MegatronReplayer(strict).use(without(slice(0, 2), 0), layout(), **batch(0)).__enter__()
+
+
 SCENARIOS = [
+    tokens_without_routes_stay_native,
     forced_sets,
     recorded_routes_are_replayed,
     one_deaf_router_stops_all_ranks,

@@ -45,7 +45,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         policy,
         wrapped,
         optimizer,
-        MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate)
+        MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing)
         if layout.moe_layers(hf)
         else None,
         Exporter(policy, hf, folder, config.learner.dtype),

@@ -216,4 +216,10 @@ def _merged(first: ReplayReport, second: ReplayReport) -> ReplayReport:
         layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (first, second)) / replayed
         for layer in layers
     }
-    return ReplayReport(replayed, first.matched + second.matched, first.local_flips + second.local_flips, flips)
+    return ReplayReport(
+        replayed,
+        first.matched + second.matched,
+        first.local_flips + second.local_flips,
+        flips,
+        first.native + second.native,
+    )

@@ -79,6 +79,16 @@ def test_without_a_mask_the_policy_is_scored_over_the_vocabulary() -> None:
     assert np.array_equal(record.rollout_logprobs, record.full_logprobs)
 
 
+def test_routes_of_before_a_weight_change_can_be_left_out() -> None:
+    answer = good()
+    answer["meta_info"]["weight_versions"] = SPANS
+    record = parse(answer, Wanted(routes=True, mask=False, missing="native"))
+    assert record.versions.tolist() == [4, 5]
+    assert record.routes is not None
+    assert record.routes.coverage().tolist() == [False, False, False, True]
+    assert np.array_equal(record.routes.experts[3], ROUTES[3])
+
+
 def set_meta(**fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda answer: answer["meta_info"].update(fields)
 

@@ -1,0 +1,66 @@
+"""What a probe says about routing itself: flips between the two engines by layer, and how evenly the rollout's routes load the experts.
+
+Shape letters: B rows, R forwarded tokens, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.types import TokenBatch
+from routing.flips import flipped_tokens
+from routing.layout import Layout
+from routing.load import expert_load, load_entropy, load_imbalance
+
+
+def route_metrics(learner: Learner, batches: Sequence[TokenBatch], native: Sequence[Scores]) -> dict[str, float]:
+    """Collective: all ranks call it with their own batches of one step.
+
+    Args:
+        learner: reduces over the ranks.
+        batches: with the rollout's routes.
+        native: what scoring the batches with `Record()` gave.
+
+    Returns:
+        `routing/flip_rate/layer_<id>`: share of scored tokens whose expert set the two engines choose differently;
+        `routing/load_entropy` (1 is even) and `routing/load_max_over_mean` of the rollout's routes, means over layers.
+    """
+    layer_ids = learner.moe_layer_ids
+    records = [record.select(layer_ids) for batch in batches for record in batch.routes if record is not None]
+    # A rank without rows knows no number of experts, and every rank must name the same sums.
+    known = learner.reduce(
+        {
+            "experts": torch.tensor(float(records[0].num_experts if records else 0)),
+            "ranks": torch.tensor(float(bool(records))),
+        }
+    )
+    if not known["ranks"]:
+        return {}
+    num_experts = round(known["experts"] / known["ranks"])
+    load = expert_load(records) if records else np.zeros((len(layer_ids), num_experts), dtype=np.int64)
+    sums = {f"{layer}/{e}": n for layer, row in enumerate(torch.from_numpy(load).double()) for e, n in enumerate(row)}
+    flips = {f"{layer}": value for layer, value in enumerate(_flips(batches, native, len(layer_ids)))}
+    total = learner.reduce({**sums, **flips, "tokens": torch.tensor(float(sum(int(b.mask.sum()) for b in batches)))})
+    whole_LE = np.array([[total[f"{layer}/{e}"] for e in range(num_experts)] for layer in range(len(layer_ids))])
+    rates = {
+        f"routing/flip_rate/layer_{layer}": total[f"{place}"] / max(total["tokens"], 1.0)
+        for place, layer in enumerate(layer_ids)
+    }
+    return {
+        **rates,
+        "routing/load_entropy": float(load_entropy(whole_LE).mean()),
+        "routing/load_max_over_mean": float(load_imbalance(whole_LE).mean()),
+    }
+
+
+def _flips(batches: Sequence[TokenBatch], native: Sequence[Scores], num_layers: int) -> Tensor:
+    flips_L = torch.zeros(num_layers, dtype=torch.float64)
+    for batch, scores in zip(batches, native, strict=True):
+        assert scores.recorded is not None
+        flips_L += flipped_tokens(scores.recorded, batch.routes, Layout(*batch.mask.shape))[batch.mask.cpu()].sum(0)
+    return flips_L
