@@ -97,3 +97,32 @@ def test_layer_ids_must_fit_the_payload(layers: tuple[int, ...]):
     with pytest.raises(RouteError) as error:
         decode(engine_routes(), layer_ids=layers)
     assert error.value.reason == "layers"
+
+
+def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant():
+    """SGLang's payload has no checksum: a mutation is refused, or gives a legal record that differs from the original only where it was hit."""
+    rng = np.random.default_rng(0)
+    original = engine_routes()
+    whole = original.tobytes()
+    refused = 0
+    for _ in range(10_000):
+        data = bytearray(whole)
+        kind = rng.integers(4)
+        if kind == 0:
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        elif kind == 1:
+            del data[rng.integers(len(data)) :]
+        elif kind == 2:
+            data += bytes(rng.integers(0, 256, rng.integers(1, 40), dtype=np.uint8))
+        else:
+            data[4 * rng.integers(len(data) // 4)] = rng.integers(256)
+        try:
+            record = decode_payload(
+                base64.b64encode(data), tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K
+            )
+        except RouteError:
+            refused += 1
+            continue
+        record.validate(T)
+        assert (record.experts != original[:, [1, 3]]).any(-1).sum() <= 1, "at most the set that was hit"
+    assert refused > 6000

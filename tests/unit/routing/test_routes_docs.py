@@ -1,0 +1,17 @@
+"""The page about routes names the layouts that are tested, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.integration.test_replay_matrix import LAYOUTS
+
+PAGE = Path(__file__).parents[3] / "docs" / "routes.md"
+
+
+def test_the_table_of_layouts_is_the_tested_matrix() -> None:
+    rows = re.findall(
+        r"^\| (\S+) \| equal \| equal \| equal \| equal \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert rows == list(LAYOUTS)
