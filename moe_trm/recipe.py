@@ -9,6 +9,7 @@ from typing import Literal
 from moe_trm import corrections, losses
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.corrections.batch_norm import WEIGHING
 from moe_trm.errors import ConfigError
 from moe_trm.losses import BoundObjective
 from moe_trm.parameters import Parameter
@@ -78,12 +79,12 @@ def recipe(config: Config) -> Recipe:
             uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
     pending = [placeholder(item) for item in uncalibrated]
     corrections.compose([*rules, *pending], whole_minibatch=True)
-    if correction.batch_normalize != "off" and not rules and not pending:
+    if correction.batch_normalize != "off" and not any(bound.rule.name in WEIGHING for bound in [*rules, *pending]):
         raise ConfigError(
             "there are no weights to normalise",
             where="correction.batch_normalize",
             got=correction.batch_normalize,
-            expected="off, or a rule that weighs, such as token_tis",
+            expected=f"off, or a rule that weighs: {', '.join(WEIGHING)}",
         )
     loss = _loss(config.loss, preset.loss if preset else None)
     return Recipe(

@@ -175,6 +175,18 @@ def test_normalised_weights_have_mean_one() -> None:
     assert got["metrics"]["correction/weight_mean"] == pytest.approx(1.0, rel=1e-6)
 
 
+def test_what_is_rejected_does_not_raise_the_weight_of_the_rest() -> None:
+    """Normalisation is by the mean of the weights before rejection: each gradient is the normalised one, or 0."""
+    plain = outcome(config(**WHOLE["normalised by token"]), ranks=1, micro_batch_rows=4)
+    trm = {"name": "trm_avg", "thresholds": {"mean_kl": 0.1}}
+    both = {**WHOLE["normalised by token"]["correction"], "rules": [trm]}
+    rejecting = outcome(config(correction=both), ranks=1, micro_batch_rows=4)
+    assert 0 < rejecting["metrics"]["correction/kept_fraction"] < 1
+    for sample, gradient in rejecting["gradients"].items():
+        if gradient.any():
+            torch.testing.assert_close(gradient, plain["gradients"][sample])
+
+
 @pytest.mark.parametrize("name", get_args(Preset))
 def test_every_preset_works_by_name(name: str) -> None:
     got = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
