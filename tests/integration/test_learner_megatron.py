@@ -15,8 +15,16 @@ from moe_trm.learner.megatron.convert import Heads, link, unpack
 from moe_trm.learner.protocol import Scores
 from moe_trm.sampling_mask.logprobs import exact_kl_on_support
 from moe_trm.types import TokenBatch
+from routing.hf import HFReplayer
+from routing.replay import ReplayRecords
 from tests.integration.learner_support.ranks import Ranks, run_ranks
-from tests.integration.learner_support.tiny import EXPERTS, load_reference, make_checkpoint, make_dense_checkpoint
+from tests.integration.learner_support.tiny import (
+    EXPERTS,
+    load_reference,
+    make_checkpoint,
+    make_dense_checkpoint,
+    random_routes,
+)
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 PLAIN, EP2, EP2_PLAIN, DP2 = "train:distributed=0", "train:expert=2", "train:expert=2:distributed=0", "train:expert=1"
@@ -296,3 +304,25 @@ def test_a_failed_proof_stops_before_the_weights_move(request: pytest.FixtureReq
     finished: Ranks = request.getfixturevalue(ranks)
     assert float(finished.saved(run, "facts")["refused"]) == 1.0
     assert same_bits(finished.exported(run, "refused"), finished.exported(run, "before"))
+
+
+def test_replay_on_hugging_face_gates_gives_the_same_log_probs(one: Ranks, checkpoint: Path) -> None:
+    """Two implementations of replay, one set of random legal routes: neither knows of the other."""
+    saved, model = one.saved("replay", "logprobs"), load_reference(checkpoint)
+    replayer = HFReplayer(model, max_local_flip_rate=1.0)
+    for number in range(NUM_BATCHES):
+        batch = global_batch(number)
+        source = ReplayRecords(random_routes(batch, replayer.layer_ids, seed=number))
+        with torch.no_grad(), replayer.use(source, batch.input_ids, batch.target_ids, batch.valid):
+            logits = model(input_ids=batch.input_ids, use_cache=False).logits / TEMPERATURE
+        assert batch.kept_ids is not None
+        assert batch.kept_offsets is not None
+        scored = logits[batch.mask]
+        kept = torch.zeros_like(scored, dtype=torch.bool)
+        kept[torch.repeat_interleave(batch.kept_offsets.diff()), batch.kept_ids] = True
+        masked = scored.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        expected = masked.gather(1, batch.target_ids[batch.mask][:, None])[:, 0]
+        torch.testing.assert_close(saved[f"r3.{number}"][batch.mask], expected, rtol=1e-4, atol=1e-4)
+    report = replayer.report()
+    assert report.applied_fraction == 1.0
+    assert report.local_flip_rate > 0.8
