@@ -42,6 +42,7 @@ class Objective:
         path = run_dir / "thresholds.json" if run_dir else None
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path, frozen)
         self._metrics: list[Mapping[str, Tensor]] = []
+        self._num_updates = 0
 
     @property
     def thresholds(self) -> Frozen:
@@ -56,6 +57,7 @@ class Objective:
         """
         chosen = replace(self._recipe, rules=(*self._recipe.rules, *self._thresholds.rules))
         judge = _judge(chosen, part, learner, first=first)
+        self._num_updates += 1
 
         def loss_of(index: int, current: Scores) -> Tensor:
             batch, anchor = part.batches[index], part.scores[index]
@@ -89,9 +91,15 @@ class Objective:
         return loss_of
 
     def take(self, learner: Learner) -> dict[str, float]:
-        """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step. Collective."""
+        """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step. Collective.
+
+        `loss/policy` is the mean over the updates; each micro-batch has only its share of one.
+        """
         collected, self._metrics = self._metrics, []
-        return summable.finalize(learner.reduce(summable.add(collected))) | self._thresholds.end_step(learner)
+        metrics = summable.finalize(learner.reduce(summable.add(collected)))
+        metrics["loss/policy"] /= self._num_updates
+        self._num_updates = 0
+        return metrics | self._thresholds.end_step(learner)
 
 
 class PartialJudge:
