@@ -49,6 +49,10 @@ class RecordRejected(MoeTrmError):
         self.reason = reason
 
 
+class LearnerError(MoeTrmError):
+    """The learner was asked for something that it does not hold."""
+
+
 class SyncError(MoeTrmError):
     """A weight push is incomplete or wrong: the engine's own checksums differ from what the learner sent."""
 

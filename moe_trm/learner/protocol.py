@@ -53,9 +53,24 @@ class Learner(Protocol):
     """0-based decoder layers of the MoE layers this rank owns."""
 
     def score(
-        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], *, kept_mass: bool = False
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
     ) -> list[Scores]:
-        """Forward without gradient. `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass."""
+        """Forward without gradient.
+
+        `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a snapshot to score
+        under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
+        """
+
+    def snapshot(self, name: str) -> None:
+        """Keep the present weights in host memory under `name`, in place of an older copy of that name."""
+
+    def forget(self, name: str) -> None:
+        """Free the snapshot `name`. Raises `LearnerError` when there is none."""
 
     def update(
         self,

@@ -204,7 +204,7 @@ def test_scoring_and_training_forwards_are_bit_identical(one: Ranks, run: str) -
 @pytest.mark.parametrize("run", [EP2, DP2])
 def test_scoring_and_training_forwards_are_bit_identical_on_two_ranks(two: Ranks, run: str) -> None:
     saved = two.union(run, "logprobs")
-    assert len(saved) == 7 * NUM_BATCHES
+    assert len(saved) == 8 * NUM_BATCHES
     for number in range(NUM_BATCHES):
         assert torch.equal(saved[f"score.{number}"], saved[f"update.{number}"])
 
@@ -249,6 +249,18 @@ def test_final_checkpoint_opens_in_transformers(two: Ranks, checkpoint: Path) ->
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     assert (folder / "generation_config.json").read_bytes() == (checkpoint / "generation_config.json").read_bytes()
     assert same_bits(two.exported(EP2, "final"), after)
+
+
+@pytest.mark.parametrize(("ranks", "run"), [("one", BF16), ("two", EP2), ("two", EP2_PLAIN)])
+def test_a_snapshot_scores_as_then_and_leaves_the_weights_as_now(
+    request: pytest.FixtureRequest, ranks: str, run: str
+) -> None:
+    finished: Ranks = request.getfixturevalue(ranks)
+    saved = finished.union(run, "logprobs")
+    for number in range(NUM_BATCHES):
+        assert torch.equal(saved[f"old.{number}"], saved[f"score.{number}"])
+    assert same_bits(finished.exported(run, "restored"), finished.exported(run, "after"))
+    assert not same_bits(finished.exported(run, "after"), finished.exported(run, "before"))
 
 
 def test_zero_learning_rate_leaves_every_bit(two: Ranks) -> None:

@@ -21,6 +21,7 @@ from moe_trm.learner.megatron.export import Exporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
 from moe_trm.learner.megatron.policy import PolicyModel, Scoring
 from moe_trm.learner.protocol import Scores, UpdateResult
+from moe_trm.learner.snapshots import Snapshots
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.layout import Layout
@@ -57,13 +58,19 @@ class MegatronLearner:
         self._policy, self._wrapped, self._optimizer = policy, wrapped, optimizer
         self._replayer, self._exporter, self._report = replayer, exporter, ReplayReport()
         self._temperature, self._device = temperature, device
+        self._snapshots = Snapshots([policy])
         self.data_rank: int = parallel_state.get_data_parallel_rank()
         self.data_size: int = parallel_state.get_data_parallel_world_size()
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
 
     @torch.no_grad()
     def score(
-        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], *, kept_mass: bool = False
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
 
@@ -71,8 +78,17 @@ class MegatronLearner:
             return replace(self._scores(batches[index], output, kept_mass=kept_mass), recorded=recorded)
 
         self._wrapped.eval()
-        results: list[Scores] = self._run(batches, sources, collect, kept_mass=kept_mass, forward_only=True)
+        with self._snapshots.using(weights):
+            results: list[Scores] = self._run(batches, sources, collect, kept_mass=kept_mass, forward_only=True)
         return results
+
+    def snapshot(self, name: str) -> None:
+        """See `Learner.snapshot`."""
+        self._snapshots.take(name)
+
+    def forget(self, name: str) -> None:
+        """See `Learner.forget`."""
+        self._snapshots.forget(name)
 
     def update(
         self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], objective: Callable[[int, Scores], Tensor]

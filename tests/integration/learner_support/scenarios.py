@@ -79,6 +79,7 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     _, dense = my_batches(keep_mask=False)
     full = learner.score(dense, sources)
     learner.export_shard(str(out / "before"), "float32")
+    learner.snapshot("start")
 
     captured: dict[str, Tensor] = {}
     apply = learner._optimizer.step
@@ -101,6 +102,8 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     result = learner.update(batches, sources, loss_and_note_kl)
     learner._optimizer.step = apply  # type: ignore[method-assign]
     learner.export_shard(str(out / "after"), "float32")
+    old = learner.score(batches, sources, weights="start")
+    learner.export_shard(str(out / "restored"), "float32")
     learner.export_checkpoint(str(out / "final"))
     result_full = learner.update(dense, sources, objective(dense, []))
 
@@ -114,7 +117,7 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         named[f"score.{number}"], named[f"again.{number}"] = scores[slot].logprobs, again[slot].logprobs
         named[f"mass.{number}"], named[f"full.{number}"] = scores[slot].log_kept_mass, full[slot].logprobs
         named[f"update.{number}"], named[f"update_kl.{number}"] = seen[slot], seen_kl[slot]
-        named[f"kl.{number}"] = scores[slot].exact_kl
+        named[f"kl.{number}"], named[f"old.{number}"] = scores[slot].exact_kl, old[slot].logprobs
     save(out, "logprobs", named)
     save(out, "gradients", captured)
 

@@ -1,0 +1,82 @@
+"""Copies of a learner's weights in host memory, by name: the frozen reference, and the versions that sampled what is still in flight.
+
+Each rank keeps what it holds itself, so that a model of any size fits wherever its training state does. Values are kept bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moe_trm.errors import LearnerError
+
+
+class Snapshots:
+    """Named copies of the parameters and buffers of `modules`.
+
+    Args:
+        modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold them stay valid.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._modules = modules
+        self._held: dict[str, list[Tensor]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names held, oldest first."""
+        return tuple(self._held)
+
+    def take(self, name: str) -> None:
+        """Keep the weights as they are now under `name`, in place of an older copy of that name."""
+        self._held.pop(name, None)
+        self._held[name] = self._copy()
+
+    def forget(self, name: str) -> None:
+        """Free the copy `name`. Raises `LearnerError` when there is none."""
+        self._get(name)
+        del self._held[name]
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again. None: its own throughout.
+
+        Raises:
+            LearnerError: no copy of that name.
+        """
+        if name is None:
+            yield
+            return
+        chosen, own = self._get(name), self._copy()
+        self._write(chosen)
+        try:
+            yield
+        finally:
+            self._write(own)
+
+    def _get(self, name: str) -> list[Tensor]:
+        if name not in self._held:
+            raise LearnerError(
+                "no snapshot of this name",
+                where="learner",
+                got=name,
+                expected=", ".join(self._held) or "none has been taken",
+                fix="Take it with `snapshot` before the weights move.",
+            )
+        return self._held[name]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()
+
+    def _copy(self) -> list[Tensor]:
+        return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for tensor, value in zip(self._tensors(), values, strict=True):
+            tensor.copy_(value)
