@@ -102,6 +102,13 @@ def _batch(config: Config) -> Iterator[Problem]:
             expected="at least 2",
             fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
         )
+    if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
+        yield Problem(
+            "batch.zero_variance",
+            "one sample per prompt has no variance: every group would be dropped",
+            got="drop with rollout.group_size=1",
+            expected="keep, or rollout.group_size of at least 2",
+        )
     for rule in config.correction.rules:
         yield from _exact_divergence(config, rule)
     names = [rule.name for rule in config.correction.rules]
@@ -181,6 +188,12 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
+        (
+            "batch",
+            "refill_limit",
+            config.batch.zero_variance == "keep" and config.batch.overlong != "drop",
+            "nothing is dropped, so nothing is refilled",
+        ),
         (
             "advantage",
             "normalize_std",

@@ -145,6 +145,17 @@ class ProbeConfig(Section):
     """Keep the per-token probe arrays under `runs/NAME/probe/` for pooled statistics."""
 
 
+class BatchConfig(Section):
+    """Which valid samples are trained."""
+
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """Groups whose samples all have the same reward, and so no advantage: train them for nothing, or `drop` them and issue other prompts in their place (dynamic sampling). Worth trying when `reward/zero_variance_groups` is high."""
+    overlong: Literal["keep", "drop", "mask"] = "keep"
+    """Samples cut off at `rollout.max_new_tokens`: train them as they were rewarded (`keep`), `drop` them before their group is compared, or `mask` them: they count in the group's mean and in the denominators, but their own advantage is 0."""
+    refill_limit: Annotated[float, Field(ge=1)] = 3.0
+    """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`; when that is reached the step trains what it has. 1: nothing is refilled."""
+
+
 class AdvantageConfig(Section):
     """From rewards to advantages."""
 
@@ -366,6 +377,8 @@ class Config(Section):
     """Routing replay."""
     probe: ProbeConfig = ProbeConfig()
     """Measuring with native and replayed routes."""
+    batch: BatchConfig = BatchConfig()
+    """Which samples are trained."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantage estimator."""
     correction: CorrectionConfig = CorrectionConfig()

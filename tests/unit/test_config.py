@@ -137,6 +137,10 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         ([EXACT.replace("exact}", "exact, ratio: engine}")], "correction.rules"),
         (["task.name=gsm8k"], "task.prompts"),
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
+        (
+            ["rollout.group_size=1", "advantage.name=reinforce_plus_plus", "batch.zero_variance=drop"],
+            "batch.zero_variance",
+        ),
         (["learner.minibatches=3"], "learner.minibatches"),
         (["rollout.group_size=1"], "rollout.group_size"),
         (["correction.rules=[{name: opsm}, {name: opsm}]"], "correction.rules"),

@@ -1,0 +1,52 @@
+"""Which rollouts are not worth training on: samples that were cut off, and groups whose rewards say nothing.
+
+What is dropped here is valid; it is counted in the ledger under its reason, and more prompts are issued in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_trm.batch.advantages import Array
+from moe_trm.config.schema import BatchConfig
+from moe_trm.types import RolloutRecord
+
+
+def is_overlong(record: RolloutRecord) -> bool:
+    """Whether the answer was cut at the token limit: what its reward would have been is not known."""
+    return record.finish_reason == "length"
+
+
+def reason_to_drop_sample(record: RolloutRecord, batch: BatchConfig) -> str | None:
+    """Why this sample alone is left out of its group, or None: `overlong` under `batch.overlong=drop`."""
+    return "overlong" if batch.overlong == "drop" and is_overlong(record) else None
+
+
+def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str | None:
+    """Why the whole group of these accepted and rewarded samples of one prompt is not trained, or None.
+
+    | reason | when |
+    |---|---|
+    | `overlong` | every sample is dropped for itself |
+    | `zero_variance` | `batch.zero_variance=drop` and the samples that remain have equal rewards, or only one remains: every advantage would be 0 |
+    | `empty` | no sample was accepted |
+    """
+    if not records:
+        return "empty"
+    reasons = [reason_to_drop_sample(record, batch) for record in records]
+    rewards = [record.reward for record, reason in zip(records, reasons, strict=True) if reason is None]
+    if not rewards:
+        return reasons[0]
+    return "zero_variance" if batch.zero_variance == "drop" and len(set(rewards)) == 1 else None
+
+
+def without_overlong(records: Sequence[RolloutRecord], advantages: Array, batch: BatchConfig) -> Array:
+    """`advantages` `[N]`, set to 0 on overlong samples under `batch.overlong=mask`.
+
+    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no other.
+    """
+    if batch.overlong != "mask":
+        return advantages
+    return np.where([is_overlong(record) for record in records], 0.0, advantages)
