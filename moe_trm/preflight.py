@@ -5,8 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from moe_trm.config.schema import Config
-from moe_trm.learner.megatron.layout import check_layout, check_vocabulary, read_hf_config
+from moe_trm.learner.hf_config import check_vocabulary, read_hf_config
+from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
+from moe_trm.observe.trackers import check_trackers
 
 
 def check_launch(config: Config, *, world_size: int) -> None:
@@ -19,3 +21,4 @@ def check_launch(config: Config, *, world_size: int) -> None:
     check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
+    check_trackers(config)

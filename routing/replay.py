@@ -95,6 +95,21 @@ class ReplayReport:
         """`local_flips / replayed`; about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one."""
         return self.local_flips / self.replayed if self.replayed else 0.0
 
+    def __add__(self, other: ReplayReport) -> ReplayReport:
+        """Counters of both. Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals."""
+        replayed = self.replayed + other.replayed
+        flips = {
+            layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (self, other)) / replayed
+            for layer in {**self.local_flips_by_layer, **other.local_flips_by_layer}
+        }
+        return ReplayReport(
+            replayed,
+            self.matched + other.matched,
+            self.local_flips + other.local_flips,
+            flips,
+            self.native + other.native,
+        )
+
 
 def batch_digest(input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> bytes:
     """16 bytes that identify a micro-batch (`[B, R]` tensors): shape, valid positions, and the tokens there."""

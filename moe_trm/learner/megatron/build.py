@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
 
 from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.learner import hf_config
+from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron import cpu_shim, layout
 from moe_trm.learner.megatron.checkpoint import HfCheckpoint
-from moe_trm.learner.megatron.export import Exporter
+from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
@@ -27,9 +30,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
     """
     folder = config.model.checkpoint
-    hf = layout.read_hf_config(folder)
+    hf = hf_config.read_hf_config(folder)
     layout.check_layout(config, package_info.__version__, hf, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    layout.check_vocabulary(folder, int(hf["vocab_size"]))
+    hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)
@@ -46,9 +49,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         wrapped,
         optimizer,
         MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing)
-        if layout.moe_layers(hf)
+        if hf_config.moe_layers(hf)
         else None,
-        Exporter(policy, hf, folder, config.learner.dtype),
+        HfExporter(partial(owned_tensors, policy, hf), hf, folder, config.learner.dtype),
         temperature=config.rollout.temperature,
         device=device,
     )

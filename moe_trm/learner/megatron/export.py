@@ -1,97 +1,30 @@
-"""Weights out of Megatron in Hugging Face form: each rank writes what it owns, and no rank gathers the model."""
+"""Weights out of Megatron in Hugging Face form: each rank yields what it owns, and no rank gathers the model."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import global_parameters, heads
 from moe_trm.learner.megatron.policy import PolicyModel
-from moe_trm.sync.disk import write_shard
-from moe_trm.sync.manifest import TensorEntry
-
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
 
 
-class Exporter:
-    """Writes the policy's weights.
+@torch.no_grad()
+def owned_tensors(policy: PolicyModel, hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors under their Hugging Face names, one at a time; `hf` is config.json of the checkpoint.
 
-    Experts are written by the first of the ranks that share them, all other tensors by data rank 0.
-
-    Args:
-        policy: the model.
-        hf: config.json of the checkpoint it came from.
-        source: that checkpoint's folder; config and tokenizer files are copied from it.
-        dtype: of complete checkpoints.
+    Experts are owned by the first of the ranks that share them, all other tensors by data rank 0.
     """
-
-    def __init__(self, policy: PolicyModel, hf: Mapping[str, Any], source: str | Path, dtype: str) -> None:
-        self._policy, self._hf, self._source, self._dtype = policy, hf, Path(source), dtype
-
-    @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's tensors under their Hugging Face names, one at a time."""
-        shape, owns_experts, owns_shared = (
-            heads(self._hf),
-            _owns_experts(),
-            parallel_state.get_data_parallel_rank() == 0,
-        )
-        for name, parameter in global_parameters(self._policy):
-            if not (owns_experts if convert.is_expert(name) else owns_shared):
-                continue
-            found = convert.link(name)
-            yield from zip(found.hf_names, convert.unpack(found.packing, parameter.detach(), shape), strict=True)
-
-    def write_shard(self, directory: Path, dtype: str) -> tuple[TensorEntry, ...]:
-        """Write this rank's tensors to one file in `directory` (created if missing); the entries name and digest them. Not collective."""
-        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), dtype)
-
-    def write_checkpoint(self, directory: Path) -> None:
-        """A complete checkpoint in `directory`, which all ranks must see: shards, index, config.json, tokenizer files. Collective."""
-        self.write_shard(directory, self._dtype)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._write_index(directory)
-            self._copy_companions(directory)
-        dist.barrier()
-
-    def _write_index(self, directory: Path) -> None:
-        weight_map: dict[str, str] = {}
-        total_bytes = 0
-        for rank in range(dist.get_world_size()):
-            path = directory / _file_name(rank)
-            if not path.is_file():
-                continue
-            total_bytes += path.stat().st_size
-            with safe_open(path, framework="pt") as shard:
-                weight_map |= dict.fromkeys(shard.keys(), path.name)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    def _copy_companions(self, directory: Path) -> None:
-        weights = {path for pattern in _WEIGHTS for path in self._source.glob(pattern)}
-        for path in self._source.iterdir():
-            if path.is_file() and path not in weights and path.name != "config.json":
-                shutil.copyfile(path, directory / path.name)
-        config = {**self._hf, "dtype": self._dtype}
-        config.pop("torch_dtype", None)
-        (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _owns_experts() -> bool:
-    return int(parallel_state.get_expert_data_parallel_rank()) == 0
-
-
-def _file_name(rank: int) -> str:
-    return f"model-rank-{rank:05d}.safetensors"
+    shape = heads(hf)
+    owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
+    owns_shared = int(parallel_state.get_data_parallel_rank()) == 0
+    for name, parameter in global_parameters(policy):
+        if not (owns_experts if convert.is_expert(name) else owns_shared):
+            continue
+        found = convert.link(name)
+        yield from zip(found.hf_names, convert.unpack(found.packing, parameter.detach(), shape), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moe_trm import summable
 from moe_trm.errors import ConfigError
-from moe_trm.learner.megatron.export import Exporter
+from moe_trm.learner.data_group import DataGroup
+from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
-from moe_trm.learner.megatron.policy import PolicyModel, Scoring
+from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.protocol import Scores, UpdateResult
+from moe_trm.learner.scoring import Scoring, on_device
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
@@ -50,7 +51,7 @@ class MegatronLearner:
         wrapped: DistributedDataParallel,
         optimizer: GuardedOptimizer,
         replayer: MegatronReplayer | None,
-        exporter: Exporter,
+        exporter: HfExporter,
         *,
         temperature: float,
         device: torch.device,
@@ -59,8 +60,8 @@ class MegatronLearner:
         self._replayer, self._exporter, self._report = replayer, exporter, ReplayReport()
         self._temperature, self._device = temperature, device
         self._snapshots = Snapshots([policy])
-        self.data_rank: int = parallel_state.get_data_parallel_rank()
-        self.data_size: int = parallel_state.get_data_parallel_world_size()
+        self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
+        self.data_rank, self.data_size = self._data.rank, self._data.size
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
 
     @torch.no_grad()
@@ -119,28 +120,11 @@ class MegatronLearner:
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """See `Learner.reduce`."""
-        if not sums:
-            return {}
-        group, values = parallel_state.get_data_parallel_group(), dict[str, float]()
-        for role, operation in ((None, dist.ReduceOp.SUM), (":max", dist.ReduceOp.MAX), (":min", dist.ReduceOp.MIN)):
-            names = [name for name in sums if (name.endswith(role) if role else not summable.compared(name))]
-            if names:
-                total = torch.stack([sums[name].detach().double().to(self._device) for name in names])
-                dist.all_reduce(total, operation, group=group)
-                values.update(zip(names, total.tolist(), strict=True))
-        return {name: values[name] for name in sums}
+        return self._data.reduce(sums)
 
     def gather(self, values: Tensor) -> Tensor:
         """See `Learner.gather`."""
-        group, values = parallel_state.get_data_parallel_group(), values.detach().to(self._device).contiguous()
-        size = torch.tensor([len(values)], device=self._device)
-        sizes = [torch.zeros_like(size) for _ in range(self.data_size)]
-        dist.all_gather(sizes, size, group=group)
-        longest = max(int(other) for other in sizes)
-        padded = torch.cat([values, values.new_zeros(longest - len(values))])
-        parts = [torch.empty_like(padded) for _ in range(self.data_size)]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[: int(length)] for part, length in zip(parts, sizes, strict=True)])
+        return self._data.gather(values)
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""
@@ -157,7 +141,7 @@ class MegatronLearner:
     def _verify(self) -> None:
         """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
         if self._replayer is not None:
-            self._report = _merged(self._report, self._replayer.report(dist.group.WORLD))
+            self._report += self._replayer.report(dist.group.WORLD)
 
     def _run(
         self,
@@ -194,7 +178,7 @@ class MegatronLearner:
     def _forward(
         self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, *, kept_mass: bool
     ) -> tuple[Tensor, Recorded | None]:
-        moved = self._on_device(batch)
+        moved = on_device(batch, self._device)
         positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(moved.input_ids)
         scoring = Scoring.of(moved, self._temperature, kept_mass=kept_mass)
         if self._replayer is None:
@@ -213,29 +197,4 @@ class MegatronLearner:
         return output, this_pass.recorded() if isinstance(source, Record) else None
 
     def _scores(self, batch: TokenBatch, output: Tensor, *, kept_mass: bool) -> Scores:
-        names = Scoring.of(batch, self._temperature, kept_mass=kept_mass).planes
-        planes = dict(zip(names, output.unbind(), strict=True))
-        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"))
-
-    def _on_device(self, batch: TokenBatch) -> TokenBatch:
-        moved: dict[str, Any] = {
-            f.name: value.to(self._device) for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)
-        }
-        return replace(batch, **moved)
-
-
-def _merged(first: ReplayReport, second: ReplayReport) -> ReplayReport:
-    """Counters of both. Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals."""
-    replayed = first.replayed + second.replayed
-    layers = {**first.local_flips_by_layer, **second.local_flips_by_layer}
-    flips = {
-        layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (first, second)) / replayed
-        for layer in layers
-    }
-    return ReplayReport(
-        replayed,
-        first.matched + second.matched,
-        first.local_flips + second.local_flips,
-        flips,
-        first.native + second.native,
-    )
+        return Scoring.of(batch, self._temperature, kept_mass=kept_mass).scores(output)

@@ -1,0 +1,85 @@
+"""What a Hugging Face checkpoint folder says of its model, before anything is loaded. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_trm.errors import CheckpointError
+
+
+def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face checkpoint folder as plain data.
+
+    Raises:
+        CheckpointError: no such folder, no config.json in it, or not JSON.
+    """
+    folder = Path(checkpoint)
+    where = f"model.checkpoint={checkpoint}"
+    if not folder.is_dir():
+        raise CheckpointError(
+            "checkpoint folder not found",
+            where=where,
+            got="no such folder",
+            expected="a folder with config.json and safetensors",
+            fix="Check model.checkpoint.",
+        )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            "checkpoint has no config.json",
+            where=where,
+            got=sorted(p.name for p in folder.iterdir())[:8],
+            expected="config.json",
+            fix="Point model.checkpoint at a complete Hugging Face checkpoint.",
+        )
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(
+            "config.json is not valid JSON",
+            where=str(path),
+            got=str(error),
+            expected="a JSON object",
+            fix="Copy the checkpoint again.",
+        ) from error
+    return data
+
+
+def check_vocabulary(folder: str | Path, vocab_size: int) -> None:
+    """Refuse a tokenizer that can produce ids the model has no embedding for. A folder without tokenizer.json passes.
+
+    Raises:
+        CheckpointError: the largest token id is not below `vocab_size`.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return
+    data = json.loads(path.read_text(encoding="utf-8"))
+    vocab = data["model"].get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in data.get("added_tokens", [])]
+    if ids and max(ids) >= vocab_size:
+        raise CheckpointError(
+            "tokenizer and model vocabulary do not fit",
+            where=str(path),
+            got=f"token id {max(ids)}",
+            expected=f"ids below vocab_size={vocab_size} of config.json",
+            fix="Use the tokenizer that belongs to this checkpoint.",
+        )
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """Routed experts per MoE layer, 0 for a dense model. transformers writes either of two names."""
+    return int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+
+
+def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """0-based decoder layers that are mixtures of experts, as Hugging Face's Qwen3-MoE decides it; empty for a dense model."""
+    if not num_experts(hf_config):
+        return ()
+    dense = set(hf_config.get("mlp_only_layers") or ())
+    step = int(hf_config.get("decoder_sparse_step", 1))
+    return tuple(i for i in range(int(hf_config["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)

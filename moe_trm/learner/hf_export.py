@@ -1,0 +1,74 @@
+"""A Hugging Face checkpoint folder written by several ranks: each its shard, the first one index, config and companions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from moe_trm.sync.disk import write_shard
+from moe_trm.sync.manifest import TensorEntry
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
+
+
+class HfExporter:
+    """Writes what `tensors` yields on each rank.
+
+    Args:
+        tensors: this rank's tensors under their Hugging Face names; all ranks call it together.
+        hf: config.json of the checkpoint the model came from.
+        source: that checkpoint's folder; config and tokenizer files are copied from it.
+        dtype: of complete checkpoints.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Iterator[tuple[str, Tensor]]], hf: Mapping[str, Any], source: str | Path, dtype: str
+    ) -> None:
+        self.tensors, self._hf, self._source, self._dtype = tensors, hf, Path(source), dtype
+
+    def write_shard(self, directory: Path, dtype: str) -> tuple[TensorEntry, ...]:
+        """Write this rank's tensors to one file in `directory` (created if missing); the entries name and digest them."""
+        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), dtype)
+
+    def write_checkpoint(self, directory: Path) -> None:
+        """A complete checkpoint in `directory`, which all ranks must see: shards, index, config.json, tokenizer files. Collective."""
+        self.write_shard(directory, self._dtype)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._write_index(directory)
+            self._copy_companions(directory)
+        dist.barrier()
+
+    def _write_index(self, directory: Path) -> None:
+        weight_map: dict[str, str] = {}
+        total_bytes = 0
+        for rank in range(dist.get_world_size()):
+            path = directory / _file_name(rank)
+            if not path.is_file():
+                continue
+            total_bytes += path.stat().st_size
+            with safe_open(path, framework="pt") as shard:
+                weight_map |= dict.fromkeys(shard.keys(), path.name)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def _copy_companions(self, directory: Path) -> None:
+        weights = {path for pattern in _WEIGHTS for path in self._source.glob(pattern)}
+        for path in self._source.iterdir():
+            if path.is_file() and path not in weights and path.name != "config.json":
+                shutil.copyfile(path, directory / path.name)
+        config = {**self._hf, "dtype": self._dtype}
+        config.pop("torch_dtype", None)
+        (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _file_name(rank: int) -> str:
+    return f"model-rank-{rank:05d}.safetensors"

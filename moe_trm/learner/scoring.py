@@ -1,0 +1,100 @@
+"""Log-probs of given tokens from final hidden states, the same in every learner.
+
+Shape letters: B rows, R padded row length, N scored positions, H hidden size, V vocabulary, P planes of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trm.learner.protocol import Scores
+from moe_trm.sampling_mask.dense import full_logprobs
+from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
+from moe_trm.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What to score in one forward pass.
+
+    Attributes:
+        target_ids: `[B, R]` int64.
+        mask: `[B, R]` bool, the N positions that are scored.
+        kept_ids, kept_offsets: kept support of the N positions as CSR, or None to score over the whole vocabulary.
+        kept_logprobs: the rollout's log-probs of the kept ids, to score the exact KL as well, or None.
+        temperature: divides the logits.
+        kept_mass: also return the log of the model's probability of the kept support.
+    """
+
+    target_ids: Tensor
+    mask: Tensor
+    kept_ids: Tensor | None
+    kept_offsets: Tensor | None
+    kept_logprobs: Tensor | None
+    temperature: float
+    kept_mass: bool = False
+
+    @classmethod
+    def of(cls, batch: TokenBatch, temperature: float, *, kept_mass: bool = False) -> Scoring:
+        """The scoring that `batch` asks for."""
+        return cls(
+            batch.target_ids,
+            batch.mask,
+            batch.kept_ids,
+            batch.kept_offsets,
+            batch.kept_logprobs,
+            temperature,
+            kept_mass and batch.kept_ids is not None,
+        )
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Fields of `learner.protocol.Scores` that the P planes of the output are, in order."""
+        present = {"logprobs": True, "log_kept_mass": self.kept_mass, "exact_kl": self.kept_logprobs is not None}
+        return tuple(name for name, here in present.items() if here)
+
+    def scores(self, planes_PBR: Tensor) -> Scores:
+        """The planes under their names."""
+        planes = dict(zip(self.planes, planes_PBR.unbind(), strict=True))
+        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"))
+
+
+def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring) -> Tensor:
+    """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False; the planes are `Scoring.planes`, and only log-probs carry a gradient.
+
+    Logits of unscored positions are never computed, and those of scored ones only over the kept support, or in chunks of tokens over the
+    vocabulary.
+    """
+    hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
+    kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
+    if kept_ids is None or kept_offsets is None:
+        return _spread([full_logprobs(hidden_NH, weight_VH, target_N, temperature)], scoring.mask)
+    support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
+    planes = (
+        [masked_logprobs(*support, temperature)]
+        if scoring.kept_logprobs is None
+        else [*masked_logprobs_and_kl(*support, scoring.kept_logprobs, temperature)]
+    )
+    if scoring.kept_mass:
+        planes.insert(1, log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature))
+    return _spread(planes, scoring.mask)
+
+
+def on_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    """`batch` with its tensors on `device`."""
+    moved: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **moved)
+
+
+def _spread(planes_N: Sequence[Tensor], mask: Tensor) -> Tensor:
+    zeros = torch.zeros(mask.shape, dtype=planes_N[0].dtype, device=mask.device)
+    return torch.stack([zeros.masked_scatter(mask, values_N) for values_N in planes_N])
