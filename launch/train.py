@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import secrets
+import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
-from moe_trm.observe.sinks import JsonLines, ProgressLines, Sink
+from moe_trm.observe.build import open_sinks
+from moe_trm.observe.sinks import Sink
 from moe_trm.passes import resolve_mode
 from moe_trm.preflight import check_launch
 from moe_trm.push import BroadcastPusher, DiskPusher, Pusher
@@ -40,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", help="dotted overrides such as replay.mode=R3")
     args = parser.parse_args(argv)
+    # What must be closed is closed when torchrun ends this rank, too.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
@@ -64,20 +69,18 @@ def run(config: Config) -> None:
     torch.manual_seed(config.seed)
     mode, why = resolve_mode(config.replay.mode, minibatches=config.learner.minibatches, max_age=0)
     run_dir = Path(config.run_dir) / config.name
-    sinks: list[Sink] = []
-    if rank == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
-        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-        sinks = [JsonLines(run_dir / "metrics.jsonl"), ProgressLines(config.train.steps)]
-        print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
-    learner = build_learner(config)
-    with connect(config, store, rank, learner.data_rank, learner.data_size, run_dir) as rollouts:
+    with ExitStack() as stack:
+        sinks: list[Sink] = []
+        if rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
+            sinks = stack.enter_context(open_sinks(config, run_dir))
+            print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
+        learner = build_learner(config)
+        rollouts = stack.enter_context(connect(config, store, rank, learner.data_rank, learner.data_size, run_dir))
         pusher = build_pusher(config, learner, rollouts, rank, run_dir)
-        try:
-            train(config, learner, rollouts, pusher, sinks, mode=mode, run_dir=run_dir)
-        finally:
-            pusher.close()
+        stack.callback(pusher.close)
+        train(config, learner, rollouts, pusher, sinks, mode=mode, run_dir=run_dir)
     if config.train.export:
         learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ def train(
     run_dir: Path,
 ) -> None:
     """Run `config.train.steps` steps. Raises on the first broken proof or failed push; nothing unproved is trained on."""
-    objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases()
+    objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases(sinks)
     judge = Judge()
     steps, every = config.train.steps, config.train.eval_every
     pusher.push(version=0)

@@ -20,6 +20,11 @@ def _bare_off(value: object) -> object:
     return "off" if value is False else value
 
 
+def _bare_switch(value: object) -> object:
+    """YAML 1.1 reads bare `on` and `off` as true and false; the field's documented values are the words."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class Section(BaseModel):
     """A group of settings: unknown keys are refused, values are typed and immutable."""
 
@@ -356,6 +361,23 @@ class RecordConfig(Section):
     """Folder to record every step's rollouts into; `rollout.engine=bundle` reads it."""
 
 
+class ObserveConfig(Section):
+    """What one sees of a run while it trains and afterwards. `metrics.jsonl` is always written."""
+
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Experiment trackers that get every metric too, e.g. `[tensorboard]`. Each needs its library: `pip install 'moe-trm[tensorboard]'`."""
+    project: str = "moe-trm"
+    """Project or experiment that trackers file the run under."""
+    panel: Annotated[Literal["auto", "on", "off"], BeforeValidator(_bare_switch)] = "auto"
+    """Live panel instead of one line per step; `auto`: on a terminal."""
+    transcripts: Count = 10
+    """Steps between transcripts of a few sampled rollouts under `RUN_DIR/transcripts`; 0: never. The first step is always one of them."""
+    transcript_rollouts: Positive = 4
+    """Rollouts in one transcript, of different prompts as far as the first rank has them."""
+    report: bool = True
+    """Write `RUN_DIR/report.html` when the run ends or is interrupted. `moe-trm report RUN_DIR` writes it at any time."""
+
+
 class Config(Section):
     """Everything a run needs to know."""
 
@@ -395,6 +417,8 @@ class Config(Section):
     """Length of the run."""
     record: RecordConfig = RecordConfig()
     """Recording for exact repetition."""
+    observe: ObserveConfig = ObserveConfig()
+    """Watching a run."""
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from moe_trm.observe.sinks import Sink
 
 
 class Phases:
-    """Wall-clock seconds by phase name; `take` reads and clears them."""
+    """Wall-clock seconds by phase name; `take` reads and clears them. `sinks` are told when a phase begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._sinks = sinks
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
+        for sink in self._sinks:
+            sink.enter(name)
         start = time.perf_counter()
         try:
             yield

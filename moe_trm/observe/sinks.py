@@ -1,58 +1,81 @@
-"""Where metrics go: `metrics.jsonl` always, one progress line per step."""
+"""Where a run's metrics go. `metrics.jsonl` is the one that is always there."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
 
 import orjson
 
-
-class Sink(Protocol):
-    """Receives one mapping of metric names to numbers (and of `verdict` to its sentence) per step."""
-
-    def write(self, step: int, metrics: Mapping[str, float | str]) -> None: ...
+_log = logging.getLogger(__name__)
 
 
-class JsonLines:
-    """`metrics.jsonl`: one object per step, flushed at once so that a killed run keeps what it did. Non-finite values become null."""
+class Sink:
+    """The protocol of everything that watches a run, on its first rank. What a sink does not care about it inherits as nothing."""
+
+    def enter(self, phase: str) -> None:
+        """A phase of a step begins (`wait`, `score`, `update`, ...)."""
+
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """A step has ended: metric names to numbers, and `verdict` and `verdict/config` to text."""
+
+    def close(self) -> None:
+        """The run has ended, for whatever reason."""
+
+
+class JsonLines(Sink):
+    """`metrics.jsonl`: one object per step, flushed at once so that a killed run keeps what it did. Non-finite values become null.
+
+    `time/unix_s` says when the line was written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        self._file.write(orjson.dumps({"step": step, **metrics}, option=orjson.OPT_SORT_KEYS) + b"\n")
+        row = {"step": step, "time/unix_s": time.time(), **metrics}
+        self._file.write(orjson.dumps(row, option=orjson.OPT_SORT_KEYS) + b"\n")
         self._file.flush()
 
+    def close(self) -> None:
+        self._file.close()
 
-class ProgressLines:
-    """One plain line per step, for terminals and logs alike, and the verdict under it when it is another one."""
 
-    _FIELDS: Sequence[tuple[str, str, str]] = (
-        ("reward/mean", "reward", "{:.3f}"),
-        ("response/length_mean", "length", "{:.1f}"),
-        ("engine/k3_kl", "engine_k3", "{:.1e}"),
-        ("staleness/k3_kl", "stale_k3", "{:.1e}"),
-        ("routing/native_flip_rate", "flips", "{:.2%}"),
-        ("replay/applied_fraction", "replayed", "{:.0%}"),
-        ("correction/kept_fraction", "kept", "{:.1%}"),
-        ("loss/pg_clipfrac", "clip", "{:.1%}"),
-        ("optimizer/grad_norm", "grad", "{:.2f}"),
-        ("ledger/rejected", "rejected", "{:.0f}"),
-        ("eval/accuracy", "ACCURACY", "{:.3f}"),
-        ("time/step_s", "s", "{:.2f}"),
-    )
+class Guarded(Sink):
+    """A sink whose failure must not end a run: it is said once, with the reason, and the sink is not used again."""
 
-    def __init__(self, steps: int, stream: TextIO = sys.stdout) -> None:
-        self._steps, self._stream, self._setting = steps, stream, ""
+    def __init__(self, sink: Sink, name: str) -> None:
+        self._sink: Sink | None = sink
+        self._name = name
+
+    def enter(self, phase: str) -> None:
+        if self._sink is not None:
+            try:
+                self._sink.enter(phase)
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+                self._give_up(error)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        parts = [f"{label} {form.format(metrics[key])}" for key, label, form in self._FIELDS if key in metrics]
-        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
-        setting = str(metrics.get("verdict/config", ""))
-        if "verdict" in metrics and (setting != self._setting or step == 1):
-            advice = f" Try {setting}." if setting else ""
-            print(f"        {metrics['verdict']}{advice}", file=self._stream, flush=True)
-            self._setting = setting
+        if self._sink is not None:
+            try:
+                self._sink.write(step, metrics)
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            try:
+                self._sink.close()
+            except Exception as error:  # noqa: BLE001
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._sink = None
+        _log.warning(
+            "sink %s failed and is not used any more; metrics.jsonl goes on (%s: %s)",
+            self._name,
+            type(error).__name__,
+            error,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from moe_trm.observe.judge import Judge
-from moe_trm.observe.sinks import ProgressLines
+from moe_trm.observe.lines import ProgressLines
 
 CALM = {"engine/k3_kl": 1e-4, "engine/probs_pearson": 1.0, "engine/ppl_ratio": 1.0, "total/k3_kl": 1e-4}
 

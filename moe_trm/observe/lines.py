@@ -1,0 +1,39 @@
+"""One plain line per step, for logs and terminals alike."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from moe_trm.observe.sinks import Sink
+from moe_trm.observe.verdicts import VerdictChanges
+
+
+class ProgressLines(Sink):
+    """One line per step, and the verdict under it when it is another one."""
+
+    _FIELDS: Sequence[tuple[str, str, str]] = (
+        ("reward/mean", "reward", "{:.3f}"),
+        ("response/length_mean", "length", "{:.1f}"),
+        ("engine/k3_kl", "engine_k3", "{:.1e}"),
+        ("staleness/k3_kl", "stale_k3", "{:.1e}"),
+        ("routing/native_flip_rate", "flips", "{:.2%}"),
+        ("replay/applied_fraction", "replayed", "{:.0%}"),
+        ("correction/kept_fraction", "kept", "{:.1%}"),
+        ("loss/pg_clipfrac", "clip", "{:.1%}"),
+        ("optimizer/grad_norm", "grad", "{:.2f}"),
+        ("ledger/rejected", "rejected", "{:.0f}"),
+        ("eval/accuracy", "ACCURACY", "{:.3f}"),
+        ("time/step_s", "s", "{:.2f}"),
+    )
+
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        self._steps, self._stream, self._verdicts = steps, stream or sys.stdout, VerdictChanges()
+
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        parts = [f"{label} {form.format(metrics[key])}" for key, label, form in self._FIELDS if key in metrics]
+        print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
+        verdict = self._verdicts.of(metrics)
+        if verdict:
+            print(f"        {verdict}", file=self._stream, flush=True)
