@@ -11,9 +11,9 @@ from megatron.core import package_info, parallel_state, tensor_parallel
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner import hf_config
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron import cpu_shim, layout
-from moe_trm.learner.megatron.checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,19 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_config import moe_layers, num_experts
 from moe_trm.learner.megatron import convert
-from moe_trm.learner.megatron.checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers) -> TransformerConfig:
@@ -46,11 +50,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
             "moe_grouped_gemm": is_fused,
             "moe_enable_routing_replay": True,
         }
-    recompute = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if learner.recompute == "full"
-        else {}
-    )
+    parallel = learner.parallel
     return TransformerConfig(
         num_layers=int(hf["num_hidden_layers"]),
         hidden_size=int(hf["hidden_size"]),
@@ -78,27 +78,55 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=learner.dtype == "bfloat16",
-        expert_model_parallel_size=learner.parallel.expert,
+        tensor_model_parallel_size=parallel.tensor,
+        # MoE layers cannot do without it, dense ones gain from it.
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        # Without overlap Megatron's interleaved schedule gives wrong gradients on two stages.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
+        # Micro-batches have the length of their longest row.
+        variable_seq_lengths=parallel.pipeline > 1,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         # Gradients are summed over data-parallel ranks, never averaged: the objective already carries its denominators.
         calculate_per_token_loss=True,
         **experts,
-        **recompute,
+        **_recompute(learner.recompute),
     )
 
 
-def build_model(hf: Mapping[str, Any], config: TransformerConfig, layers: Layers) -> PolicyModel:
-    """The policy model of this rank, weights not yet loaded. Needs initialised Megatron parallel groups."""
+def _recompute(granularity: str) -> dict[str, Any]:
+    if granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    # Each kind of layer heeds its own name only.
+    return {"recompute_granularity": "selective", "recompute_modules": ["moe", "mlp"]} if granularity != "none" else {}
+
+
+def build_model(hf: Mapping[str, Any], config: TransformerConfig, layers: Layers) -> list[PolicyModel]:
+    """The policy model of this rank, one per virtual pipeline stage, weights not yet loaded. Needs initialised Megatron parallel groups."""
+    stages = config.virtual_pipeline_model_parallel_size
+    return [_build_chunk(hf, config, layers, stage) for stage in (range(stages) if stages else [None])]
+
+
+def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layers, stage: int | None) -> PolicyModel:
     if layers == "cpu":
-        spec = cpu_block_spec(config)
+        spec = cpu_block_spec(config, vp_stage=stage)
     else:
         spec = get_gpt_decoder_block_spec(
-            config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm"
+            config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=stage
         )
     rope = hf.get("rope_parameters") or {}
     return PolicyModel(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=int(hf["vocab_size"]),
+        vocab_size=padded_vocabulary(hf, config.tensor_model_parallel_size),
+        real_vocab_size=int(hf["vocab_size"]),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
         max_sequence_length=int(hf["max_position_embeddings"]),
         position_embedding_type="rope",
         rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
@@ -111,28 +139,40 @@ def heads(hf: Mapping[str, Any]) -> convert.Heads:
     return convert.Heads(groups=int(hf["num_key_value_heads"]), head_dim=_head_dim(hf))
 
 
-def global_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under names with global expert numbers."""
-    first: int | None = None
-    for name, parameter in model.named_parameters():
-        if not convert.is_expert(name):
+def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
+    """Rows of the embeddings: the vocabulary, padded so that `tensor` ranks share it evenly."""
+    return -(-int(hf["vocab_size"]) // tensor) * tensor
+
+
+def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters under names with global layer and expert numbers."""
+    for chunk in chunks:
+        config: TransformerConfig = chunk.config
+        first_layer = chunk.decoder.layers[0].layer_number - 1
+        first_expert = 0
+        if config.num_moe_experts:
+            size = parallel_state.get_expert_model_parallel_world_size()
+            first_expert = config.num_moe_experts // size * parallel_state.get_expert_model_parallel_rank()
+        for local, parameter in chunk.named_parameters():
+            name = convert.with_layer(local, first_layer)
+            if convert.is_expert(name):
+                name = convert.with_expert(name, first_expert + convert.expert_number(name))
             yield name, parameter
-            continue
-        if first is None:
-            first = _num_local_experts(model) * parallel_state.get_expert_model_parallel_rank()
-        yield convert.with_expert(name, first + convert.expert_number(name)), parameter
 
 
 @torch.no_grad()
-def load_weights(model: torch.nn.Module, checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    """Fill this rank's parameters from the checkpoint; of the experts only its own are read.
+def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
+    """Fill this rank's parameters from the checkpoint; of other ranks' layers and experts nothing is read.
 
     Raises:
         CheckpointError: a missing or unexpected tensor, or a shape that config.json does not announce.
     """
-    expected = {name: list(_all_experts(name, hf)) for name, _ in global_parameters(model)}
+    tied = bool(hf.get("tie_word_embeddings", False))
+    names = convert.parameter_names(int(hf["num_hidden_layers"]), moe_layers(hf), num_experts(hf), tied=tied)
     # A tied checkpoint may still carry its output weight, which is then the embedding a second time.
-    unexpected = checkpoint.names - {n for links in expected.values() for n in links} - {"lm_head.weight"}
+    unexpected = (
+        checkpoint.names - {hf_name for name in names for hf_name in convert.link(name).hf_names} - {"lm_head.weight"}
+    )
     if unexpected:
         raise CheckpointError(
             "checkpoint holds tensors the model has no place for",
@@ -142,32 +182,47 @@ def load_weights(model: torch.nn.Module, checkpoint: HfCheckpoint, hf: Mapping[s
             fix="config.json and the weight files do not belong together.",
         )
     shape = heads(hf)
-    for name, parameter in global_parameters(model):
-        found = convert.link(name)
+    for name, parameter in global_parameters(chunks):
+        found = convert.link(EMBEDDING if tied and name == OUTPUT else name)
         tensor = convert.pack(found.packing, [checkpoint.read(n) for n in found.hf_names], shape)
-        if tensor.shape != parameter.shape:
+        expected = whole_shape(name, parameter, hf)
+        if list(tensor.shape) != expected:
             raise CheckpointError(
                 "tensor has another shape than config.json announces",
                 where=f"{checkpoint.folder}, {', '.join(found.hf_names)}",
                 got=list(tensor.shape),
-                expected=list(parameter.shape),
+                expected=expected,
                 fix=_shape_fix(found.hf_names[0]),
             )
+        dim, group = convert.split_dim(name), tensor_group(name)
+        if dim is not None and group.size() > 1:
+            if name in (EMBEDDING, OUTPUT):
+                tensor = F.pad(tensor, (0, 0, 0, padded_vocabulary(hf, group.size()) - len(tensor)))
+            tensor = convert.part(found.packing, tensor, dim, group.size(), group.rank())
         parameter.copy_(tensor)
+
+
+def tensor_group(name: str) -> ProcessGroup:
+    """Ranks that together hold the parameter `name`."""
+    return (
+        parallel_state.get_expert_tensor_parallel_group()
+        if convert.is_expert(name)
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+
+
+def whole_shape(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> list[int]:
+    """Shape of the parameter `name` with the parts of all ranks, without padding of the vocabulary."""
+    shape, dim = list(parameter.shape), convert.split_dim(name)
+    if dim is not None:
+        shape[dim] *= tensor_group(name).size()
+    if name in (EMBEDDING, OUTPUT):
+        shape[0] = int(hf["vocab_size"])
+    return shape
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:
     return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
-
-
-def _num_local_experts(model: torch.nn.Module) -> int:
-    return 1 + max(convert.expert_number(name) for name, _ in model.named_parameters() if convert.is_expert(name))
-
-
-def _all_experts(name: str, hf: Mapping[str, Any]) -> Iterator[str]:
-    numbers = range(num_experts(hf)) if convert.is_expert(name) else [0]
-    for number in numbers:
-        yield from convert.link(convert.with_expert(name, number) if convert.is_expert(name) else name).hf_names
 
 
 def _shape_fix(hf_name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_trm.errors import CheckpointError
-from moe_trm.learner.megatron.checkpoint import HfCheckpoint
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 
 
 def write(folder: Path, files: dict[str, list[str]]) -> None:
