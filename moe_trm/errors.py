@@ -63,3 +63,7 @@ class BundleError(MoeTrmError):
 
 class ControllerError(MoeTrmError):
     """The rollout controller died, refused a request, or broke the wire protocol."""
+
+
+class RunError(MoeTrmError):
+    """A folder that holds no run, or a run that has nothing to show yet."""

@@ -6,12 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
+from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import resolve
 from moe_trm.config.problems import suggest
 from moe_trm.config.schema import Config
+from moe_trm.config.translate import from_slime, from_verl
 from moe_trm.errors import ConfigError
 
 
@@ -28,6 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("a", help="YAML file")
     diff.add_argument("b", help="YAML file")
     diff.add_argument("overrides", nargs="*", metavar="key=value", help="applied to both")
+    for name, takes in (("verl", "YAML file or launch script"), ("slime", "launch script")):
+        foreign = commands.add_parser(
+            f"from-{name}", help=f"translate {name} settings, and list what has no equivalent"
+        )
+        foreign.add_argument("file", help=f"{name}'s {takes}")
+        foreign.add_argument("words", nargs=argparse.REMAINDER, help="further settings as on its command line")
+        foreign.set_defaults(foreign=name)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         return _show(args.config, args.overrides, as_json=args.json)
     if args.config_command == "explain":
         return _explain(args.key)
+    if args.config_command.startswith("from-"):
+        return _translate(args.foreign, Path(args.file), args.words)
     return _diff(args.a, args.b, args.overrides)
 
 
@@ -45,9 +57,9 @@ def _show(path: str, overrides: list[str], *, as_json: bool) -> int:
         print(json.dumps(resolved.config.dump(), indent=2))
     else:
         flat = _flat(resolved.config)
-        width = max(len(key) + len(_text(value)) for key, value in flat.items()) + 4
+        width = max(len(key) + len(as_yaml(value)) for key, value in flat.items()) + 4
         for key, value in flat.items():
-            print(f"{f'{key}: {_text(value)}':<{min(width, 70)}} # {_source(key, resolved.sources)}")
+            print(f"{f'{key}: {as_yaml(value)}':<{min(width, 70)}} # {_source(key, resolved.sources)}")
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
@@ -86,40 +98,34 @@ def _explain(key: str | None) -> int:
     return 0
 
 
+def _translate(framework: str, path: Path, words: list[str]) -> int:
+    """The configuration on standard output, what was left out on standard error; 1 when it needs work before it can run."""
+    draft = {"verl": from_verl, "slime": from_slime}[framework](path, words)
+    print(draft.yaml(f"Translated from {framework}: {path.name}"), end="")
+    print(draft.summary(), file=sys.stderr)
+    problems = draft.problems()
+    for problem in problems:
+        print(f"to do: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
 def _default(setting: Setting) -> str:
     if setting.section is not None:
         return "section"
-    return "required" if setting.default is REQUIRED else f"default {_text(setting.default)}"
+    return "required" if setting.default is REQUIRED else f"default {as_yaml(setting.default)}"
 
 
 def _diff(path_a: str, path_b: str, overrides: list[str]) -> int:
     a, b = (_flat(resolve(path, overrides).config) for path in (path_a, path_b))
-    different = [key for key in dict.fromkeys([*a, *b]) if key not in a or key not in b or a[key] != b[key]]
+    different = different_keys(a, b)
     for key in different:
-        print(f"{key}: {_text(a[key]) if key in a else '(absent)'} -> {_text(b[key]) if key in b else '(absent)'}")
+        print(f"{key}: {as_yaml(a[key]) if key in a else '(absent)'} -> {as_yaml(b[key]) if key in b else '(absent)'}")
     return 1 if different else 0
 
 
 def _flat(config: Config) -> dict[str, Any]:
     """Leaf values by dotted key; a secret shows only whether it is set."""
-    flat: dict[str, Any] = {}
-
-    def visit(value: Any, path: str) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                visit(inner, f"{path}.{key}" if path else key)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for index, inner in enumerate(value):
-                visit(inner, f"{path}.{index}")
-        else:
-            flat[path] = value
-
-    visit(config.dump(), "")
+    flat = flatten(config.dump())
     if config.rollout.api_key is not None:
         flat["rollout.api_key"] = "(set, not shown)"
     return flat
-
-
-def _text(value: object) -> str:
-    """As it would be written in YAML."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value) if not isinstance(value, str) else value

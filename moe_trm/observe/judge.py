@@ -14,7 +14,11 @@ class Judge:
         self._history: list[Mapping[str, float]] = []
 
     def say(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """`verdict`, and `verdict/config`, the setting that acts on it, if one does. An alarm about a correction comes first."""
+        """`verdict`; `verdict/case`, its place in the decision tree; and `verdict/config`, the setting that acts on it, if one does.
+
+        An alarm about a correction comes first.
+        """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         found = mask_hides_gap(self._history) or verdict(self._history)
-        return {"verdict": found.sentence} | ({"verdict/config": found.config} if found.config else {})
+        said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
+        return said | ({"verdict/config": found.config} if found.config else {})

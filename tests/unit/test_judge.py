@@ -12,7 +12,7 @@ CALM = {"engine/k3_kl": 1e-4, "engine/probs_pearson": 1.0, "engine/ppl_ratio": 1
 
 def test_the_verdict_names_the_setting_that_acts() -> None:
     judge = Judge()
-    assert judge.say(CALM).keys() == {"verdict"}
+    assert judge.say(CALM).keys() == {"verdict", "verdict/case"}
     apart = judge.say({**CALM, "engine/k3_kl": 0.2})
     assert "disagree" in apart["verdict"]
     assert apart["verdict/config"] == "rollout.server.dtype=float32"
