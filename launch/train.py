@@ -67,7 +67,9 @@ def run(config: Config) -> None:
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
     torch.manual_seed(config.seed)
-    mode, why = resolve_mode(config.replay.mode, minibatches=config.learner.minibatches, max_age=0)
+    mode, why = resolve_mode(
+        config.replay.mode, minibatches=config.learner.minibatches * config.learner.epochs, max_age=0
+    )
     run_dir = Path(config.run_dir) / config.name
     with ExitStack() as stack:
         sinks: list[Sink] = []

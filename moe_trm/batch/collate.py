@@ -9,6 +9,14 @@ from moe_trm.errors import RecordRejected
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.types import MicroBatch, RolloutRecord, TokenBatch, TrainRow
 
+SHORTEST = 2
+"""Forwarded tokens of a micro-batch at least."""
+
+
+def forwarded_tokens(record: RolloutRecord) -> int:
+    """Length of the record's row in a micro-batch by itself: all tokens but the last."""
+    return max(SHORTEST, record.num_tokens - 1)
+
 
 def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     """Right-pad the rows of `micro`. An empty micro-batch becomes one row of padding, so that all ranks make the same forwards.
@@ -16,7 +24,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     With `keep_mask` the kept ids of the scored positions are concatenated in row-major order, which is the order of `mask.nonzero()`.
     """
     rows = micro.rows
-    b, r = max(1, len(rows)), max([2, *(row.record.num_tokens - 1 for row in rows)])
+    b, r = max(1, len(rows)), max([SHORTEST, *(forwarded_tokens(row.record) for row in rows)])
     input_ids, target_ids = np.zeros((b, r), np.int64), np.zeros((b, r), np.int64)
     valid, mask = np.zeros((b, r), bool), np.zeros((b, r), bool)
     rollout, full, advantages = (np.zeros((b, r), np.float32) for _ in range(3))

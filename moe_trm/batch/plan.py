@@ -6,30 +6,89 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_trm.batch.collate import forwarded_tokens
+from moe_trm.batch.partition import cost, imbalance, partition
+from moe_trm.errors import ControllerError
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
+
+DEFAULT_ROWS = 32
+"""Rows of a micro-batch where neither rows nor tokens are given."""
 
 
 def plan_step(
-    rows: Sequence[TrainRow], *, seed: int, step: int, minibatches: int, data_size: int, micro_batch_rows: int
+    rows: Sequence[TrainRow],
+    *,
+    seed: int,
+    step: int,
+    minibatches: int,
+    data_size: int,
+    micro_batch_rows: int | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> list[list[MiniBatch]]:
     """Cut one step's rows into `plan[data_rank][minibatch]`.
 
-    Rows are shuffled into minibatches. Within one they are sorted by length and dealt to the ranks back and forth, so that ranks get
-    like numbers of tokens and micro-batches like lengths. Every rank gets the same number of micro-batches: the last ones may be empty.
+    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see `batch.partition`. Else
+    rows are sorted by length and dealt to the ranks back and forth, so that ranks get like numbers of tokens and micro-batches like lengths.
+    Every rank gets the same number of micro-batches: the last ones may be empty.
+
+    Raises:
+        ControllerError: a row longer than `micro_batch_tokens`.
     """
     order = np.random.default_rng((seed, step)).permutation(len(rows))
     plan: list[list[MiniBatch]] = [[] for _ in range(data_size)]
     for index in range(minibatches):
         mini = sorted((rows[i] for i in order[index::minibatches]), key=lambda row: -row.record.num_tokens)
-        shares = _deal(mini, data_size)
-        num_micro = max(1, -(-max(map(len, shares)) // micro_batch_rows))
         num_tokens = sum(int(row.record.scored.sum()) for row in mini)
+        if micro_batch_tokens is None:
+            shares = _by_rows(mini, data_size, micro_batch_rows or DEFAULT_ROWS)
+        else:
+            shares = _by_tokens(mini, data_size, micro_batch_tokens)
         for rank, share in enumerate(shares):
-            micro = tuple(
-                MicroBatch(tuple(share[i * micro_batch_rows : (i + 1) * micro_batch_rows])) for i in range(num_micro)
-            )
+            micro = tuple(MicroBatch(tuple(part)) for part in share)
             plan[rank].append(MiniBatch(micro, num_sequences=len(mini), num_tokens=num_tokens))
     return plan
+
+
+def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
+    """How well the step is cut, in padded tokens: a rank's micro-batches, the share that is padding, and by how much the most loaded rank
+    exceeds the mean in the least even minibatch (0: even)."""
+    real = padded = 0
+    uneven = 0.0
+    for parts in zip(*plan, strict=True):
+        lengths: list[int] = []
+        shares: list[list[list[int]]] = []
+        for part in parts:
+            shares.append([])
+            for micro in part.micro_batches:
+                shares[-1].append(list(range(len(lengths), len(lengths) + len(micro.rows))))
+                lengths += [forwarded_tokens(row.record) for row in micro.rows]
+        uneven = max(uneven, imbalance(lengths, shares) - 1)
+        real += sum(lengths)
+        padded += sum(cost(lengths, rows) for share in shares for rows in share)
+    return {
+        "batch/micro_batches": float(sum(len(mini.micro_batches) for mini in plan[0])),
+        "batch/padding_fraction": 1 - real / padded if padded else 0.0,
+        "batch/rank_imbalance": uneven,
+    }
+
+
+def _by_tokens(rows: Sequence[TrainRow], data_size: int, budget: int) -> list[list[list[TrainRow]]]:
+    lengths = [forwarded_tokens(row.record) for row in rows]
+    if lengths and max(lengths) > budget:
+        raise ControllerError(
+            "a sequence is longer than a micro-batch may be",
+            where=f"sample {rows[lengths.index(max(lengths))].record.sample_id}",
+            got=f"{max(lengths)} forwarded tokens",
+            expected=f"at most learner.micro_batch_tokens={budget}",
+            fix="raise learner.micro_batch_tokens, or lower rollout.max_new_tokens or the length of prompts",
+        )
+    return [[[rows[i] for i in part] for part in share] for share in partition(lengths, data_size, budget)]
+
+
+def _by_rows(rows: Sequence[TrainRow], data_size: int, limit: int) -> list[list[list[TrainRow]]]:
+    shares = _deal(rows, data_size)
+    num_micro = max(1, -(-max(map(len, shares)) // limit))
+    return [[share[i * limit : (i + 1) * limit] for i in range(num_micro)] for share in shares]
 
 
 def _deal(rows: Sequence[TrainRow], hands: int) -> list[list[TrainRow]]:

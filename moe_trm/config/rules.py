@@ -16,7 +16,14 @@ MASK_LIMIT = 4096
 
 def refusals(config: Config) -> list[Problem]:
     """Why this configuration cannot work; empty when it can."""
-    return [*_rollout(config), *_task(config), *_batch(config), *_bypass(config), *_parallel(config)]
+    return [
+        *_rollout(config),
+        *_task(config),
+        *_batch(config),
+        *_pipeline(config),
+        *_bypass(config),
+        *_parallel(config),
+    ]
 
 
 def warnings(config: Config) -> list[str]:
@@ -94,6 +101,22 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{rows} sequences (rollout.prompts_per_step * rollout.group_size) in {parts} minibatches",
             expected=f"a divisor of {rows}",
         )
+    learner = config.learner
+    if learner.micro_batch_rows is not None and learner.micro_batch_tokens is not None:
+        yield Problem(
+            "learner.micro_batch_tokens",
+            "micro-batches are cut by rows or by tokens",
+            got=f"micro_batch_rows={learner.micro_batch_rows} and micro_batch_tokens={learner.micro_batch_tokens}",
+            expected="one of the two",
+            fix="set learner.micro_batch_rows=null",
+        )
+    if learner.micro_batch_tokens is not None and learner.micro_batch_tokens < config.rollout.max_new_tokens:
+        yield Problem(
+            "learner.micro_batch_tokens",
+            "one answer may be longer than a micro-batch",
+            got=f"{learner.micro_batch_tokens} tokens with rollout.max_new_tokens={config.rollout.max_new_tokens}",
+            expected="at least the longest prompt and answer together",
+        )
     if config.rollout.group_size == 1 and config.advantage.name != "reinforce_plus_plus":
         yield Problem(
             "rollout.group_size",
@@ -118,6 +141,19 @@ def _batch(config: Config) -> Iterator[Problem]:
             f"rule {name} is listed more than once, and its metrics would overwrite each other",
             got=str(names.count(name)),
             expected="once",
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    pipeline = config.pipeline
+    given, fixed = pipeline.max_staleness, {"sync": 0, "one_step": 1}.get(pipeline.mode)
+    if given is not None and fixed is not None and given != fixed:
+        yield Problem(
+            "pipeline.max_staleness",
+            f"pipeline.mode={pipeline.mode} fixes the age of its samples",
+            got=str(given),
+            expected=f"none, or {fixed}",
+            fix="leave it out, or set pipeline.mode=async",
         )
 
 
@@ -228,7 +264,7 @@ def _surprises(config: Config) -> Iterator[str]:
         yield f"sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) unless the vocabulary exceeds {MASK_LIMIT} ids"
     if config.sampling_mask.mode == "off" and truncates:
         yield "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, and the difference stays in the engine ratio"
-    if config.replay.mode == "R2" and config.learner.minibatches == 1:
+    if config.replay.mode == "R2" and config.learner.minibatches * config.learner.epochs == 1:
         yield "replay.mode=R2 changes little with learner.minibatches=1: there is no second update to hold the routes for"
     if config.task.shuffle_rewards:
         yield "task.shuffle_rewards=true: a control experiment, nothing can be learnt"

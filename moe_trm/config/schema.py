@@ -161,6 +161,22 @@ class BatchConfig(Section):
     """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`; when that is reached the step trains what it has. 1: nothing is refilled."""
 
 
+class PipelineConfig(Section):
+    """How generation and training overlap."""
+
+    mode: Literal["sync", "one_step", "async"] = "sync"
+    """`sync`: sample, train, push, in turn; every token is on-policy at the start of its step. `one_step`: the next step's batch is sampled while this one trains, one version behind. `async`: sampling runs on, up to `pipeline.max_staleness` versions behind."""
+    max_staleness: Count | None = None
+    """Bound on the age of every trained token (eta): the learner's version minus the one that sampled it. Older groups are dropped and counted. None: 0 for `sync`, 1 for `one_step`, 2 for `async`. Larger hides longer answers and costs off-policiness; 1 to 4 is usual."""
+
+    @property
+    def staleness_limit(self) -> int:
+        """`max_staleness`, or the mode's default."""
+        return (
+            self.max_staleness if self.max_staleness is not None else {"sync": 0, "one_step": 1, "async": 2}[self.mode]
+        )
+
+
 class AdvantageConfig(Section):
     """From rewards to advantages."""
 
@@ -324,10 +340,14 @@ class LearnerConfig(Section):
     """Sizes of the learner's parallel groups."""
     minibatches: Positive = 2
     """Optimizer steps per training step (N, the off-policiness within a step)."""
-    micro_batch_rows: Positive = 32
-    """Sequences forwarded together on one rank."""
-    recompute: Literal["none", "full"] = "none"
-    """Activation recomputation."""
+    epochs: Positive = 1
+    """Times that the updates go over the rollout batch, in the same minibatches; more makes them more off-policy."""
+    micro_batch_rows: Positive | None = None
+    """Sequences forwarded together on one rank; none: 32, unless `learner.micro_batch_tokens` is set."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens forwarded together on one rank, padding included: rows are packed by length and shared so that ranks get like numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory allows; no sequence may be longer."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, the inside of the MLP and MoE layers (`selective`), or every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
 
@@ -401,6 +421,8 @@ class Config(Section):
     """Measuring with native and replayed routes."""
     batch: BatchConfig = BatchConfig()
     """Which samples are trained."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Overlap of generation and training."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantage estimator."""
     correction: CorrectionConfig = CorrectionConfig()

@@ -137,6 +137,8 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         ([EXACT.replace("exact}", "exact, ratio: engine}")], "correction.rules"),
         (["task.name=gsm8k"], "task.prompts"),
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
+        (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
+        (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
         (
             ["rollout.group_size=1", "advantage.name=reinforce_plus_plus", "batch.zero_variance=drop"],
             "batch.zero_variance",

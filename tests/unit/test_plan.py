@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch.collate import collate
-from moe_trm.batch.plan import plan_step
-from moe_trm.errors import RecordRejected
+from moe_trm.batch.partition import cost, imbalance, partition
+from moe_trm.batch.plan import plan_metrics, plan_step
+from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.sampling_mask.violation import drop
 from moe_trm.types import MicroBatch, TrainRow
 from tests.unit.records import make_record
@@ -52,6 +53,66 @@ def test_ranks_get_like_numbers_of_tokens() -> None:
             sum(row.record.num_tokens for micro in share[index].micro_batches for row in micro.rows) for share in plan
         ]
         assert max(tokens) / min(tokens) < 1.05
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=0, max_size=40),
+    minibatches=st.integers(1, 3),
+    data_size=st.integers(1, 4),
+    budget=st.integers(64, 400),
+)
+def test_no_micro_batch_exceeds_the_token_budget_and_no_row_is_lost(
+    lengths: list[int], minibatches: int, data_size: int, budget: int
+) -> None:
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
+    settings = {"minibatches": minibatches, "data_size": data_size, "micro_batch_tokens": budget}
+    plan = plan_step(rows, seed=0, step=1, **settings)
+    seen = []
+    for share in plan:
+        for mini, other in zip(share, plan[0], strict=True):
+            assert len(mini.micro_batches) == len(other.micro_batches) >= 1
+            for micro in mini.micro_batches:
+                batch = collate(micro, keep_mask=True)
+                assert batch.input_ids.numel() <= budget
+                seen += [row.record.sample_id for row in micro.rows]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert plan_step(rows, seed=0, step=1, **settings) == plan
+
+
+@pytest.mark.parametrize(("num_rows", "data_size", "budget"), [(64, 2, 8192), (64, 4, 8192), (256, 8, 16384)])
+def test_ranks_are_even_under_a_token_budget_with_skewed_lengths(num_rows: int, data_size: int, budget: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        lengths = np.clip(rng.lognormal(5.5, 1.0, num_rows).astype(int) + 20, 20, 4000).tolist()
+        shares = partition(lengths, data_size, budget)
+        assert imbalance(lengths, shares) < 1.05
+        assert len({len(share) for share in shares}) == 1
+        assert max(cost(lengths, rows) for share in shares for rows in share) <= budget
+        assert sorted(i for share in shares for rows in share for i in rows) == list(range(num_rows))
+
+
+def test_the_fewest_micro_batches_that_the_budget_allows() -> None:
+    assert partition([8, 8, 4, 4], 1, 16) == [[[0, 1], [2, 3]]]
+    assert partition([8, 8, 8, 8], 2, 16) == [[[0, 1]], [[2, 3]]]
+    assert partition([5], 2, 16) == [[[0]], [[]]]
+    assert partition([], 2, 16) == [[[]], [[]]]
+
+
+def test_a_row_longer_than_the_budget_is_an_error_that_names_it() -> None:
+    rows = [TrainRow(make_record(sample_id=i, num_sampled=n), 0.0) for i, n in enumerate([3, 30])]
+    with pytest.raises(ControllerError, match="sample 1") as error:
+        plan_step(rows, seed=0, step=1, minibatches=1, data_size=1, micro_batch_tokens=32)
+    assert "33 forwarded tokens" in str(error.value)
+
+
+def test_how_well_a_step_is_cut() -> None:
+    rows = [TrainRow(make_record(sample_id=i, num_prompt=1, num_sampled=n), 0.0) for i, n in enumerate([8, 4, 4, 4])]
+    by_rows = plan_step(rows, seed=0, step=1, minibatches=1, data_size=2, micro_batch_rows=4)
+    assert plan_metrics(by_rows) == {
+        "batch/micro_batches": 1.0,
+        "batch/padding_fraction": pytest.approx(1 - 20 / 24),
+        "batch/rank_imbalance": pytest.approx(16 / 12 - 1),
+    }
 
 
 def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:

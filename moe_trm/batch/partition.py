@@ -1,0 +1,106 @@
+"""Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks. Pure integers.
+
+A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with expert parallelism in
+every micro-batch), so what counts is the most loaded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Bin = list[int]
+"""Indices of rows, longest row first."""
+
+ENOUGH = 1.05
+"""More micro-batches than the fewest possible are made only until the most loaded rank has less than this times the mean."""
+
+
+def partition(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[Bin]]:
+    """`result[rank][i]` are the rows of one micro-batch; every rank has the same number of them, the last ones possibly empty.
+
+    Rows are sorted by length and cut into runs, so that little is padded. The number of micro-batches is the smallest that the budget
+    allows, or a little more where that evens out the ranks; given their number, the largest is as small as it can be.
+
+    Args:
+        lengths: tokens of each row, all at most `budget`.
+        num_ranks: data-parallel ranks.
+        budget: rows times longest row of a micro-batch at most.
+    """
+    assert all(0 < length <= budget for length in lengths), "every row fits into a micro-batch"
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    fewest = max(1, -(-len(_runs(lengths, order, budget)) // num_ranks))
+    best, best_load = _shares(lengths, order, num_ranks, fewest, budget), float("inf")
+    for num_micro in range(fewest, max(fewest + 3, 2 * fewest) + 1):
+        shares = _shares(lengths, order, num_ranks, num_micro, budget)
+        load = imbalance(lengths, shares)
+        if load < best_load:
+            best, best_load = shares, load
+        if load < ENOUGH:
+            break
+    return best
+
+
+def cost(lengths: Sequence[int], rows: Bin) -> int:
+    """Padded tokens of a micro-batch of `rows`."""
+    return len(rows) * max((lengths[i] for i in rows), default=0)
+
+
+def imbalance(lengths: Sequence[int], shares: Sequence[Sequence[Bin]]) -> float:
+    """Padded tokens of the most loaded rank over the mean of all ranks; 1 is even."""
+    loads = [sum(cost(lengths, rows) for rows in share) for share in shares]
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def _shares(
+    lengths: Sequence[int], order: Sequence[int], num_ranks: int, num_micro: int, budget: int
+) -> list[list[Bin]]:
+    """`num_micro` micro-batches for each rank: in turn, the costliest left for the rank that has least so far."""
+    wanted = num_ranks * num_micro
+    bins = _runs(lengths, order, _smallest_limit(lengths, order, wanted, budget))
+    while len(bins) < wanted:
+        bins = _split(lengths, bins)
+    bins.sort(key=lambda rows: -cost(lengths, rows))
+    shares: list[list[Bin]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for start in range(0, wanted, num_ranks):
+        lightest_first = sorted(range(num_ranks), key=lambda rank: loads[rank])
+        for rank, rows in zip(lightest_first, bins[start : start + num_ranks], strict=True):
+            shares[rank].append(rows)
+            loads[rank] += cost(lengths, rows)
+    return shares
+
+
+def _runs(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[Bin]:
+    """Runs of `order` (longest first), each as long as `limit` padded tokens allow: no other cut makes fewer."""
+    runs, start = [], 0
+    while start < len(order):
+        size = limit // lengths[order[start]]
+        runs.append(list(order[start : start + size]))
+        start += size
+    return runs
+
+
+def _smallest_limit(lengths: Sequence[int], order: Sequence[int], wanted: int, budget: int) -> int:
+    """The smallest limit at which `_runs` makes at most `wanted` runs."""
+    low, high = lengths[order[0]] if order else budget, budget
+    while low < high:
+        middle = (low + high) // 2
+        if len(_runs(lengths, order, middle)) <= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _split(lengths: Sequence[int], bins: Sequence[Bin]) -> list[Bin]:
+    """One bin more: the cut that saves most padding, or an empty bin when every bin has one row."""
+
+    cuts = [
+        ((len(rows) - at) * (lengths[rows[0]] - lengths[rows[at]]), number, at)
+        for number, rows in enumerate(bins)
+        for at in range(1, len(rows))
+    ]
+    if not cuts:
+        return [*bins, []]
+    _, number, at = max(cuts)
+    return [*bins[:number], bins[number][:at], bins[number][at:], *bins[number + 1 :]]
