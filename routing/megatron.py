@@ -173,6 +173,7 @@ class MegatronReplayer:
     ) -> ReplayPass:
         self._check_layout(layout, input_ids)
         opened = self.new_pass(source, layers, layout.num_local)
+        opened.layout = layout
         if isinstance(source, Native):
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -29,10 +29,16 @@ class Recorded:
     Attributes:
         experts: layer id -> `[N, K]` int64 expert ids in router order.
         batch_digest: `batch_digest` of the micro-batch they were recorded on; replay on any other is refused.
+        layout: this rank's cut of that micro-batch; None: it was not cut.
     """
 
     experts: Mapping[int, Tensor]
     batch_digest: bytes = b""
+    layout: Layout | None = None
+
+    def with_layers_of(self, other: Recorded) -> Recorded:
+        """Also the layers that another chunk of the model recorded on the same micro-batch."""
+        return replace(self, experts={**self.experts, **other.experts})
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError
+from routing.layout import Layout
 from routing.proof import differs
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 
@@ -31,6 +32,7 @@ class ReplayPass:
         self.targets: Mapping[int, Tensor] = {}
         self.expected: Mapping[int, Tensor] = {}
         self.digest = b""
+        self.layout: Layout | None = None
         self.proved = dict.fromkeys(self.layer_ids, 0)
         self._due = torch.zeros(0, dtype=torch.bool)
         self._num_due = 0
@@ -60,6 +62,7 @@ class ReplayPass:
         return Recorded(
             {layer: taken.clone() if taken.is_inference() else taken for layer, taken in self._taken.items()},
             self.digest,
+            self.layout,
         )
 
     @torch.no_grad()

@@ -51,6 +51,10 @@ class Learner(Protocol):
     """This rank's index and the number of ranks that hold different rows."""
     moe_layer_ids: tuple[int, ...]
     """0-based decoder layers of the MoE layers this rank owns."""
+    model_moe_layer_ids: tuple[int, ...]
+    """The same of the whole model, on whatever ranks they are."""
+    leads: bool
+    """Whether this rank speaks for its rows: the first of the ranks that hold the same ones (shards, slices and stages of one model)."""
 
     def score(
         self,
@@ -80,7 +84,8 @@ class Learner(Protocol):
     ) -> UpdateResult:
         """One optimizer step.
 
-        `objective(i, current)` returns the scalar loss contribution of batch `i`, already divided by global denominators, from
+        `objective(i, current)` is called once for each batch on every rank, also on those of one model that hold the same rows, with the same
+        scores; of pipeline stages only the last one's call makes the gradient. It returns the scalar loss contribution of batch `i`, already divided by global denominators, from
         its scores at the current weights (`current.logprobs` has the gradient):
         the gradient applied is that of the plain sum over all batches of all data-parallel ranks. Replay proof is checked before the step is applied.
         """
@@ -96,6 +101,12 @@ class Learner(Protocol):
 
     def gather(self, values: Tensor) -> Tensor:
         """The 1-D `values` of all ranks that hold different rows, one after the other in the order of `data_rank`; lengths may differ."""
+
+    def over_slices(self, values: Tensor) -> Tensor:
+        """Sum of `values` over the ranks that hold other columns of the same rows, and the same layers; `values` where rows are whole."""
+
+    def over_stages(self, values: Tensor) -> Tensor:
+        """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_trm.learner.protocol import Scores
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
+from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 from moe_trm.types import TokenBatch
 
 
@@ -64,24 +65,28 @@ class Scoring:
         return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"))
 
 
-def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring) -> Tensor:
+def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE) -> Tensor:
     """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False; the planes are `Scoring.planes`, and only log-probs carry a gradient.
 
     Logits of unscored positions are never computed, and those of scored ones only over the kept support, or in chunks of tokens over the
-    vocabulary.
+    vocabulary. `vocabulary`: the ids that the weight's rows stand for, where ranks share them.
     """
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
     if kept_ids is None or kept_offsets is None:
-        return _spread([full_logprobs(hidden_NH, weight_VH, target_N, temperature)], scoring.mask)
+        return _spread(
+            [full_logprobs(hidden_NH, weight_VH, target_N, temperature, vocabulary=vocabulary)], scoring.mask
+        )
     support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
     planes = (
-        [masked_logprobs(*support, temperature)]
+        [masked_logprobs(*support, temperature, vocabulary=vocabulary)]
         if scoring.kept_logprobs is None
-        else [*masked_logprobs_and_kl(*support, scoring.kept_logprobs, temperature)]
+        else [*masked_logprobs_and_kl(*support, scoring.kept_logprobs, temperature, vocabulary=vocabulary)]
     )
     if scoring.kept_mass:
-        planes.insert(1, log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature))
+        planes.insert(
+            1, log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary)
+        )
     return _spread(planes, scoring.mask)
 
 

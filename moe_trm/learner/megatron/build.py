@@ -39,19 +39,19 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     cuda = device.type == "cuda"
     layers = choose_layers(cuda=cuda, transformer_engine=cuda and transformer_engine_imports())
     model_config = transformer_config(hf, config.learner, layers)
-    policy = build_model(hf, model_config, layers).to(device)
-    load_weights(policy, checkpoint, hf)
+    chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
+    load_weights(chunks, checkpoint, hf)
     is_distributed = config.learner.distributed_optimizer
-    wrapped = wrap_model(policy, model_config, distributed_optimizer=is_distributed)
+    wrapped = wrap_model(chunks, model_config, distributed_optimizer=is_distributed)
     optimizer = GuardedOptimizer(wrapped, config.optimizer, bf16=model_config.bf16, distributed=is_distributed)
     return MegatronLearner(
-        policy,
+        chunks,
         wrapped,
         optimizer,
         MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing)
         if hf_config.moe_layers(hf)
         else None,
-        HfExporter(partial(owned_tensors, policy, hf), hf, folder, config.learner.dtype),
+        HfExporter(partial(owned_tensors, chunks, hf), hf, folder, config.learner.dtype),
         temperature=config.rollout.temperature,
         device=device,
     )

@@ -7,7 +7,7 @@ Shape letters: H hidden size, G key/value groups, D head dimension, I expert wid
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,7 +55,14 @@ _IN_LAYER = {
     "mlp.linear_fc1.weight": Link(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
     "mlp.linear_fc2.weight": Link(("mlp.down_proj.weight",)),
 }
+_ATTENTION = (
+    "input_layernorm.weight",
+    "pre_mlp_layernorm.weight",
+    *(f"self_attention.{name}.weight" for name in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")),
+)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_CUT_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight\d*$")
+_CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
 
 
@@ -89,10 +96,29 @@ def link(name: str) -> Link:
     )
 
 
+def parameter_names(num_layers: int, moe_layers: Sequence[int], num_experts: int, *, tied: bool) -> Iterator[str]:
+    """Names of all parameters of the whole model, one per place in the checkpoint."""
+    yield from (name for name in _TOP if not (tied and name == "output_layer.weight"))
+    for layer in range(num_layers):
+        prefix = f"decoder.layers.{layer}."
+        yield from (prefix + name for name in _ATTENTION)
+        if layer not in moe_layers:
+            yield from (f"{prefix}mlp.linear_fc{matrix}.weight" for matrix in (1, 2))
+            continue
+        yield f"{prefix}mlp.router.weight"
+        for expert in range(num_experts):
+            yield from (f"{prefix}mlp.experts.local_experts.{expert}.linear_fc{matrix}.weight" for matrix in (1, 2))
+
+
 def is_expert(name: str) -> bool:
     """Whether the Megatron parameter `name` belongs to one routed expert (and so to the rank that owns it)."""
     in_layer = _LAYER.fullmatch(name)
     return in_layer is not None and _EXPERT.fullmatch(in_layer[2]) is not None
+
+
+def with_layer(name: str, first: int) -> str:
+    """`name` with its layer number, if it has one, counted from layer `first` of the model."""
+    return _LAYER.sub(lambda m: f"decoder.layers.{first + int(m[1])}.{m[2]}", name)
 
 
 def with_expert(name: str, expert: int) -> str:
@@ -106,6 +132,28 @@ def expert_number(name: str) -> int:
     expert = _EXPERT.fullmatch(in_layer[2]) if in_layer is not None else None
     assert expert is not None, f"{name} is not an expert's parameter"
     return int(expert[1] or expert[4])
+
+
+def split_dim(name: str) -> int | None:
+    """Dimension in which tensor parallelism cuts the parameter `name`; None: every rank holds all of it."""
+    if _CUT_ROWS.search(name):
+        return 0
+    return 1 if _CUT_COLUMNS.search(name) else None
+
+
+def part(packing: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    """The part of a whole Megatron parameter that rank `rank` of `size` holds. Gate and up rows are cut one by one."""
+    if packing == "gated" and dim == 0:
+        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(size, dim)[rank]
+
+
+def join(packing: str, parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole Megatron parameter from the parts of all ranks; the exact inverse of `part`."""
+    if packing == "gated" and dim == 0:
+        gates, ups = zip(*(one.chunk(2) for one in parts), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(list(parts), dim)
 
 
 def pack(packing: str, tensors: Sequence[Tensor], heads: Heads) -> Tensor:

@@ -10,7 +10,6 @@ from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.hf_config import moe_layers, num_experts
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM")
-_DP_ONLY = "Leave it at 1 and use learner.parallel.expert and more ranks."
 
 
 def check_layout(
@@ -31,7 +30,6 @@ def check_layout(
     _check_model(config, hf_config)
     parallel = config.learner.parallel
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
-    _check_not_validated(parallel)
     _check_divisibility(parallel, hf_config, world_size)
 
 
@@ -107,61 +105,44 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
             expected="pipeline >= 2",
             fix="Remove learner.parallel.virtual_pipeline.",
         )
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 2:
-        raise ConfigError(
-            "two pipeline stages with virtual stages give wrong gradients without overlapped transfers",
-            where=where,
-            got=f"pipeline=2, virtual_pipeline={parallel.virtual_pipeline}, transfers not overlapped",
-            expected="virtual_pipeline unset, or pipeline >= 4",
-            fix="Remove learner.parallel.virtual_pipeline.",
-        )
-
-
-def _check_not_validated(parallel: ParallelConfig) -> None:
-    reasons = {
-        "tensor": "MoE layers then need sequence parallelism, which is not yet validated with replay in this version",
-        "expert_tensor": "it is not yet validated in this version",
-        "context": "it needs packed attention, which is not yet validated in this version",
-        "pipeline": "log-probs would have to travel between stages, which is not yet validated in this version",
-    }
-    for name, reason in reasons.items():
-        size = getattr(parallel, name)
-        if size > 1:
-            raise ConfigError(
-                f"this parallel layout is refused: {reason}",
-                where=f"learner.parallel.{name}",
-                got=size,
-                expected=1,
-                fix=_DP_ONLY,
-            )
 
 
 def _check_divisibility(parallel: ParallelConfig, hf_config: Mapping[str, Any], world_size: int | None) -> None:
-    where = "learner.parallel.expert"
-    if parallel.expert > 1 and not moe_layers(hf_config):
-        raise ConfigError(
-            "expert parallelism needs a mixture of experts",
-            where=where,
-            got=parallel.expert,
-            expected=1,
-            fix="Set learner.parallel.expert=1.",
-        )
-    if parallel.expert > 1 and num_experts(hf_config) % parallel.expert:
-        raise ConfigError(
-            "experts do not divide over expert-parallel ranks",
-            where=where,
-            got=f"{num_experts(hf_config)} experts over {parallel.expert} ranks",
-            expected="a divisor of the number of experts",
-            fix="Choose another learner.parallel.expert.",
-        )
-    if world_size is not None and world_size % parallel.expert:
-        raise ConfigError(
-            "ranks do not divide into expert-parallel groups",
-            where=where,
-            got=f"{world_size} ranks, expert={parallel.expert}",
-            expected="a number of ranks that learner.parallel.expert divides",
-            fix="Start torchrun with another --nproc-per-node.",
-        )
+    moe = moe_layers(hf_config)
+    for name in ("expert", "expert_tensor"):
+        if getattr(parallel, name) > 1 and not moe:
+            raise ConfigError(
+                "expert parallelism needs a mixture of experts",
+                where=f"learner.parallel.{name}",
+                got=getattr(parallel, name),
+                expected=1,
+                fix=f"Set learner.parallel.{name}=1.",
+            )
+    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    shares: list[tuple[str, int, str, int]] = [
+        ("tensor", parallel.tensor, "attention heads", int(hf_config["num_attention_heads"])),
+        ("tensor", parallel.tensor, "key/value heads", int(hf_config["num_key_value_heads"])),
+        ("tensor", parallel.tensor, "columns of the dense layers", int(hf_config.get("intermediate_size") or 0)),
+        ("pipeline", stages, "layers", int(hf_config["num_hidden_layers"])),
+    ]
+    if moe:
+        width = int(hf_config["moe_intermediate_size"])
+        shares.append(("expert", parallel.expert, "experts", num_experts(hf_config)))
+        shares.append(("expert_tensor", parallel.expert_tensor, "columns of an expert", width))
+    if world_size is not None:
+        dense = parallel.tensor * parallel.pipeline * parallel.context
+        shares.append(("tensor * pipeline * context", dense, "learner ranks", world_size))
+        expert = parallel.expert_tensor * parallel.expert * parallel.pipeline
+        shares.append(("expert_tensor * expert * pipeline", expert, "learner ranks", world_size))
+    for name, size, what, number in shares:
+        if number % size:
+            raise ConfigError(
+                f"{what} do not divide over the ranks",
+                where=f"learner.parallel.{name}",
+                got=f"{number} {what}, {size} ranks" + (" and stages" if name == "pipeline" else ""),
+                expected=f"a divisor of {number}",
+                fix="Choose other sizes in learner.parallel, or start torchrun with another --nproc-per-node.",
+            )
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -1,4 +1,7 @@
-"""The Megatron-Core learner: scores micro-batches, applies optimizer steps, exports weights. Shape letters: B rows, R padded row length."""
+"""The Megatron-Core learner: scores micro-batches, applies optimizer steps, exports weights.
+
+Shape letters: B rows, R padded row length, C columns of this rank, P planes of scores.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
+from moe_trm.learner.megatron.parts import Parts, cut_scoring
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring, on_device
@@ -27,6 +31,7 @@ from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.layout import Layout
 from routing.megatron import MegatronReplayer
+from routing.megatron_checks import all_moe_layer_ids
 from routing.replay import Native, Record, Recorded, ReplayReport, RouteSource
 
 Job = tuple[int, TokenBatch, RouteSource]
@@ -36,8 +41,8 @@ class MegatronLearner:
     """`Learner` on Megatron-Core. Every call is collective over the ranks; build it with `build.build_megatron_learner`.
 
     Args:
-        policy: the model, also reachable through `wrapped`.
-        wrapped: `policy` inside Megatron's data-parallel wrapper.
+        chunks: this rank's part of the model, one chunk per virtual pipeline stage.
+        wrapped: `chunks` inside Megatron's data-parallel wrapper.
         optimizer: applies the steps.
         replayer: attached to `wrapped`; None for a dense model.
         exporter: writes weights in Hugging Face form.
@@ -47,8 +52,8 @@ class MegatronLearner:
 
     def __init__(
         self,
-        policy: PolicyModel,
-        wrapped: DistributedDataParallel,
+        chunks: Sequence[PolicyModel],
+        wrapped: Sequence[DistributedDataParallel],
         optimizer: GuardedOptimizer,
         replayer: MegatronReplayer | None,
         exporter: HfExporter,
@@ -56,13 +61,15 @@ class MegatronLearner:
         temperature: float,
         device: torch.device,
     ) -> None:
-        self._policy, self._wrapped, self._optimizer = policy, wrapped, optimizer
+        self._chunks, self._wrapped, self._optimizer = chunks, wrapped, optimizer
         self._replayer, self._exporter, self._report = replayer, exporter, ReplayReport()
         self._temperature, self._device = temperature, device
-        self._snapshots = Snapshots([policy])
+        self._snapshots = Snapshots(chunks)
         self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
-        self.data_rank, self.data_size = self._data.rank, self._data.size
+        self._parts = Parts()
+        self.data_rank, self.data_size, self.leads = self._data.rank, self._data.size, self._parts.leads
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
+        self.model_moe_layer_ids = all_moe_layer_ids(chunks[0].config) if replayer is not None else ()
 
     @torch.no_grad()
     def score(
@@ -74,14 +81,14 @@ class MegatronLearner:
         weights: str | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
-
-        def collect(index: int, recorded: Recorded | None, output: Tensor, **_non_loss_data: bool) -> Scores:
-            return replace(self._scores(batches[index], output, kept_mass=kept_mass), recorded=recorded)
-
-        self._wrapped.eval()
+        for chunk in self._wrapped:
+            chunk.eval()
         with self._snapshots.using(weights):
-            results: list[Scores] = self._run(batches, sources, collect, kept_mass=kept_mass, forward_only=True)
-        return results
+            planes, recorded = self._run(batches, sources, None, kept_mass=kept_mass)
+        return [
+            replace(self._scores(batch, scored, kept_mass=kept_mass), recorded=routes)
+            for batch, scored, routes in zip(batches, planes, recorded, strict=True)
+        ]
 
     def snapshot(self, name: str) -> None:
         """See `Learner.snapshot`."""
@@ -96,17 +103,18 @@ class MegatronLearner:
     ) -> UpdateResult:
         """See `Learner.update`."""
 
-        def loss(index: int, _recorded: Recorded | None, output: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            current = self._scores(batches[index], output, kept_mass=False)
-            value = objective(index, current)
-            if not value.requires_grad:
-                # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
-                value = value + 0.0 * current.logprobs.sum()
-            return value, torch.zeros((), dtype=torch.int, device=self._device), {}
+        def loss(index: int, planes_PBR: Tensor) -> Tensor:
+            return objective(index, self._scores(batches[index], planes_PBR, kept_mass=False))
 
-        self._wrapped.train()
+        for chunk in self._wrapped:
+            chunk.train()
         self._optimizer.zero_grad()
-        self._run(batches, sources, loss, kept_mass=False, forward_only=False)
+        planes, _ = self._run(batches, sources, loss, kept_mass=False)
+        if not self._parts.on_last_stage:
+            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of them.
+            with torch.no_grad():
+                for index, scored in enumerate(planes):
+                    loss(index, scored)
         self._verify()
         result = self._optimizer.step()
         self._optimizer.zero_grad()
@@ -125,6 +133,14 @@ class MegatronLearner:
     def gather(self, values: Tensor) -> Tensor:
         """See `Learner.gather`."""
         return self._data.gather(values)
+
+    def over_slices(self, values: Tensor) -> Tensor:
+        """See `Learner.over_slices`."""
+        return self._parts.over_slices(values.to(self._device))
+
+    def over_stages(self, values: Tensor) -> Tensor:
+        """See `Learner.over_stages`."""
+        return self._parts.over_stages(values.to(self._device))
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""
@@ -147,40 +163,70 @@ class MegatronLearner:
         self,
         batches: Sequence[TokenBatch],
         sources: Sequence[RouteSource],
-        finish: Callable[..., Any],
+        loss: Callable[[int, Tensor], Tensor] | None,
         *,
         kept_mass: bool,
-        forward_only: bool,
-    ) -> list[Any]:
-        """All micro-batches through Megatron's schedule; `finish(index, output)` ends each one."""
+    ) -> tuple[list[Tensor], list[Recorded | None]]:
+        """All micro-batches through Megatron's schedule, backward too when there is a `loss(index, planes)`.
+
+        Returns the `[P, B, R]` planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers where
+        they were to be recorded.
+        """
         assert len(batches) == len(sources), "one route source per micro-batch"
         if not batches:
-            return []
+            return [], []
+        padded = [self._parts.padded(batch) for batch in batches]
+        jobs = list(zip(range(len(batches)), padded, sources, strict=True))
+        # The interleaved schedule wants as many micro-batches as there are stages.
+        missing = parallel_state.get_pipeline_model_parallel_world_size() - len(jobs) if len(self._wrapped) > 1 else 0
+        jobs += [(-1, _emptied(padded[0]), Native())] * missing
+        found: dict[int, Tensor] = {}
+        routes: dict[int, Recorded] = {}
 
-        def forward(jobs: Iterator[Job], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            index, batch, source = next(jobs)
-            output, recorded = self._forward(model, batch, source, kept_mass=kept_mass)
-            return output, partial(finish, index, recorded)
+        def forward(waiting: Iterator[Job], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            index, batch, source = next(waiting)
+            layout = self._parts.layout(batch)
+            output, recorded = self._forward(model, batch, source, layout, kept_mass=kept_mass)
+            if recorded is not None:
+                routes[index] = routes[index].with_layers_of(recorded) if index in routes else recorded
+            return output, partial(finish, index, layout)
 
-        rows, length = batches[0].input_ids.shape
-        results: list[Any] = get_forward_backward_func()(
+        def finish(index: int, layout: Layout, output: Tensor, **_non_loss_data: bool) -> Any:
+            planes = self._parts.whole_rows(output, layout)
+            if index >= 0:
+                planes = planes[..., : batches[index].input_ids.shape[1]]
+                found[index] = planes.detach()
+            if loss is None:
+                return None
+            value = loss(index, planes) if index >= 0 else planes.new_zeros(())
+            if not value.requires_grad:
+                # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
+                value = value + 0.0 * planes.sum()
+            return value, torch.zeros((), dtype=torch.int, device=self._device), {}
+
+        rows, length = padded[0].input_ids.shape
+        get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(list(zip(range(len(batches)), batches, sources, strict=True))),
-            model=[self._wrapped],
-            num_microbatches=len(batches),
+            data_iterator=[iter(jobs) for _ in self._wrapped],
+            model=list(self._wrapped),
+            num_microbatches=len(jobs),
             seq_length=length,
             micro_batch_size=rows,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
         )
-        return results
+        planes = Scoring.of(batches[0], self._temperature, kept_mass=kept_mass).planes
+        shapes = [(len(planes), *batch.input_ids.shape) for batch in batches]
+        scored = self._parts.from_last_stage([found[index] for index in sorted(found)], shapes, self._device)
+        return scored, [routes.get(index) for index in range(len(batches))]
 
     def _forward(
-        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, *, kept_mass: bool
+        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: Layout, *, kept_mass: bool
     ) -> tuple[Tensor, Recorded | None]:
         moved = on_device(batch, self._device)
         positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(moved.input_ids)
-        scoring = Scoring.of(moved, self._temperature, kept_mass=kept_mass)
+        scoring = cut_scoring(Scoring.of(moved, self._temperature, kept_mass=kept_mass), layout)
+        inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
         if self._replayer is None:
             if not isinstance(source, Native):
                 raise ConfigError(
@@ -190,11 +236,18 @@ class MegatronLearner:
                     expected="Native",
                     fix="Set replay.mode=none.",
                 )
-            return model(moved.input_ids, positions, None, labels=scoring), None
-        layout = Layout(*batch.input_ids.shape)
-        with self._replayer.use(source, layout, batch.input_ids, batch.target_ids, batch.valid) as this_pass:
-            output: Tensor = model(moved.input_ids, positions, None, labels=scoring)
+            return model(*inputs, labels=scoring), None
+        with self._replayer.use(
+            source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model
+        ) as this_pass:
+            output: Tensor = model(*inputs, labels=scoring)
         return output, this_pass.recorded() if isinstance(source, Record) else None
 
     def _scores(self, batch: TokenBatch, output: Tensor, *, kept_mass: bool) -> Scores:
         return Scoring.of(batch, self._temperature, kept_mass=kept_mass).scores(output)
+
+
+def _emptied(batch: TokenBatch) -> TokenBatch:
+    """`batch` as padding only."""
+    nothing = torch.zeros_like(batch.valid)
+    return replace(batch, valid=nothing, mask=nothing, kept_ids=None, kept_offsets=None, kept_logprobs=None)

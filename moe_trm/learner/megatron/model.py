@@ -144,7 +144,7 @@ def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
     return -(-int(hf["vocab_size"]) // tensor) * tensor
 
 
-def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters under names with global layer and expert numbers."""
     for chunk in chunks:
         config: TransformerConfig = chunk.config
@@ -161,7 +161,7 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
+def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
     """Fill this rank's parameters from the checkpoint; of other ranks' layers and experts nothing is read.
 
     Raises:
@@ -204,11 +204,12 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: HfCheckpoint, hf
 
 def tensor_group(name: str) -> ProcessGroup:
     """Ranks that together hold the parameter `name`."""
-    return (
+    group: ProcessGroup = (
         parallel_state.get_expert_tensor_parallel_group()
         if convert.is_expert(name)
         else parallel_state.get_tensor_model_parallel_group()
     )
+    return group
 
 
 def whole_shape(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -17,9 +18,9 @@ from moe_trm.learner.protocol import UpdateResult
 
 
 def wrap_model(
-    model: PolicyModel, config: TransformerConfig, *, distributed_optimizer: bool
-) -> DistributedDataParallel:
-    """`model` with Megatron's gradient buffers, accumulated and reduced in float32.
+    chunks: Sequence[PolicyModel], config: TransformerConfig, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """`chunks` with Megatron's gradient buffers, accumulated and reduced in float32.
 
     Gradients of dense and of expert parameters are *summed* over the ranks that share them: `calculate_per_token_loss` switches Megatron's
     averaging off, and the token count it would divide by afterwards is withheld.
@@ -28,7 +29,10 @@ def wrap_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    return DistributedDataParallel(config, ddp_config, Float16Module(config, model) if config.bf16 else model)
+    return [
+        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if config.bf16 else chunk)
+        for chunk in chunks
+    ]
 
 
 def _finalize_sums(model: list[Any], _num_tokens: Any = None, **options: Any) -> None:
@@ -43,9 +47,9 @@ class GuardedOptimizer:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, settings: OptimizerConfig, *, bf16: bool, distributed: bool
+        self, chunks: Sequence[DistributedDataParallel], settings: OptimizerConfig, *, bf16: bool, distributed: bool
     ) -> None:
-        self._model = model
+        self._chunks = chunks
         self._settings = settings
         self._steps = 0
         self._optimizer: MegatronOptimizer = get_megatron_optimizer(
@@ -61,7 +65,7 @@ class GuardedOptimizer:
                 bf16=bf16,
                 use_distributed_optimizer=distributed,
             ),
-            [model],
+            list(chunks),
         )
 
     @property
@@ -72,7 +76,8 @@ class GuardedOptimizer:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def step(self) -> UpdateResult:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from moe_trm.learner.scoring import Scoring, score_hidden
+from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPT model whose last stage returns the `[P, B, R]` float32 scores of `learner.scoring.score_hidden` when its `labels` are a `Scoring`."""
+    """GPT model whose last stage returns the `[P, B, R]` float32 scores of `learner.scoring.score_hidden` when its `labels` are a `Scoring`.
+
+    Args:
+        real_vocab_size: ids of the vocabulary; `vocab_size` may be padded.
+        options: of Megatron's model.
+    """
+
+    def __init__(self, *, real_vocab_size: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._vocabulary = _own_vocabulary(real_vocab_size, options["vocab_size"])
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
     def _postprocess(self, hidden_states: Tensor, *_args: Any, labels: Scoring, **_kwargs: Any) -> Tensor:
@@ -22,4 +34,17 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels)
+        if self.config.sequence_parallel:
+            # Every rank gets the whole gradient of the hidden states and keeps its slice.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return score_hidden(hidden_states.transpose(0, 1), weight_VH, labels, self._vocabulary)
+
+
+def _own_vocabulary(real_size: int, padded_size: int) -> Vocabulary:
+    """The ids whose rows of the output weight this rank holds."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return WHOLE
+    rows = padded_size // group.size()
+    first = rows * group.rank()
+    return Vocabulary(first, max(0, min(rows, real_size - first)), group)

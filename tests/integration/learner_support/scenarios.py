@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
@@ -40,7 +40,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
             "rollout": {"temperature": TEMPERATURE},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {
-                "parallel": {"expert": int(options.get("expert", 1))},
+                "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
                 "distributed_optimizer": options.get("distributed", "1") == "1",
                 "recompute": options.get("recompute", "none"),
                 "dtype": options.get("dtype", "float32"),
@@ -52,7 +52,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
 
 def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
     """Global numbers and micro-batches of this rank. Lengths differ between ranks at the same index."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     numbers = list(range(rank, NUM_BATCHES, size))
     return numbers, [global_batch(i, keep_mask=keep_mask) for i in numbers]
 
@@ -60,7 +60,7 @@ def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
 def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
     """Reduced gradients of the parameters this rank owns (needs the plain optimizer: the distributed one keeps shards)."""
     owned: dict[str, Tensor] = {}
-    for name, parameter in global_parameters(learner._policy):
+    for name, parameter in global_parameters(learner._chunks):
         owns = (
             parallel_state.get_expert_data_parallel_rank() == 0 if convert.is_expert(name) else learner.data_rank == 0
         )
@@ -71,9 +71,9 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
 
 def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Score, update and score again with and without sampling masks; save log-probs, gradients and exported weights."""
+    learner = build(checkpoint, options)
     numbers, batches = my_batches(keep_mask=True)
     sources = [Native()] * len(batches)
-    learner = build(checkpoint, options)
     scores = learner.score(batches, sources, kept_mass=True)
     again = learner.score(batches, sources)
     _, dense = my_batches(keep_mask=False)
@@ -124,9 +124,9 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
 def edges(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """A zero learning rate, warm-up, a non-finite gradient, and a micro-batch of padding only."""
+    learner = build(checkpoint, options, lr=0.0, weight_decay=0.1)
     _, batches = my_batches(keep_mask=True)
     sources = [Native()] * len(batches)
-    learner = build(checkpoint, options, lr=0.0, weight_decay=0.1)
     learner.export_shard(str(out / "before"), "float32")
     learner.update(batches, sources, objective(batches, []))
     learner.export_shard(str(out / "zero_lr"), "float32")
@@ -162,8 +162,8 @@ def save(out: Path, name: str, values: dict[str, Any]) -> None:
 
 def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """R2, R3 on random valid routes, their reports, and a step that the proof forbids."""
-    _, batches = my_batches(keep_mask=True)
     learner = build(checkpoint, options)
+    _, batches = my_batches(keep_mask=True)
     native = learner.score(batches, [Record()] * len(batches))
     recorded = [ReplayRecorded(score.recorded) for score in native if score.recorded is not None]
     r2 = learner.score(batches, recorded)

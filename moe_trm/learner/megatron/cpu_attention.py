@@ -1,0 +1,107 @@
+"""Attention in plain torch: of whole rows, and of the columns that context-parallel ranks share.
+
+Used on CPU, where Megatron's own needs Transformer Engine and CUDA. Shape letters: S columns of whole rows, C columns of this rank, B rows, N query
+heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from routing.layout import Layout
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """Causal softmax attention over right-padded rows, with grouped key/value heads.
+
+    Rows are padded on the right, so a real token never sees padding under the causal mask and no mask tensor is needed: the same
+    kernel runs with and without gradient, which keeps scoring and training passes bit-identical.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_options: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`. The mask is causal whatever `attention_mask` says."""
+        assert packed_seq_params is None, "rows are padded, not packed, in this layer"
+        length, rows, heads, dim = query.shape
+        repeats = heads // key.shape[2]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+        query_BNSD, key_BNSD, value_BNSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        context_BNSD = F.scaled_dot_product_attention(
+            query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True, scale=self.scale
+        )
+        return context_BNSD.permute(2, 0, 1, 3).reshape(length, rows, heads * dim)
+
+
+class ContextAttention(CausalAttention):
+    """Causal attention of this rank's columns over everyone's.
+
+    Every rank gathers all keys and values, so memory does not shrink with more ranks: it is there to run layouts with context parallelism
+    without a GPU.
+    """
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_options: Any) -> Tensor:
+        """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
+        group = parallel_state.get_context_parallel_group()
+        columns, rows, heads, dim = query.shape
+        layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
+        key, value = (
+            _Gathered.apply(x, group).repeat_interleave(heads // x.shape[2], 2)  # type: ignore[no-untyped-call]
+            for x in (key, value)
+        )
+        positions_S = torch.cat([layout.positions() for layout in layouts])
+        seen_CS = positions_S[None, :] <= layouts[group.rank()].positions()[:, None]
+        query_BNCD, key_BNSD, value_BNSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        context_BNCD = F.scaled_dot_product_attention(
+            query_BNCD, key_BNSD, value_BNSD, attn_mask=seen_CS, dropout_p=dropout, scale=self.scale
+        )
+        return context_BNCD.permute(2, 0, 1, 3).reshape(columns, rows, heads * dim)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks of a group along the first dimension; gradients are summed back to their owner."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None

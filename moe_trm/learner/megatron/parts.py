@@ -1,0 +1,132 @@
+"""This rank among those that hold parts of the same rows: slices of their columns, shards of their matrices, stages of their layers.
+
+Shape letters: B rows, R columns of a micro-batch, C columns that this rank feeds to the model, P planes of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch import Tensor
+
+from moe_trm.learner.scoring import Scoring
+from moe_trm.types import TokenBatch
+from routing.layout import Layout, padding_multiple
+
+
+class Parts:
+    """Cuts micro-batches for this rank and brings results together again. Needs initialised Megatron parallel groups.
+
+    Tensor parallelism always comes with sequence parallelism here.
+
+    Attributes:
+        leads: whether this rank speaks for its rows: the first of the ranks that share them.
+        on_last_stage: whether this rank computes scores.
+    """
+
+    def __init__(self) -> None:
+        self._slices = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+        self._stages = parallel_state.get_pipeline_model_parallel_group()
+        self.leads = all(group.rank() == 0 for group in (*self._slices, self._stages))
+        self.on_last_stage = self._stages.rank() == self._stages.size() - 1
+
+    def padded(self, batch: TokenBatch) -> TokenBatch:
+        """`batch` with as many columns of padding as it takes to cut it evenly; what only objectives read stays as it is."""
+        length = batch.input_ids.shape[1]
+        tensor, context = self._slices
+        more = -length % padding_multiple(context.size(), tensor.size())
+        if not more:
+            return batch
+        input_ids, target_ids, valid, mask = (
+            F.pad(values, (0, more)) for values in (batch.input_ids, batch.target_ids, batch.valid, batch.mask)
+        )
+        return replace(batch, input_ids=input_ids, target_ids=target_ids, valid=valid, mask=mask)
+
+    def layout(self, batch: TokenBatch) -> Layout:
+        """How this rank cuts the padded `batch`."""
+        rows, length = batch.input_ids.shape
+        tensor, context = self._slices
+        return Layout(rows, length, context.size(), context.rank(), tensor.size(), tensor.rank())
+
+    def whole_rows(self, planes_PBC: Tensor, layout: Layout) -> Tensor:
+        """`[P, B, C]` scores of this rank's columns -> `[P, B, R]`, the same bits on every rank.
+
+        The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients of parameters are
+        summed over the ranks.
+        """
+        if layout.cp_size == 1:
+            return planes_PBC
+        placed = layout.uncut_tokens(planes_PBC.movedim(0, -1)).movedim(-1, 0)
+        return _WithOthers.apply(placed, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
+
+    def from_last_stage(
+        self, planes: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device
+    ) -> list[Tensor]:
+        """The planes that the last stage computed, of the given shapes, on every stage. Collective over the stages."""
+        if self._stages.size() == 1:
+            return list(planes)
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = torch.empty(sum(sizes), device=device)
+        if self.on_last_stage:
+            flat = torch.cat([plane.flatten() for plane in planes])
+        dist.broadcast(flat, group=self._stages, group_src=self._stages.size() - 1)
+        return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+
+    def over_slices(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that hold other columns of the same rows and the same layers."""
+        return _summed(values, self._slices)
+
+    def over_stages(self, values: Tensor) -> Tensor:
+        """Sum over the ranks that hold other layers."""
+        return _summed(values, (self._stages,))
+
+
+def cut_scoring(scoring: Scoring, layout: Layout) -> Scoring:
+    """What this rank scores: the positions of its own columns with their kept ids."""
+    if layout.cp_size == 1:
+        return scoring
+    mask = layout.cut_tokens(scoring.mask)
+    own = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
+    if scoring.kept_ids is None or scoring.kept_offsets is None:
+        return own
+    number = torch.zeros(scoring.mask.shape, dtype=torch.int64, device=mask.device)
+    number[scoring.mask] = torch.arange(len(scoring.kept_offsets) - 1, device=mask.device)
+    tokens = layout.cut_tokens(number)[mask]
+    sizes, starts = scoring.kept_offsets.diff()[tokens], scoring.kept_offsets[tokens]
+    offsets = F.pad(sizes.cumsum(0), (1, 0))
+    kept = torch.arange(int(offsets[-1]), device=mask.device) + torch.repeat_interleave(starts - offsets[:-1], sizes)
+    logprobs = scoring.kept_logprobs
+    return replace(
+        own,
+        kept_ids=scoring.kept_ids[kept],
+        kept_offsets=offsets,
+        kept_logprobs=None if logprobs is None else logprobs[kept],
+    )
+
+
+def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    total = values.clone()
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+    return total
+
+
+class _WithOthers(torch.autograd.Function):
+    """Sum over a group whose other ranks' values are constants."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
