@@ -329,11 +329,22 @@ class ParallelConfig(Section):
     """Ranks that share each expert's matrices."""
 
 
+class DeepSpeedConfig(Section):
+    """`learner.backend=deepspeed`: how ZeRO spreads the training state over the ranks, all of them data parallel."""
+
+    zero_stage: Literal[1, 2, 3] = 2
+    """What is sharded: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits; every stage computes the same."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
+
+
 class LearnerConfig(Section):
     """The engine that trains."""
 
-    backend: Literal["megatron"] = "megatron"
-    """The training engine: Megatron-Core."""
+    backend: Literal["megatron", "deepspeed"] = "megatron"
+    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the model as transformers has it)."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """Settings of DeepSpeed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the learner; master weights and log-probs are float32 either way."""
     parallel: ParallelConfig = ParallelConfig()

@@ -1,65 +1,94 @@
-"""The rollout controller: one training step's data from prompts to planned rows, and weights back to the engine.
+"""The rollout controller: one training step's data from the oldest waiting groups to planned rows, and weights back to the engine.
 
 It lives in its own process beside the learner ranks (`rollout.service`), so that routes and masks of a whole step never pass through a rank.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.batch.plan import plan_step
 from moe_trm.config.schema import Config
-from moe_trm.errors import ControllerError, RecordRejected
+from moe_trm.errors import ControllerError
 from moe_trm.rollout.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.producer import Producer
+from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.sampling_mask.metrics import mask_metrics
 from moe_trm.store.ledger import Ledger
-from moe_trm.store.store import SampleStore
+from moe_trm.store.metrics import age_metrics
+from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
+from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
-from moe_trm.tasks.rewards import score, score_answer
-from moe_trm.types import MiniBatch, Prompt, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from moe_trm.tasks.rewards import score_answer
+from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
 
 
 class RolloutController:
-    """Generates, validates, rewards, stores and plans. Not thread-safe: one event loop owns it.
+    """Plans steps from what the producer made, evaluates, and hands weights on. Not thread-safe: one event loop owns it.
 
     Args:
         config: the run's configuration.
         engine: where samples come from.
         task: prompts and rewards.
         params: how the behaviour policy samples.
+        sampler: how one sample is made; none: one request to the engine.
     """
 
-    def __init__(self, config: Config, engine: RolloutEngine, task: Task, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        task: Task,
+        params: SamplingParams,
+        sampler: Sampler | None = None,
+    ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
+        rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
-        self._store = SampleStore(self._ledger)
+        self._store = GroupStore(
+            self._ledger, eta, refills=int((config.batch.refill_limit - 1) * rollout.prompts_per_step)
+        )
+        self._producer = Producer(
+            sampler or SingleTurn(engine, task, params),
+            PromptOrder(task, rollout.prompts_per_step),
+            self._store,
+            self._ledger,
+            config.batch,
+            batch_groups=rollout.prompts_per_step,
+            group_size=rollout.group_size,
+            concurrency=rollout.concurrency,
+        )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._version = -1
 
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
-        await self._engine.load_weights(push)
         self._version = push.version
+        await self._engine.load_weights(push)
+        self._admit(push.version)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """The same by broadcast from the learner ranks, which send while this runs."""
-        await self._engine.receive_weights(version, shares)
         self._version = version
+        await self._engine.receive_weights(version, shares)
+        self._admit(version)
 
     async def plan(self, step: int, data_size: int) -> list[TrainBatch]:
-        """One step: sample, check, reward, and cut into one `TrainBatch` per data-parallel rank."""
-        started = time.perf_counter()
-        await self._generate(step)
-        records = self._store.take(self._version)
-        seconds = time.perf_counter() - started
+        """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank."""
+        if self._config.pipeline.mode == "sync":
+            self._producer.admit_steps(step)
+        queue_ages = self._store.ages(self._version)
+        groups = await self._producer.take(self._version)
+        self._record(step, groups)
+        records = [record for group in groups for record in group.kept]
         if not records:
             raise ControllerError(
                 "no record of this step was accepted",
@@ -77,6 +106,7 @@ class RolloutController:
             np.array([record.num_sampled for record in records]),
             normalize_std=self._config.advantage.normalize_std,
         )
+        advantages = without_overlong(records, advantages, self._config.batch)
         rows = [TrainRow(record, float(advantage)) for record, advantage in zip(records, advantages, strict=True)]
         learner = self._config.learner
         plan = plan_step(
@@ -86,8 +116,9 @@ class RolloutController:
             minibatches=learner.minibatches,
             data_size=data_size,
             micro_batch_rows=learner.micro_batch_rows,
+            micro_batch_tokens=learner.micro_batch_tokens,
         )
-        metrics = self._metrics(records, seconds)
+        metrics = self._metrics(records) | age_metrics(records, self._version, queue_ages)
         return [TrainBatch(step, tuple(share), metrics) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
@@ -110,46 +141,48 @@ class RolloutController:
             "eval/prompts": float(len(prompts)),
         }
 
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs of the controller, as plain data. Samples in flight or waiting are given up and issued again."""
+        ledger = self._ledger.settled()
+        return {"producer": self._producer.state(), "ledger": ledger}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue after `state`, before the first push."""
+        self._producer.restore(**state["producer"])
+        self._ledger.restore(state["ledger"])
+
     async def close(self) -> None:
+        """Give up what is in flight and release engine and task."""
+        await self._producer.close()
         self._task.close()
         await self._engine.close()
 
-    async def _generate(self, step: int) -> None:
-        prompts = self._task.train_prompts(step, self._config.rollout.prompts_per_step)
+    def _admit(self, version: int) -> None:
+        """In overlapping modes new weights admit one more step's groups, eta steps ahead; synchronously the step itself asks."""
+        if self._config.pipeline.mode != "sync":
+            self._producer.admit_steps(version + self._config.pipeline.staleness_limit + 1)
+
+    def _record(self, step: int, groups: Sequence[Group]) -> None:
+        """Write what this step took, and what was dropped since the last: a repeated run drops it again."""
+        dropped = self._store.take_dropped()
+        if self._writer is None:
+            return
         size = self._config.rollout.group_size
-        first = (step - 1) * self._config.rollout.prompts_per_step
-        outcomes = await asyncio.gather(
-            *(
-                self._sample(prompt, sample_id=(first + i) * size + j, group_id=first + i)
-                for i, prompt in enumerate(prompts)
-                for j in range(size)
-            )
-        )
-        if self._writer:
-            accepted = [outcome for outcome in outcomes if isinstance(outcome, RolloutRecord)]
-            rejected = {
-                number: outcome for number, outcome in enumerate(outcomes, first * size) if isinstance(outcome, str)
-            }
-            self._writer.write(step, accepted, rejected)
+        outcomes = {
+            group.group_id * size + index: outcome
+            for group in sorted([*groups, *dropped], key=lambda group: group.group_id)
+            for index, outcome in enumerate(group.outcomes)
+        }
+        accepted = [outcome for outcome in outcomes.values() if not isinstance(outcome, str)]
+        rejected = {number: outcome for number, outcome in outcomes.items() if isinstance(outcome, str)}
+        self._writer.write(step, accepted, rejected)
 
-    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord | str:
-        """The accepted record, or the reason of its rejection."""
-        self._ledger.issue()
-        try:
-            record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
-            record = replace(record, reward=score(self._task, prompt, record))
-        except RecordRejected as rejection:
-            self._ledger.reject(rejection.reason)
-            return rejection.reason
-        self._store.admit(record)
-        return record
-
-    def _metrics(self, records: Sequence[RolloutRecord], seconds: float) -> dict[str, float]:
+    def _metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
+        busy_s, idle_s = self._producer.clock.take()
         rewards = np.array([record.reward for record in records])
         lengths = np.array([record.num_sampled for record in records])
         groups = np.array([record.group_id for record in records])
         spread = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
-        versions = np.concatenate([record.versions for record in records])
         if not self._ledger.balanced:
             raise ControllerError(
                 "the sample ledger does not balance", got=self._ledger, expected="issued = sum of all places"
@@ -160,10 +193,9 @@ class RolloutController:
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
-            "rollout/tokens_per_s": float(lengths.sum() / seconds),
-            "rollout/age_mean": float((self._version - versions).mean()),
-            "rollout/age_max": float((self._version - versions).max()),
-            "time/rollout_s": seconds,
+            "rollout/tokens_per_s": float(lengths.sum() / busy_s),
+            "time/rollout_s": busy_s,
+            "time/rollout_idle_s": idle_s,
             **mask_metrics(records, self._params),
             **self._ledger.metrics(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -45,6 +46,20 @@ class Ledger:
     def balanced(self) -> bool:
         places = (self.in_flight, self.queued, self.trained, self.rejected.total(), self.dropped.total())
         return min(places) >= 0 and sum(places) == self.issued
+
+    def settled(self) -> dict[str, Any]:
+        """The books as plain data, without what is in flight or queued: a resumed run issues that again."""
+        return {
+            "issued": self.issued - self.in_flight - self.queued,
+            "trained": self.trained,
+            "rejected": dict(self.rejected),
+            "dropped": dict(self.dropped),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the books of `settled`."""
+        self.issued, self.trained = state["issued"], state["trained"]
+        self.rejected, self.dropped = Counter(state["rejected"]), Counter(state["dropped"])
 
     def metrics(self) -> Mapping[str, float]:
         """`ledger/*` totals since the start, and one `records/rejected/*` or `records/dropped/*` per reason met so far."""

@@ -1,36 +1,134 @@
-"""Accepted samples between rollout and training, with their age checked when they are consumed."""
+"""Groups of samples between rollout and training: each has its place in the order of issue, and is taken in that order.
+
+Taking in the order of issue, not of completion, keeps the data order independent of how fast answers come back: long answers are
+neither late nor lost, and the bound on age at issue is the bound on age at consumption. Age is checked again all the same.
+"""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from moe_trm.store.ledger import Ledger
 from moe_trm.types import RolloutRecord
 
+Outcome = RolloutRecord | str
+"""What became of a sample: its record, or the reason of its rejection."""
 
-class SampleStore:
-    """An in-memory queue of accepted records.
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        group_id: place in the order of issue; also fixes the prompt.
+        outcomes: of every sample, in the order of sample ids.
+        kept: the records that may be trained; () for a group that was dropped and not replaced.
+    """
+
+    group_id: int
+    outcomes: tuple[Outcome, ...]
+    kept: tuple[RolloutRecord, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled its oldest token."""
+        return min(int(record.versions.min()) for record in self.kept)
+
+
+class GroupStore:
+    """Places in the order of issue; a place is held from issue until its group is taken, or dropped and replaced.
 
     Args:
         ledger: the books, kept by the store for what it holds.
-        max_age: largest allowed difference between the learner's version and the oldest token of a record; 0: synchronous training.
+        max_age: largest allowed difference between the learner's version and the oldest token of a group; 0: synchronous training.
+        refills: groups that may be replaced between two takes; a group dropped beyond that leaves its place empty in the batch.
     """
 
-    def __init__(self, ledger: Ledger, max_age: int = 0) -> None:
-        self._ledger = ledger
-        self._max_age = max_age
-        self._records: list[RolloutRecord] = []
+    def __init__(self, ledger: Ledger, max_age: int = 0, refills: int = 0) -> None:
+        self._ledger, self._max_age = ledger, max_age
+        self._refills, self._refills_left = refills, refills
+        self._places: dict[int, Group | None] = {}
+        self._dropped: list[Group] = []
 
-    def admit(self, record: RolloutRecord) -> None:
-        self._ledger.queue()
-        self._records.append(record)
+    def __len__(self) -> int:
+        """Places held: groups being sampled and groups waiting."""
+        return len(self._places)
 
-    def take(self, version: int) -> list[RolloutRecord]:
-        """Everything young enough for a learner at `version`, ordered by sample id; older records are dropped and counted."""
-        taken = []
-        for record in sorted(self._records, key=lambda record: record.sample_id):
-            if version - int(record.versions.min()) > self._max_age:
-                self._ledger.drop("age")
+    def open(self, group_id: int) -> None:
+        """Give the next place to `group_id`."""
+        assert not self._places or group_id > next(reversed(self._places)), "places are given in order"
+        self._places[group_id] = None
+
+    def admit(
+        self,
+        group_id: int,
+        outcomes: Sequence[Outcome],
+        *,
+        sample_reason: Callable[[RolloutRecord], str | None] = lambda record: None,
+        group_reason: Callable[[Sequence[RolloutRecord]], str | None] = lambda records: None,
+    ) -> None:
+        """Put a finished group in its place, or drop samples of it or all of it for the reasons that the two functions give."""
+        accepted = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+        for _ in accepted:
+            self._ledger.queue()
+        reason = group_reason(accepted)
+        group = Group(group_id, tuple(outcomes), tuple(accepted))
+        if reason is not None:
+            self._drop(group, reason)
+            return
+        kept = []
+        for record in accepted:
+            if own := sample_reason(record):
+                self._ledger.drop(own)
             else:
+                kept.append(record)
+        self._places[group_id] = Group(group_id, tuple(outcomes), tuple(kept))
+
+    def take(self, count: int, version: int) -> list[Group] | None:
+        """The `count` oldest groups for a learner at `version`; None while one of them is being sampled.
+
+        Groups with a token older than `max_age` are dropped under `age`. Only groups that are returned count as trained.
+        """
+        while (stale := self._first_stale(count, version)) is not None:
+            self._drop(stale, "age")
+        taken = [group for group in islice(self._places.values(), count) if group is not None]
+        if len(taken) < count:
+            return None
+        for group in taken:
+            del self._places[group.group_id]
+            for _ in group.kept:
                 self._ledger.train()
-                taken.append(record)
-        self._records.clear()
+        self._refills_left = self._refills
         return taken
+
+    def take_dropped(self) -> list[Group]:
+        """Groups that were dropped whole since the last call, for whoever records the run."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def ages(self, version: int) -> Counter[int]:
+        """Waiting groups by age: versions between the learner's and their oldest token."""
+        return Counter(version - group.oldest_version for group in self._places.values() if group and group.kept)
+
+    def held(self) -> list[int]:
+        """Group ids that have a place, in order."""
+        return list(self._places)
+
+    def _first_stale(self, count: int, version: int) -> Group | None:
+        for group in islice(self._places.values(), count):
+            if group is not None and group.kept and version - group.oldest_version > self._max_age:
+                return group
+        return None
+
+    def _drop(self, group: Group, reason: str) -> None:
+        for _ in group.kept:
+            self._ledger.drop(reason)
+        self._dropped.append(group)
+        if self._refills_left > 0:
+            self._refills_left -= 1
+            self._places.pop(group.group_id)
+        else:
+            self._places[group.group_id] = Group(group.group_id, (), ())

@@ -149,7 +149,7 @@ def test_shuffled_rewards_keep_their_values_but_not_their_owners() -> None:
 
 def test_a_step_without_any_record_stops_the_run_with_the_reasons() -> None:
     with pytest.raises(ControllerError, match="route_rows"):
-        plan(FakeEngine(reject=frozenset(range(16))))
+        plan(FakeEngine(reject=frozenset(range(1000))))
 
 
 def test_records_of_another_version_are_dropped_by_age() -> None:

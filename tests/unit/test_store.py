@@ -1,41 +1,112 @@
+"""Groups keep their places, are taken in the order of issue, and the books balance whatever happens."""
+
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.store.ledger import Ledger
-from moe_trm.store.store import SampleStore
+from moe_trm.store.store import GroupStore, Outcome
+from moe_trm.types import RolloutRecord
 from tests.unit.records import make_record
 
 
-@given(st.lists(st.tuples(st.sampled_from(["admit", "reject"]), st.integers(0, 3)), max_size=40), st.integers(0, 2))
-def test_the_ledger_balances_whatever_happens(events: list[tuple[str, int]], max_age: int) -> None:
-    ledger = Ledger()
-    store = SampleStore(ledger, max_age=max_age)
-    for i, (event, version) in enumerate(events):
+def opened(store: GroupStore, ledger: Ledger, group_id: int, size: int) -> None:
+    store.open(group_id)
+    for _ in range(size):
         ledger.issue()
+
+
+def admit(
+    store: GroupStore, ledger: Ledger, group_id: int, outcomes: Sequence[Outcome], drop: str | None = None
+) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            ledger.reject(outcome)
+    store.admit(group_id, outcomes, group_reason=lambda records: drop)
+
+
+def group(group_id: int, versions: Sequence[int]) -> list[RolloutRecord]:
+    return [make_record(sample_id=10 * group_id + i, group_id=group_id, version=v) for i, v in enumerate(versions)]
+
+
+Fate = st.tuples(st.lists(st.integers(0, 3), max_size=3), st.integers(0, 2), st.booleans())
+
+
+@given(st.lists(Fate, max_size=12), st.integers(0, 3), st.integers(0, 4), st.permutations(range(12)))
+def test_the_ledger_balances_whatever_happens(
+    fates: list[tuple[list[int], int, bool]], max_age: int, refills: int, finish: list[int]
+) -> None:
+    """Groups with records of some versions, some rejected samples, perhaps dropped whole, that finish in any order."""
+    ledger = Ledger()
+    store = GroupStore(ledger, max_age=max_age, refills=refills)
+    for group_id, (versions, rejected, _) in enumerate(fates):
+        opened(store, ledger, group_id, len(versions) + rejected)
+    for group_id in [number for number in finish if number < len(fates)]:
+        versions, rejected, drop = fates[group_id]
+        admit(store, ledger, group_id, [*group(group_id, versions), *["mask_sum"] * rejected], "dull" if drop else None)
         assert ledger.balanced
-        if event == "reject":
-            ledger.reject("mask_sum")
-        else:
-            store.admit(make_record(sample_id=i, version=version))
+    taken = []
+    while (groups := store.take(1, version=3)) is not None:
         assert ledger.balanced
-    taken = store.take(version=3)
-    assert ledger.balanced
-    assert (ledger.queued, ledger.in_flight) == (0, 0)
-    admitted = [(i, version) for i, (event, version) in enumerate(events) if event == "admit"]
-    assert [record.sample_id for record in taken] == [i for i, version in admitted if 3 - version <= max_age]
-    assert ledger.dropped["age"] == len(admitted) - len(taken)
-    assert ledger.metrics()["ledger/issued"] == len(events)
+        taken += groups
+    assert (ledger.in_flight, ledger.queued, len(store)) == (0, 0, 0)
+    assert [g.group_id for g in taken] == sorted(g.group_id for g in taken)
+    trained = [record for g in taken for record in g.kept]
+    assert all(3 - int(record.versions.min()) <= max_age for record in trained)
+    assert ledger.trained == len(trained)
+    assert ledger.metrics()["ledger/issued"] == sum(len(versions) + rejected for versions, rejected, _ in fates)
+
+
+def test_a_step_waits_for_its_oldest_group_whoever_is_first() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, max_age=1)
+    for number in range(3):
+        opened(store, ledger, number, 1)
+    admit(store, ledger, 2, group(2, [0]))
+    admit(store, ledger, 1, group(1, [0]))
+    assert store.take(2, 0) is None
+    admit(store, ledger, 0, group(0, [0]))
+    assert [g.group_id for g in store.take(2, 0) or []] == [0, 1]
+    assert store.take(2, 0) is None
+    assert store.held() == [2]
+    assert store.ages(1) == {1: 1}
+
+
+def test_a_stale_group_is_dropped_whole_and_the_next_takes_its_place() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, max_age=1, refills=1)
+    for number in range(2):
+        opened(store, ledger, number, 2)
+    admit(store, ledger, 0, group(0, [1, 3]))
+    admit(store, ledger, 1, group(1, [3, 3]))
+    assert [g.group_id for g in store.take(1, version=3) or []] == [1]
+    assert ledger.dropped["age"] == 2
+    assert [g.group_id for g in store.take_dropped()] == [0]
+    assert store.take_dropped() == []
+
+
+def test_what_is_dropped_beyond_the_refills_leaves_its_place_empty() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger, refills=1)
+    for number in range(3):
+        opened(store, ledger, number, 1)
+        admit(store, ledger, number, group(number, [0]), drop="zero_variance" if number < 2 else None)
+    taken = store.take(2, 0)
+    assert taken is not None
+    assert [(g.group_id, len(g.kept)) for g in taken] == [(1, 0), (2, 1)]
+    assert ledger.dropped["zero_variance"] == 2
 
 
 def test_taking_twice_gives_nothing_twice() -> None:
     ledger = Ledger()
-    store = SampleStore(ledger)
-    ledger.issue()
-    store.admit(make_record())
-    assert len(store.take(0)) == 1
-    assert store.take(0) == []
+    store = GroupStore(ledger)
+    opened(store, ledger, 0, 1)
+    admit(store, ledger, 0, group(0, [0]))
+    assert len(store.take(1, 0) or []) == 1
+    assert store.take(1, 0) is None
     assert ledger.trained == 1
 
 
@@ -45,3 +116,17 @@ def test_a_sample_counted_twice_is_noticed() -> None:
     ledger.reject("route_rows")
     ledger.reject("route_rows")
     assert not ledger.balanced
+
+
+def test_resumed_books_leave_out_what_is_issued_again() -> None:
+    ledger = Ledger()
+    store = GroupStore(ledger)
+    for number in range(3):
+        opened(store, ledger, number, 1)
+    admit(store, ledger, 0, group(0, [0]))
+    admit(store, ledger, 1, ["route_rows"])
+    store.take(1, 0)
+    resumed = Ledger()
+    resumed.restore(ledger.settled())
+    assert (resumed.issued, resumed.trained, resumed.rejected["route_rows"], resumed.in_flight) == (2, 1, 1, 0)
+    assert resumed.balanced

@@ -1,0 +1,158 @@
+"""Issues groups of prompts ahead of training, within the bound on staleness, and admits what comes back.
+
+Admission: a group may be issued when, counting it, floor((N - 1) / B) <= i + eta, where N groups were issued and neither dropped nor
+rejected whole, B is `rollout.prompts_per_step`, i the version of the weights that would sample, and eta `pipeline.max_staleness`.
+Groups are trained in the order of issue, so the n-th is consumed at version floor((n - 1) / B), at most eta versions later.
+
+Source: AReaL (arXiv 2505.24298), section 5.1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
+from moe_trm.config.schema import BatchConfig
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.sampler import Sampler
+from moe_trm.store.ledger import Ledger
+from moe_trm.store.store import Group, GroupStore, Outcome
+from moe_trm.types import Prompt
+
+
+class Producer:
+    """Runs the sampling of groups. Not thread-safe: one event loop owns it.
+
+    Args:
+        sampler: makes one sample.
+        prompt: the prompt of a group, a function of its number alone.
+        store: where finished groups wait.
+        ledger: where every sample is accounted for.
+        filters: which valid samples and groups are dropped.
+        batch_groups: groups of one training step (B).
+        group_size: samples of one group.
+        concurrency: no further group is started while this many samples are being made.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        prompt: Callable[[int], Prompt],
+        store: GroupStore,
+        ledger: Ledger,
+        filters: BatchConfig,
+        *,
+        batch_groups: int,
+        group_size: int,
+        concurrency: int,
+    ) -> None:
+        self._sampler, self._prompt, self._store, self._ledger = sampler, prompt, store, ledger
+        self._filters, self._batch, self._size, self._concurrency = filters, batch_groups, group_size, concurrency
+        self._next_group, self._again, self._taken = 0, deque[int](), 0
+        self._steps, self._sampling = 0, 0
+        self._running: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.clock = BusyClock()
+
+    def admit_steps(self, steps: int) -> None:
+        """Groups of the first `steps` training steps may be issued: i + eta + 1. Starts what is now admitted."""
+        self._steps = max(self._steps, steps)
+        self._issue()
+
+    async def take(self, version: int) -> list[Group]:
+        """The next step's groups, for a learner at `version`, once they are there. Raises what stopped a sampler."""
+        while (groups := self._store.take(self._batch, version)) is None:
+            if self._failure is not None:
+                raise self._failure
+            self._issue()
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += self._batch
+        self._issue()
+        return groups
+
+    def state(self) -> dict[str, object]:
+        """What a resumed run needs: groups that were taken, the next number, and the numbers that must be issued again."""
+        return {
+            "taken": self._taken,
+            "next_group": self._next_group,
+            "issue_again": [*self._store.held(), *self._again],
+        }
+
+    def restore(self, *, taken: int, next_group: int, issue_again: Iterable[int]) -> None:
+        """Continue after `state`; before anything was issued."""
+        self._taken, self._next_group, self._again = taken, next_group, deque(issue_again)
+
+    async def close(self) -> None:
+        """Give up what is being sampled."""
+        self._steps = 0
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _issue(self) -> None:
+        limit = self._steps * self._batch
+        while self._failure is None and self._taken + len(self._store) < limit and self._sampling < self._concurrency:
+            group_id = self._again.popleft() if self._again else self._next_group
+            self._next_group = max(self._next_group, group_id + 1)
+            self._store.open(group_id)
+            for _ in range(self._size):
+                self._ledger.issue()
+            self._sampling += self._size
+            task = asyncio.ensure_future(self._make(group_id))
+            self._running.add(task)
+            task.add_done_callback(self._done)
+        self.clock.set(busy=bool(self._running))
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+        self._issue()
+        self._changed.set()
+
+    async def _make(self, group_id: int) -> None:
+        prompt, first = self._prompt(group_id), group_id * self._size
+        outcomes = await asyncio.gather(
+            *(self._sample(prompt, sample_id=first + j, group_id=group_id) for j in range(self._size))
+        )
+        self._store.admit(
+            group_id,
+            outcomes,
+            sample_reason=lambda record: reason_to_drop_sample(record, self._filters),
+            group_reason=lambda records: reason_to_drop(records, self._filters),
+        )
+
+    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
+        try:
+            return await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+        except RecordRejected as rejection:
+            self._ledger.reject(rejection.reason)
+            return rejection.reason
+        finally:
+            self._sampling -= 1
+            self._issue()
+
+
+class BusyClock:
+    """Seconds during which something was being sampled, and seconds during which nothing was."""
+
+    def __init__(self) -> None:
+        self._busy, self._since, self._seconds = False, time.perf_counter(), {True: 0.0, False: 0.0}
+
+    def set(self, *, busy: bool) -> None:
+        """From now on."""
+        now = time.perf_counter()
+        self._seconds[self._busy] += now - self._since
+        self._busy, self._since = busy, now
+
+    def take(self) -> tuple[float, float]:
+        """Busy and idle seconds since the last call."""
+        self.set(busy=self._busy)
+        busy, idle = self._seconds[True], self._seconds[False]
+        self._seconds = {True: 0.0, False: 0.0}
+        return busy, idle

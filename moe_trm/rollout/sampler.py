@@ -1,0 +1,39 @@
+"""How one sample is made: one request, one answer, one reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.rewards import score
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+
+class Sampler(Protocol):
+    """Makes one rewarded sample of a prompt."""
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """The accepted record with its reward.
+
+        Raises `RecordRejected`, whose reason is counted; anything else stops the run.
+        """
+
+
+class SingleTurn:
+    """`Sampler` that asks the engine once.
+
+    Args:
+        engine: who samples.
+        task: gives the reward.
+        params: how the behaviour policy samples.
+    """
+
+    def __init__(self, engine: RolloutEngine, task: Task, params: SamplingParams) -> None:
+        self._engine, self._task, self._params = engine, task, params
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """See `Sampler.sample`."""
+        record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
+        return replace(record, reward=score(self._task, prompt, record))

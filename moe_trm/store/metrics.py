@@ -1,0 +1,35 @@
+"""How old the trained tokens are, and how old the groups were that waited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moe_trm.types import RolloutRecord
+
+
+def age_metrics(records: Sequence[RolloutRecord], version: int, queued: Mapping[int, int]) -> dict[str, float]:
+    """Age of a token: the learner's version minus the one that sampled it.
+
+    `rollout/age_mean`, `rollout/age_max`; `rollout/stale_tokens`, the number with an age above 0, and `rollout/age_share/<age>` for every
+    age met; `rollout/mixed_rows`, rows sampled by several versions; `queue/groups` and `queue/age/<age>`, groups that waited when the
+    step was asked for, by the age of their oldest token.
+
+    Args:
+        records: what the step trains.
+        version: of the learner's weights.
+        queued: waiting groups by age.
+    """
+    ages = version - np.concatenate([record.versions for record in records])
+    counts = Counter(ages.tolist())
+    return {
+        "rollout/age_mean": float(ages.mean()),
+        "rollout/age_max": float(ages.max()),
+        "rollout/stale_tokens": float((ages > 0).sum()),
+        "rollout/mixed_rows": float(sum(np.ptp(record.versions) > 0 for record in records)),
+        **{f"rollout/age_share/{age}": counts[age] / len(ages) for age in sorted(counts)},
+        "queue/groups": float(sum(queued.values())),
+        **{f"queue/age/{age}": float(queued[age]) for age in sorted(queued)},
+    }
