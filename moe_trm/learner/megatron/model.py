@@ -119,7 +119,7 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
             config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=stage
         )
     rope = hf.get("rope_parameters") or {}
-    return PolicyModel(
+    chunk = PolicyModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(hf, config.tensor_model_parallel_size),
@@ -132,6 +132,11 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
+    for name, parameter in chunk.named_parameters():
+        if (dim := convert.split_dim(name)) is not None:
+            # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would count one rank's part only.
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+    return chunk
 
 
 def heads(hf: Mapping[str, Any]) -> convert.Heads:
