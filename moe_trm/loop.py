@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_trm.batch.collate import collate
+from moe_trm.checkpoint.checkpoints import Checkpoints, RunState
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.objective import Objective
@@ -20,6 +21,7 @@ from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
 from moe_trm.probe import Probe
 from moe_trm.push import Pusher
 from moe_trm.rollout.client import RolloutClient
+from moe_trm.rollout.scores import ScoreRecorder
 from moe_trm.types import TrainBatch
 from routing.replay import ReplayReport
 
@@ -30,18 +32,27 @@ def train(
     rollouts: RolloutClient,
     pusher: Pusher,
     sinks: Sequence[Sink],
+    checkpoints: Checkpoints,
     *,
     mode: ReplayMode,
     run_dir: Path,
 ) -> None:
-    """Run `config.train.steps` steps. Raises on the first broken proof or failed push; nothing unproved is trained on."""
+    """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases(sinks)
-    judge = Judge()
-    steps, every = config.train.steps, config.train.eval_every
-    pusher.push(version=0)
-    emit(sinks, 0, rollouts.evaluate(0))
+    judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size)
+    steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
+    if saved := checkpoints.load(learner):
+        objective.restore(saved["objective"], learner)
+        judge.restore(saved["judge"])
+        rollouts.restore(saved["rollouts"])
+    pusher.push(version=done)
+    if not done:
+        emit(sinks, 0, rollouts.evaluate(0))
 
-    for step in range(1, steps + 1):
+    def state() -> RunState:
+        return {"objective": objective.state(learner), "judge": judge.state(), "rollouts": rollouts.state()}
+
+    for step in range(done + 1, steps + 1):
         with phases.time("step"):
             with phases.time("wait"):
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
@@ -51,9 +62,12 @@ def train(
                 probed = probe.run(step, learner, anchored, mode)
             with phases.time("update"):
                 updates = [
-                    learner.update(part.batches, part.sources, objective.bind(part, learner, first=index == 0))
-                    for index, part in enumerate(anchored)
+                    learner.update(
+                        part.batches, part.sources, scores.watch(part, objective.bind(part, learner, first=index == 0))
+                    )
+                    for index, part in enumerate(anchored * config.learner.epochs)
                 ]
+            scores.write(step)
             report = learner.replay_report()
             with phases.time("sync"):
                 pusher.push(version=step)
@@ -70,6 +84,9 @@ def train(
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics)})
+        with phases.time("checkpoint"):
+            if checkpoints.end_step(step, learner, state):
+                break
 
 
 def score_anchors(learner: Learner, batch: TrainBatch, mode: ReplayMode, *, keep_mask: bool) -> list[Anchored]:

@@ -1,37 +1,22 @@
 """A recorded run: every accepted record of every step on disk, and an engine that gives them back instead of sampling.
 
-Format 2. A bundle is a folder with one file `step-NNNNNN.safetensors` per training step. Shape letters, summed over the N records of the
-step: T tokens, S sampled tokens, Q bytes of encoded routes. Arrays:
-
-| name | type | shape | content |
-|---|---|---|---|
-| `tokens`, `sampled`, `turn_ids` | int32, uint8, int16 | `[T]` | as in `RolloutRecord`, record after record |
-| `rollout_logprobs`, `full_logprobs`, `versions` | float32, float32, int32 | `[S]` | as in `RolloutRecord` |
-| `token_offsets`, `sampled_offsets` | int64 | `[N + 1]` | record `n` has `offsets[n]:offsets[n + 1]` |
-| `masks`, `bare_masks` | uint8 | bytes | `sampling_mask.codec` of all masks with log-probs, record after record; of all without |
-| `routes`, `route_offsets` | uint8, int64 | `[Q]`, `[N + 1]` | `routing.encode` of each record; empty where it has none |
-| `rewards` | float64 | `[N]` | NaN where none was set |
-
-The safetensors metadata holds one JSON object under `bundle`: `format`, `version`, `step`, the per-record lists `sample_ids`, `group_ids`,
-`prompt_ids`, `finish_reasons`, `mask_kinds` (`none`, `ids`, `logprobs`), `mask_violations`, `rejected` (reason by sample id), and `checksum`, the blake2b-16 of
-that object with an empty checksum followed by every array's name and bytes in order of name. Format 1 had the masks as plain arrays; it
-is no longer read.
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 3 (docs/bundles.md). What the updates saw
+is in files of its own, `rollout.scores`. Shape letters, summed over the N records of a step: T tokens, S sampled tokens, Q bytes of
+encoded routes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from moe_trm.errors import BundleError, RecordRejected
+from moe_trm.rollout.checked_file import Arrays, CheckedHeader, damaged, read_checked, read_header, write_checked
+from moe_trm.rollout.parse import SampledTurn
 from moe_trm.sampling_mask.codec import decode as decode_masks
 from moe_trm.sampling_mask.codec import encode as encode_masks
 from moe_trm.sampling_mask.record import SamplingMask, join, split
@@ -40,16 +25,13 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import RouteError, decode, encode
 
 FORMAT = "moe-trm-bundle"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
-Arrays = Mapping[str, np.ndarray]
 
-
-class Header(msgspec.Struct):
+class Header(CheckedHeader, kw_only=True):
     """What the metadata of one step's file says."""
 
-    format: str
-    version: int
     step: int
     sample_ids: list[int]
     group_ids: list[int]
@@ -58,14 +40,6 @@ class Header(msgspec.Struct):
     mask_kinds: list[str]
     mask_violations: list[int]
     rejected: dict[int, str]
-    checksum: str = ""
-
-
-class FormatStamp(msgspec.Struct):
-    """The fields that every version of the format has."""
-
-    format: str
-    version: int
 
 
 class BundleWriter:
@@ -94,11 +68,7 @@ class BundleWriter:
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
         )
-        header.checksum = _checksum(header, arrays)
-        path = _path(self._folder, step)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(save(dict(arrays), metadata={"bundle": msgspec.json.encode(header).decode()}))
-        os.replace(partial, path)
+        write_checked(_path(self._folder, step), header, arrays)
 
 
 class BundleReader:
@@ -109,53 +79,29 @@ class BundleReader:
 
     def steps(self) -> list[int]:
         """The recorded steps, ascending."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.safetensors"))
+        names = (_FILE.fullmatch(path.name) for path in self._folder.glob("step-*.safetensors"))
+        return sorted(int(name[1]) for name in names if name)
 
     def header(self, step: int) -> Header:
         """The header of one step, without reading its arrays; the checksum is not verified."""
-        return self._open(step, with_arrays=False)[0]
+        return read_header(self._existing(step), Header, FORMAT, FORMAT_VERSION)
 
     def read(self, step: int) -> list[RolloutRecord]:
         """The records of one step as they were written, after checking the checksum and the lengths."""
-        header, arrays = self._open(step, with_arrays=True)
-        if _checksum(header, arrays) != header.checksum:
-            raise self._damaged(step, "the checksum does not match")
+        path = self._existing(step)
+        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
         try:
             return _unpack(header, arrays)
         except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
-            raise self._damaged(step, f"{type(error).__name__}: {error}") from error
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
 
-    def _open(self, step: int, *, with_arrays: bool) -> tuple[Header, Arrays]:
+    def _existing(self, step: int) -> Path:
         path = _path(self._folder, step)
         if not path.is_file():
             raise BundleError(
                 "the recording has no such step", where=str(self._folder), got=step, expected=f"one of {self.steps()}"
             )
-        try:
-            with safe_open(path, framework="np") as file:
-                text = (file.metadata() or {}).get("bundle", "")
-                stamp = msgspec.json.decode(text, type=FormatStamp)
-                if stamp.format != FORMAT or stamp.version != FORMAT_VERSION:
-                    raise BundleError(
-                        "a bundle of another format",
-                        where=str(path),
-                        got=f"{stamp.format} {stamp.version}",
-                        expected=f"{FORMAT} {FORMAT_VERSION}",
-                        fix="Read it with the version of moe-trm that wrote it, or record the run again.",
-                    )
-                header = msgspec.json.decode(text, type=Header)
-                return header, {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
-        except (SafetensorError, msgspec.DecodeError, OSError) as error:
-            raise self._damaged(step, str(error)) from error
-
-    def _damaged(self, step: int, how: str) -> BundleError:
-        return BundleError(
-            "a file of the bundle is damaged or truncated",
-            where=str(_path(self._folder, step)),
-            got=how,
-            expected="the file as written",
-            fix="Copy the bundle again or record the run again.",
-        )
+        return path
 
 
 class BundleEngine:
@@ -209,6 +155,12 @@ class BundleEngine:
         record = self._records(step)[sample_id]
         self._check_same_run(record, prompt, group_id)
         return record
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """A recording answers with whole samples only."""
+        raise BundleError("a recorded run samples nothing", where=self._folder, expected="a call of `generate`")
 
     async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
         """A recording has no evaluations: every answer is () (not finished)."""
@@ -273,15 +225,6 @@ def _unpack_masks(arrays: Arrays, name: str, numbers: Sequence[int]) -> dict[int
     own = [tokens[slice(*offsets[n : n + 2])][sampled[slice(*offsets[n : n + 2])]] for n in numbers]
     mask = decode_masks(arrays[name].tobytes(), _join(own, np.int32))
     return dict(zip(numbers, split(mask, [len(ids) for ids in own]), strict=True))
-
-
-def _checksum(header: Header, arrays: Arrays) -> str:
-    content = msgspec.structs.replace(header, checksum="")
-    hasher = hashlib.blake2b(msgspec.json.encode(content), digest_size=16)
-    for name in sorted(arrays):
-        hasher.update(name.encode())
-        hasher.update(np.ascontiguousarray(arrays[name]).data)
-    return hasher.hexdigest()
 
 
 def _pack(records: Sequence[RolloutRecord]) -> dict[str, np.ndarray]:

@@ -1,0 +1,98 @@
+"""Safetensors files with a typed header and a checksum over everything: written whole or not at all, refused when they changed.
+
+The header is one JSON object in the metadata of the file, under `bundle`. Its `checksum` is the blake2b-16 of that object with an
+empty checksum, followed by every array's name and bytes in order of name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from moe_trm.errors import BundleError
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class CheckedHeader(msgspec.Struct, kw_only=True):
+    """What every header has; formats add their own fields."""
+
+    format: str
+    version: int
+    checksum: str = ""
+
+
+H = TypeVar("H", bound=CheckedHeader)
+
+
+def write_checked(path: Path, header: CheckedHeader, arrays: Arrays) -> None:
+    """Write `path` whole or not at all. The header's checksum is filled in."""
+    header.checksum = _checksum(header, arrays)
+    # Ranks that hold the same rows write the same file: each its own partial one.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(save(dict(arrays), metadata={"bundle": msgspec.json.encode(header).decode()}))
+    os.replace(partial, path)
+
+
+def read_header(path: Path, kind: type[H], file_format: str, version: int) -> H:
+    """The header alone; the checksum is not verified.
+
+    Raises:
+        BundleError: a file that is damaged, truncated, of another format or of another version.
+    """
+    return _open(path, kind, file_format, version, with_arrays=False)[0]
+
+
+def read_checked(path: Path, kind: type[H], file_format: str, version: int) -> tuple[H, Arrays]:
+    """Header and arrays after checking the checksum. Raises `BundleError` as `read_header` does, and where it does not match."""
+    header, arrays = _open(path, kind, file_format, version, with_arrays=True)
+    if _checksum(header, arrays) != header.checksum:
+        raise damaged(path, "the checksum does not match")
+    return header, arrays
+
+
+def damaged(path: Path, how: str) -> BundleError:
+    """The error that a file is not as it was written."""
+    return BundleError(
+        "a file of the bundle is damaged or truncated",
+        where=str(path),
+        got=how,
+        expected="the file as written",
+        fix="Copy the bundle again or record the run again.",
+    )
+
+
+def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arrays: bool) -> tuple[H, Arrays]:
+    try:
+        with safe_open(path, framework="np") as file:
+            text = (file.metadata() or {}).get("bundle", "")
+            stamp = msgspec.json.decode(text, type=CheckedHeader)
+            if (stamp.format, stamp.version) != (file_format, version):
+                raise BundleError(
+                    "a bundle of another format",
+                    where=str(path),
+                    got=f"{stamp.format} {stamp.version}",
+                    expected=f"{file_format} {version}",
+                    fix="Read it with the version of moe-trm that wrote it, or record the run again.",
+                )
+            header = msgspec.json.decode(text, type=kind)
+            return header, {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
+    except (SafetensorError, msgspec.DecodeError, OSError) as error:
+        raise damaged(path, str(error)) from error
+
+
+def _checksum(header: CheckedHeader, arrays: Arrays) -> str:
+    content = msgspec.structs.replace(header, checksum="")
+    hasher = hashlib.blake2b(msgspec.json.encode(content), digest_size=16)
+    for name in sorted(arrays):
+        hasher.update(name.encode())
+        hasher.update(np.ascontiguousarray(arrays[name]).data)
+    return hasher.hexdigest()

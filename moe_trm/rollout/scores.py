@@ -1,0 +1,267 @@
+"""What each update of a recorded run saw: the log-probs of all policies, advantages and rewards, beside the rollouts of a bundle.
+
+Every learner rank writes one file `scores-NNNNNN-rank-RRR.safetensors` per training step into the bundle's folder. With them,
+corrections and losses can be computed again without engines (`moe_trm.whatif`). The format is described in docs/bundles.md.
+
+Shape letters: B rows and R columns of a micro-batch, N scored tokens of all micro-batches of an update.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import BundleError
+from moe_trm.learner.protocol import Scores
+from moe_trm.passes import Anchored
+from moe_trm.rollout.checked_file import Arrays, CheckedHeader, damaged, read_checked, read_header, write_checked
+
+FORMAT, FORMAT_VERSION = "moe-trm-scores", 1
+CONFIG_FILE = "config.json"
+_FILE = re.compile(r"scores-(\d{6,})-rank-(\d{3,})\.safetensors")
+_ROW_FIELDS = ("sample_ids", "group_ids", "rewards")
+
+Objective = Callable[[int, Scores], Tensor]
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """One micro-batch as an update saw it; `[B, R]` tensors are 0 where `mask` is False.
+
+    Attributes:
+        mask: bool, tokens that were scored.
+        rollout_logprobs, behavior_logprobs, current_logprobs, advantages: float32.
+        turn_ids, versions: integers.
+        sample_ids, group_ids: `[B]` int64, -1 on a row of padding; rewards: `[B]` float32.
+        exact_kl, anchor_exact_kl: float32 KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
+    """
+
+    mask: Tensor
+    rollout_logprobs: Tensor
+    behavior_logprobs: Tensor
+    current_logprobs: Tensor
+    advantages: Tensor
+    turn_ids: Tensor
+    versions: Tensor
+    sample_ids: Tensor
+    group_ids: Tensor
+    rewards: Tensor
+    exact_kl: Tensor | None = None
+    anchor_exact_kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoredUpdate:
+    """One optimizer step: micro-batches, and the denominators of the global minibatch."""
+
+    batches: tuple[ScoredBatch, ...]
+    num_sequences: int
+    num_tokens: int
+
+
+class UpdateHeader(msgspec.Struct):
+    """Of one update: `[B, R]` of each micro-batch and the global denominators."""
+
+    shapes: list[tuple[int, int]]
+    num_sequences: int
+    num_tokens: int
+
+
+class ScoresHeader(CheckedHeader, kw_only=True):
+    """What the metadata of one scores file says."""
+
+    step: int
+    data_rank: int
+    data_size: int
+    updates: list[UpdateHeader]
+
+
+class ScoreRecorder:
+    """Listens to the updates of a run and writes what they saw, step by step.
+
+    Args:
+        config: `record.bundle` is the folder; without one nothing is recorded. The configuration is kept beside the scores.
+        data_rank, data_size: this rank's index and the number of ranks that hold different rows.
+    """
+
+    def __init__(self, config: Config, data_rank: int, data_size: int) -> None:
+        self._folder = Path(config.record.bundle) if config.record.bundle else None
+        self._rank, self._size = data_rank, data_size
+        self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
+        if self._folder and data_rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / CONFIG_FILE).write_text(json.dumps(config.dump(), indent=2) + "\n", encoding="utf-8")
+
+    def watch(self, part: Anchored, objective: Objective) -> Objective:
+        """`objective`, whose calls are remembered as the next update of this step."""
+        if self._folder is None:
+            return objective
+        seen: dict[int, Scores] = {}
+        self._updates.append((part, seen))
+
+        def watched(index: int, current: Scores) -> Tensor:
+            # Detached: the graph of a whole step must not stay in memory.
+            kl = current.exact_kl
+            seen[index] = Scores(current.logprobs.detach(), exact_kl=None if kl is None else kl.detach())
+            return objective(index, current)
+
+        return watched
+
+    def write(self, step: int) -> None:
+        """Write what the updates since the last call saw. A rank that computes no loss writes nothing."""
+        updates, self._updates = self._updates, []
+        if self._folder is None or not all(seen for _, seen in updates):
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        scored = [_scored(part, seen) for part, seen in updates]
+        write_scores(self._folder, step, scored, data_rank=self._rank, data_size=self._size)
+
+
+def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
+    batches = []
+    for index, (micro, batch, anchor) in enumerate(
+        zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
+    ):
+        assert batch.rewards is not None, "rows that train have rewards"
+        assert batch.group_ids is not None, "rows that train have groups"
+        current, ids = seen[index], [row.record.sample_id for row in micro.rows]
+        batches.append(
+            ScoredBatch(
+                mask=batch.mask,
+                rollout_logprobs=batch.rollout_logprobs,
+                behavior_logprobs=anchor.logprobs,
+                current_logprobs=current.logprobs,
+                advantages=batch.advantages,
+                turn_ids=batch.turn_ids,
+                versions=batch.versions,
+                sample_ids=torch.tensor(ids or [-1], dtype=torch.int64),
+                group_ids=batch.group_ids,
+                rewards=batch.rewards,
+                exact_kl=current.exact_kl,
+                anchor_exact_kl=anchor.exact_kl,
+            )
+        )
+    return ScoredUpdate(tuple(batches), part.mini.num_sequences, part.mini.num_tokens)
+
+
+def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, data_rank: int, data_size: int) -> None:
+    """One rank's updates of one step as a file, whole or not at all."""
+    arrays: dict[str, np.ndarray] = {}
+    for number, update in enumerate(updates):
+        for field in fields(ScoredBatch):
+            values = [getattr(batch, field.name) for batch in update.batches]
+            if any(value is None for value in values):
+                continue
+            arrays[f"{number}/{field.name}"] = torch.cat(
+                [_packed(field.name, batch, value) for batch, value in zip(update.batches, values, strict=True)]
+            ).numpy()
+    header = ScoresHeader(
+        format=FORMAT,
+        version=FORMAT_VERSION,
+        step=step,
+        data_rank=data_rank,
+        data_size=data_size,
+        updates=[
+            UpdateHeader([(*batch.mask.shape,) for batch in one.batches], one.num_sequences, one.num_tokens)
+            for one in updates
+        ],
+    )
+    write_checked(folder / f"scores-{step:06d}-rank-{data_rank:03d}.safetensors", header, arrays)
+
+
+def _packed(name: str, batch: ScoredBatch, value: Tensor) -> Tensor:
+    value = value.detach().cpu()
+    if name == "mask":
+        return value.flatten()
+    return value if name in _ROW_FIELDS else value[batch.mask.cpu()]
+
+
+class ScoresReader:
+    """Reads the scores of a bundle. Every method raises `BundleError` for what is missing, damaged, truncated or of another format."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._files: dict[int, dict[int, Path]] = {}
+        for path in self._folder.glob("scores-*.safetensors"):
+            name = _FILE.fullmatch(path.name)
+            if name:
+                self._files.setdefault(int(name[1]), {})[int(name[2])] = path
+
+    def steps(self) -> list[int]:
+        """The steps with scores, ascending."""
+        return sorted(self._files)
+
+    def config(self) -> Config:
+        """The configuration of the run that was recorded."""
+        path = self._folder / CONFIG_FILE
+        try:
+            return Config.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise damaged(path, str(error)) from error
+
+    def read(self, step: int) -> list[ScoredUpdate]:
+        """The updates of one step, micro-batches of all ranks together, rank after rank."""
+        files = self._files.get(step, {})
+        if not files:
+            raise BundleError(
+                "the recording has no scores of this step",
+                where=str(self._folder),
+                got=step,
+                expected=f"one of {self.steps()}",
+            )
+        size = read_header(next(iter(files.values())), ScoresHeader, FORMAT, FORMAT_VERSION).data_size
+        if sorted(files) != list(range(size)):
+            raise BundleError(
+                "the scores of some learner ranks are missing or of another run",
+                where=f"{self._folder}, step {step}",
+                got=f"ranks {sorted(files)}",
+                expected=f"ranks 0 to {size - 1}",
+                fix="Copy the whole folder, or record the run again into an empty one.",
+            )
+        ranks = [self._read(files[rank], rank, size) for rank in range(size)]
+        return [
+            ScoredUpdate(
+                tuple(batch for part in parts for batch in part.batches), parts[0].num_sequences, parts[0].num_tokens
+            )
+            for parts in zip(*ranks, strict=True)
+        ]
+
+    def _read(self, path: Path, rank: int, size: int) -> list[ScoredUpdate]:
+        header, arrays = read_checked(path, ScoresHeader, FORMAT, FORMAT_VERSION)
+        if (header.data_rank, header.data_size) != (rank, size):
+            raise damaged(path, f"it is of rank {header.data_rank} of {header.data_size}")
+        try:
+            return [_unpacked(update, arrays, f"{number}/") for number, update in enumerate(header.updates)]
+        except (KeyError, ValueError, IndexError, RuntimeError) as error:
+            raise damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+def _unpacked(header: UpdateHeader, arrays: Arrays, prefix: str) -> ScoredUpdate:
+    known = {
+        name.removeprefix(prefix): torch.from_numpy(array) for name, array in arrays.items() if name.startswith(prefix)
+    }
+    sizes = [rows * columns for rows, columns in header.shapes]
+    masks = [part.view(shape) for part, shape in zip(torch.split(known.pop("mask"), sizes), header.shapes, strict=True)]
+    lengths = [[int(mask.sum()) for mask in masks], [len(mask) for mask in masks]]
+    parts = {name: torch.split(values, lengths[name in _ROW_FIELDS]) for name, values in known.items()}
+    batches = []
+    for index, mask in enumerate(masks):
+        own = {
+            name: values[index] if name in _ROW_FIELDS else _spread(values[index], mask)
+            for name, values in parts.items()
+        }
+        batches.append(ScoredBatch(mask=mask, **own))
+    return ScoredUpdate(tuple(batches), header.num_sequences, header.num_tokens)
+
+
+def _spread(packed: Tensor, mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape, dtype=packed.dtype).masked_scatter(mask, packed)

@@ -1,0 +1,3 @@
+"""Corrections and losses computed again on a recorded run, without engines: what each would have kept."""
+
+from __future__ import annotations

@@ -1,0 +1,126 @@
+"""`moe-trm whatif RECORDING`: what every preset and loss would have kept, computed on a CPU from what a run recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import get_args
+
+import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from moe_trm.config.schema import Config, CorrectionConfig, Loss, LossConfig, Preset, RuleConfig
+from moe_trm.errors import ConfigError
+from moe_trm.whatif.judge import Candidate, Outcome, judge
+from moe_trm.whatif.recording import Recording, load
+
+AS_TRAINED = "as trained"
+_COLUMNS = (
+    ("tokens kept", "correction/kept_fraction"),
+    ("rows kept", "correction/kept_sequence_fraction"),
+    ("weight ess", "correction/weight_eff_sample_size"),
+    ("trained", "gradient/trained_fraction"),
+    ("grad weight", "gradient/weight_mean"),
+    ("grad ess", "gradient/eff_sample_size"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `moe-trm whatif`."""
+    parser.add_argument("recording", type=Path, help="bundle folder (record.bundle), or a dump of slime, miles or verl")
+    parser.add_argument(
+        "--rules", action="append", metavar="YAML", help="as correction.rules; may be given several times"
+    )
+    parser.add_argument("--preset", nargs="+", choices=get_args(Preset), metavar="NAME", help="default: all presets")
+    parser.add_argument("--loss", nargs="+", choices=get_args(Loss), metavar="NAME", help="default: all losses")
+    parser.add_argument("--json", type=Path, help="write everything here, step by step")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score the candidates, print the table, write the JSON. Raises `BundleError`, `ConfigError`."""
+    torch.set_num_threads(1)
+    recording = load(args.recording)
+    chosen = candidates(recording, args.rules or (), args.preset or (), args.loss or ())
+    outcomes = [_judge(candidate, recording) for candidate in chosen]
+    print(table(recording, outcomes))
+    if args.json:
+        document = {
+            "recording": recording.source,
+            "steps": list(recording.steps),
+            "candidates": [asdict(one) for one in outcomes],
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def candidates(
+    recording: Recording, rules: Sequence[str], presets: Sequence[str], losses: Sequence[str]
+) -> list[Candidate]:
+    """What to try: the recorded configuration first, then what was asked for, or every preset and every loss.
+
+    A preset is tried with the recorded loss, a loss with the recorded correction.
+    """
+    config = recording.config
+    found = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]
+    if not (rules or presets or losses):
+        presets, losses = get_args(Preset), get_args(Loss)
+    for text in rules:
+        found.append(Candidate(f"rules {text}", _without_preset(config, rules=_parse_rules(text)), config.loss))
+    for name in presets:
+        loss = LossConfig(aggregation=config.loss.aggregation) if name.startswith("bypass_") else config.loss
+        found.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
+    for name in losses:
+        correction = config.correction
+        if correction.preset is not None and correction.preset.startswith("bypass_"):
+            correction = _without_preset(config, rules=config.correction.rules)
+        found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
+    return found
+
+
+def table(recording: Recording, outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as text, and what the recording itself says."""
+    width = max(len(outcome.name) for outcome in outcomes)
+    lines = [f"{recording.source}, steps {min(recording.steps)} to {max(recording.steps)}; means over all tokens", ""]
+    lines.append(" " * width + "".join(f"{title:>13}" for title, _ in _COLUMNS))
+    for outcome in outcomes:
+        if outcome.pooled is None:
+            lines.append(f"{outcome.name:<{width}}  cannot: {outcome.refused}")
+            continue
+        cells = [outcome.pooled.get(key) for _, key in _COLUMNS]
+        lines.append(
+            f"{outcome.name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>13}" for c in cells)
+        )
+    first = outcomes[0]
+    if first.histogram:
+        lines += ["", f"effective gradient weights, {first.name}:"]
+        lines += [f"  {label:>8} {share:7.2%} {'#' * round(50 * share)}" for label, share in first.histogram.items()]
+    return "\n".join([*lines, "", f"verdict: {first.verdict or first.refused}"])
+
+
+def _judge(candidate: Candidate, recording: Recording) -> Outcome:
+    if candidate.loss.name == "oapl" and not recording.grouped:
+        return Outcome(
+            candidate.name, refused="it compares the samples of a prompt, and the dump does not say which these are"
+        )
+    return judge(candidate, recording.config, recording.steps)
+
+
+def _without_preset(config: Config, *, rules: tuple[RuleConfig, ...]) -> CorrectionConfig:
+    return config.correction.model_copy(update={"preset": None, "rules": rules})
+
+
+def _parse_rules(text: str) -> tuple[RuleConfig, ...]:
+    try:
+        data = yaml.safe_load(text)
+        return TypeAdapter(tuple[RuleConfig, ...]).validate_python(data if isinstance(data, list) else [data])
+    except (yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(
+            "these are no rules",
+            where="--rules",
+            got=text,
+            expected="as in correction.rules, e.g. '[{name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}]'",
+        ) from error

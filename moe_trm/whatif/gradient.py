@@ -1,0 +1,57 @@
+"""What a correction and a loss let into the gradient, token by token, relative to the plain policy gradient.
+
+The effective weight of token t is (dL / dlogp_t) / (dL_plain / dlogp_t), where L_plain is the aggregated REINFORCE loss -A_t logp_t
+without any correction: 1 trains as if sampled on-policy, 0 does not train, 2 counts twice. It sees rejection, importance weights
+and clipping alike. Tokens without advantage have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+EDGES = (-1e-6, 1e-6, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+LABELS = ("below 0", "0", "to 1/4", "to 1/2", "to 0.8", "to 1.25", "to 2", "to 4", "above 4")
+
+
+@dataclass
+class EffectiveWeights:
+    """Collects effective weights of many micro-batches."""
+
+    parts: list[Tensor] = field(default_factory=list)
+
+    def add(self, gradient: Tensor, plain: Tensor) -> None:
+        """`gradient` and `plain`, both `[N]`: dL/dlogp with and without everything; where `plain` is 0 there is nothing to compare."""
+        some = plain != 0
+        self.parts.append((gradient[some] / plain[some]).double())
+
+    def histogram(self) -> dict[str, float]:
+        """Share of tokens by effective weight; the shares sum to 1. Empty where no token had an advantage."""
+        weights = torch.cat([torch.zeros(0, dtype=torch.float64), *self.parts])
+        if not len(weights):
+            return {}
+        counts = torch.bincount(
+            torch.bucketize(weights, torch.tensor(EDGES, dtype=torch.float64)), minlength=len(LABELS)
+        )
+        return {label: float(n) / len(weights) for label, n in zip(LABELS, counts, strict=True)}
+
+    def summary(self) -> dict[str, float]:
+        """`gradient/trained_fraction` (tokens with an advantage whose weight is not 0), `gradient/weight_mean`, and
+        `gradient/eff_sample_size` = (sum w)^2 / (n sum w^2), in (0, 1]."""
+        weights = torch.cat([torch.zeros(0, dtype=torch.float64), *self.parts])
+        if not len(weights):
+            return {}
+        square = float((weights**2).mean())
+        return {
+            "gradient/trained_fraction": float((weights.abs() > EDGES[1]).double().mean()),
+            "gradient/weight_mean": float(weights.mean()),
+            "gradient/eff_sample_size": float(weights.mean()) ** 2 / square if square else 0.0,
+        }
+
+
+def labels() -> Sequence[str]:
+    """Names of the histogram's classes, ascending."""
+    return LABELS

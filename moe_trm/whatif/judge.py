@@ -1,0 +1,91 @@
+"""One candidate configuration on all recorded steps: the metrics that training would have logged, and what reached the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from moe_trm import summable
+from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
+from moe_trm.errors import ConfigError
+from moe_trm.learner.protocol import Learner
+from moe_trm.losses import aggregate
+from moe_trm.objective import Objective
+from moe_trm.observe.judge import Judge
+from moe_trm.recipe import recipe
+from moe_trm.rollout.scores import ScoredUpdate
+from moe_trm.whatif.gradient import EffectiveWeights
+from moe_trm.whatif.offline import RecordedLearner, current
+
+Steps = Mapping[int, Sequence[ScoredUpdate]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A correction and a loss under a name."""
+
+    name: str
+    correction: CorrectionConfig
+    loss: LossConfig
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a candidate would have done.
+
+    Attributes:
+        refused: why it cannot run on these recordings; empty when it did, and then the rest is filled.
+        steps: finished metrics by step, named as in `metrics.jsonl`.
+        pooled: the same over all tokens of all steps, with `gradient/*` of `EffectiveWeights.summary`.
+        histogram: share of tokens by effective weight.
+        verdict: what the metrics of the last step mean, in one sentence.
+    """
+
+    name: str
+    refused: str = ""
+    steps: Mapping[int, Mapping[str, float]] | None = None
+    pooled: Mapping[str, float] | None = None
+    histogram: Mapping[str, float] | None = None
+    verdict: str = ""
+
+
+def judge(candidate: Candidate, config: Config, recorded: Steps) -> Outcome:
+    """Apply `candidate` to every recorded update. `config` says the rest: calibration steps, lengths."""
+    config = config.model_copy(update={"correction": candidate.correction, "loss": candidate.loss})
+    try:
+        objective, chosen = Objective(config), recipe(config)
+    except ConfigError as error:
+        return Outcome(candidate.name, refused=error.what)
+    recording, weights, says, verdict = RecordedLearner(), EffectiveWeights(), Judge(), ""
+    learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
+    steps: dict[int, Mapping[str, float]] = {}
+    for step, updates in recorded.items():
+        for place, update in enumerate(updates):
+            part = recording.hold(update)
+            loss_of = objective.bind(part, learner, first=place == 0)
+            for index, batch in enumerate(update.batches):
+                scores = current(batch)
+                scores.logprobs.requires_grad_()
+                plain = -batch.advantages * scores.logprobs
+                sizes = {
+                    "num_sequences": update.num_sequences,
+                    "num_tokens": update.num_tokens,
+                    "horizon": chosen.horizon,
+                }
+                baseline = aggregate(plain, batch.mask, batch.mask, chosen.aggregation, **sizes)
+                slopes = [_slope(loss, scores.logprobs)[batch.mask] for loss in (loss_of(index, scores), baseline)]
+                weights.add(*slopes)
+        steps[step] = objective.take(learner)
+        verdict = says.say(steps[step])["verdict"]
+    pooled = summable.finalize(recording.total) | weights.summary()
+    return Outcome(candidate.name, "", steps, pooled, weights.histogram(), verdict)
+
+
+def _slope(loss: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    if not loss.requires_grad:
+        return torch.zeros_like(logprobs)
+    (slope,) = torch.autograd.grad(loss, logprobs, allow_unused=True, materialize_grads=True)
+    return slope

@@ -1,0 +1,97 @@
+"""Recorded updates in the place of a learner, so that `moe_trm.objective` judges them exactly as it did in training.
+
+Shape letters: B rows and R columns of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_trm import summable
+from moe_trm.learner.protocol import Scores
+from moe_trm.passes import Anchored
+from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate
+from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
+from routing.replay import Native, RouteSource
+
+
+class RecordedLearner:
+    """What the objective asks of a learner, by one rank that holds every row of a recorded update and answers with its scores.
+
+    Everything it was asked to reduce is also added up over all steps, in `total`.
+    """
+
+    data_rank, data_size, moe_layer_ids = 0, 1, ()
+
+    def __init__(self) -> None:
+        self.total: summable.Summable = {}
+        self._update: ScoredUpdate | None = None
+
+    def hold(self, update: ScoredUpdate) -> Anchored:
+        """Answer for `update` from now on; returns its minibatch as the objective wants it."""
+        self._update = update
+        anchors = [Scores(batch.behavior_logprobs, exact_kl=batch.anchor_exact_kl) for batch in update.batches]
+        micro = tuple(
+            MicroBatch(tuple(_row(number) for number in batch.sample_ids.tolist() if number >= 0))
+            for batch in update.batches
+        )
+        mini = MiniBatch(micro, update.num_sequences, update.num_tokens)
+        batches = [_token_batch(batch) for batch in update.batches]
+        return Anchored(mini, batches, anchors, [Native() for _ in batches])
+
+    def score(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
+    ) -> list[Scores]:
+        """The recorded scores under the weights of the update that is held."""
+        assert self._update is not None
+        return [current(batch) for batch in self._update.batches]
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """The sums themselves: there is no other rank."""
+        self.total = summable.add([self.total, sums])
+        return {name: float(value) for name, value in sums.items()}
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
+
+
+def current(batch: ScoredBatch) -> Scores:
+    """The recorded scores of the update pass, as a new leaf without gradient."""
+    return Scores(batch.current_logprobs.clone(), exact_kl=batch.exact_kl)
+
+
+def _token_batch(batch: ScoredBatch) -> TokenBatch:
+    nothing = torch.zeros(batch.mask.shape, dtype=torch.int64)
+    return TokenBatch(
+        input_ids=nothing,
+        target_ids=nothing,
+        valid=batch.mask,
+        mask=batch.mask,
+        rollout_logprobs=batch.rollout_logprobs,
+        full_logprobs=batch.rollout_logprobs,
+        versions=batch.versions,
+        turn_ids=batch.turn_ids,
+        advantages=batch.advantages,
+        routes=(None,) * len(batch.mask),
+        kept_ids=None,
+        kept_offsets=None,
+        rewards=batch.rewards,
+        group_ids=batch.group_ids,
+    )
+
+
+def _row(sample_id: int) -> TrainRow:
+    """All that the objective asks of a row is which sample it is."""
+    none = np.zeros(0, np.int32)
+    record = RolloutRecord(sample_id, -1, "", none, none.astype(bool), none, none, none, none, None, None, "")
+    return TrainRow(record, 0.0)

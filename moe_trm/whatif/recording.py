@@ -1,0 +1,64 @@
+"""A recording in whatever format it is on disk: one of ours, or the dump of another framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import BundleError
+from moe_trm.rollout.scores import ScoredUpdate, ScoresReader
+from moe_trm.whatif import foreign
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What can be judged offline.
+
+    Attributes:
+        source: where it comes from, in words.
+        config: the configuration that was recorded; of a dump, the defaults.
+        steps: the updates of each step.
+        trained: whether `config` is what the run trained with, so that its figures must come out again.
+        grouped: whether it is known which samples answer the same prompt.
+    """
+
+    source: str
+    config: Config
+    steps: Mapping[int, Sequence[ScoredUpdate]]
+    trained: bool
+    grouped: bool
+
+
+def load(path: Path) -> Recording:
+    """Read a bundle folder, a folder of dumps, or one dump file.
+
+    Raises:
+        BundleError: nothing readable there, damage, another version, or a dump without the log-probs that are needed.
+    """
+    reader = ScoresReader(path)
+    if reader.steps():
+        steps = {step: reader.read(step) for step in reader.steps()}
+        return Recording("a bundle of moe-trm", reader.config(), steps, trained=True, grouped=True)
+    if path.is_dir() and any(path.glob("step-*.safetensors")):
+        raise BundleError(
+            "this bundle holds rollouts but no scores, so there is nothing to compare them with",
+            where=str(path),
+            expected="files named scores-NNNNNN-rank-RRR.safetensors",
+            fix="Record the run again with record.bundle=FOLDER, or repeat it: rollout.engine=bundle with record.bundle=OTHER.",
+        )
+    files = sorted(file for file in path.iterdir() if file.suffix in foreign.SUFFIXES) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise BundleError(
+            "there is no recording here",
+            where=str(path),
+            expected="a bundle folder, or a .pt dump of slime, miles or verl",
+            fix="Record a run with record.bundle=FOLDER.",
+        )
+    dumps = [foreign.read(file) for file in files]
+    steps = foreign.by_step(dumps)
+    config = Config.model_validate({"model": {"checkpoint": "not recorded"}})
+    names = ", ".join(sorted({dump.framework for dump in dumps}))
+    grouped = all(dump.grouped for dump in dumps)
+    return Recording(f"a dump of {names}", config, steps, trained=False, grouped=grouped)
