@@ -23,8 +23,9 @@ def decode_payload(
     layer_ids: Sequence[int],
     num_experts: int,
     top_k: int,
+    start: int = 0,
 ) -> RouteRecord:
-    """Decode base64 of little-endian int32 `[T-1, D, K]` and bind it to `tokens`.
+    """Decode base64 of little-endian int32 `[T-1-start, D, K]` and bind it to `tokens`.
 
     The payload has one column per decoder layer, dense ones included; only the columns named by `layer_ids` are kept.
     Ids are checked as int32 before they are narrowed, so a negative or oversized id cannot wrap into a legal one.
@@ -36,9 +37,10 @@ def decode_payload(
         layer_ids: 0-based decoder layers that are MoE, ascending.
         num_experts: routed experts per layer.
         top_k: `K`, routed experts per token.
+        start: first row that was asked for (request field `routed_experts_start_len`), as in `routing.groups.extend`.
 
     Returns:
-        A validated record with `T - 1` rows and the digest of `tokens`.
+        A validated record with the rows `start..T-2` and the digest of `tokens`.
 
     Raises:
         RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many rows),
@@ -55,14 +57,14 @@ def decode_payload(
             expected=f"distinct ascending ids in 0..{num_layers - 1}",
         )
     rows_TDK = _rows(payload, num_layers, top_k)
-    expected_rows = int(np.asarray(tokens).shape[0]) - 1
+    expected_rows = int(np.asarray(tokens).shape[0]) - 1 - start
     if rows_TDK.shape[0] != expected_rows:
         raise RouteError(
             "rows",
             "wrong number of route rows in the payload",
             got=rows_TDK.shape[0],
             expected=expected_rows,
-            fix="One row per forwarded token is needed: request the routes of the prompt too (routed_experts_start_len=0).",
+            fix=f"One row per forwarded token is needed: request them from row {start} on (routed_experts_start_len={start}).",
         )
     routes_TLK = rows_TDK[:, wanted, :]
     outside = (routes_TLK < 0) | (routes_TLK >= num_experts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from moe_trm.rollout.parse import SampledTurn
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
@@ -19,6 +20,15 @@ class RolloutEngine(Protocol):
         """Sample one continuation and return what really happened.
 
         Raises `RecordRejected` (reason and place) when the response violates an invariant, `EngineError` when there is none.
+        """
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """Sample what comes after `context`, which may hold earlier answers and what was said between them.
+
+        `start`: first row of the routes to return; those before it are known from earlier turns. `bare`: without routes and masks.
+        Raises as `generate` does.
         """
 
     async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:

@@ -1,10 +1,10 @@
-"""One JSON answer of SGLang's `/generate` -> one `RolloutRecord`, or the reason why not. Pure: no connection, no state.
+"""One JSON answer of SGLang's `/generate` -> one `SampledTurn`, or the reason why not. Pure: no connection, no state.
 
-Shape letters: T tokens, P of them in the prompt, S = T - P sampled, M kept ids in all.
+Shape letters: T tokens, S of them sampled in this answer and the others its context, M kept ids in all.
 
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
 `malformed` (not the JSON that was agreed), `aborted`, `empty_output`, `prompt_length`, `token_range`, `logprob_count`, `logprob_ids`,
-`logprob_value` (not finite, or positive), `version_missing`, `version_unknown`, `version_span`, `mask_missing`, `route_missing`.
+`logprob_value` (not finite, or positive), `version_missing`, `version_unknown`, `mask_missing`, `route_missing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from moe_trm.errors import RecordRejected
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
-from moe_trm.types import Prompt, RolloutRecord
 from routing import RouteError, RouteRecord
 from routing.sglang import decode_payload
 
@@ -77,6 +76,8 @@ class Wanted:
     mask: bool
     violation: Violation = "reject"
     """What to do with a sampled token outside its own mask."""
+    partial: bool = False
+    """Whether an answer that was aborted after its first token is a record too: the beginning of one, to be continued."""
     missing: Literal["reject", "native"] = "reject"
     """What to do with a sample during which the weights changed: reject it, or leave out the routes of before the change."""
 
@@ -97,89 +98,77 @@ def decode_answer(body: bytes) -> Answer:
         ) from error
 
 
-def parse_answer(
-    body: bytes, prompt: Prompt, model: ServedModel, wanted: Wanted, *, sample_id: int, group_id: int
-) -> RolloutRecord:
-    """Check one answer against every invariant of a record.
+@dataclass(frozen=True)
+class SampledTurn:
+    """What the engine really did in one answer. Arrays as in `RolloutRecord`, of this answer's tokens only.
+
+    Attributes:
+        tokens: `[S]` int32 sampled ids, the stop token included.
+        routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T tokens.
+    """
+
+    tokens: np.ndarray
+    rollout_logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    versions: np.ndarray
+    routes: RouteRecord | None
+    sampling_mask: SamplingMask | None
+    finish_reason: str
+
+
+def parse_turn(
+    body: bytes, context: Sequence[int], model: ServedModel, wanted: Wanted, *, start: int = 0
+) -> SampledTurn:
+    """Check one answer against every invariant that it can break by itself.
 
     Args:
         body: JSON as received.
-        prompt: what was sent.
+        context: ids that were sent: the prompt, and whatever followed it.
         model: the sizes that ids are checked against.
         wanted: what the request asked for.
-        sample_id: goes into the record and into the text of an error.
-        group_id: goes into the record.
-
-    Returns:
-        The record. `rollout_logprobs` are those over the kept support when the mask was asked for, else those over the vocabulary.
+        start: first row of the routes that were asked for.
 
     Raises:
         RecordRejected: with one of the reasons of this module's docstring.
     """
-    try:
-        answer = decode_answer(body)
-        finish_reason = _finish_reason(answer.meta_info)
-        output_S = _output_ids(answer, prompt, model)
-        full_S = _full_logprobs(answer.meta_info, output_S)
-        mask, rollout_S = None, full_S
-        if wanted.mask:
-            mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
-            rollout_S = _sampled_logprobs(mask, output_S, full_S)
-        tokens_T = np.concatenate([np.asarray(prompt.token_ids, np.int32), output_S])
-        routes = _routes(answer.meta_info, tokens_T, model) if wanted.routes else None
-        versions_S = _versions(
-            answer.meta_info, len(output_S), one_version=wanted.routes and wanted.missing == "reject"
-        )
-        if routes is not None and (cut := int((versions_S != versions_S[-1]).sum())):
-            # The row that predicts the first token of the last version is that version's own; all rows before it may have been
-            # computed again after the update.
-            routes = routes.uncover(slice(0, len(prompt.token_ids) + cut - 1))
-    except RecordRejected as rejection:
-        place = ", ".join(part for part in (f"sample {sample_id}", rejection.where) if part)
-        raise RecordRejected(
-            rejection.reason,
-            rejection.what,
-            where=place,
-            got=rejection.got,
-            expected=rejection.expected,
-            fix=rejection.fix,
-        ) from rejection
-    sampled_T = np.zeros(len(tokens_T), dtype=bool)
-    sampled_T[len(prompt.token_ids) :] = True
-    return RolloutRecord(
-        sample_id=sample_id,
-        group_id=group_id,
-        prompt_id=prompt.prompt_id,
-        tokens=tokens_T,
-        sampled=sampled_T,
-        turn_ids=np.zeros(len(tokens_T), np.int16),
+    answer = decode_answer(body)
+    finish_reason = _finish_reason(answer.meta_info)
+    output_S = _output_ids(answer, len(context), model)
+    full_S = _full_logprobs(answer.meta_info, output_S)
+    mask, rollout_S = None, full_S
+    if wanted.mask:
+        mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
+        rollout_S = _sampled_logprobs(mask, output_S, full_S)
+    tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
+    return SampledTurn(
+        tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
-        versions=versions_S,
-        routes=routes,
+        versions=_versions(answer.meta_info, len(output_S)),
+        routes=_routes(answer.meta_info, tokens_T, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
     )
 
 
-def _finish_reason(meta: MetaInfo) -> str:
-    reason = meta.finish_reason
+def _finish_reason(answer: Answer, *, partial: bool) -> str:
+    reason = answer.meta_info.finish_reason
     if reason is None or reason.type not in ("stop", "length", "abort"):
         raise RecordRejected(
             "malformed", "unknown finish reason", got=reason and reason.type, expected="stop, length or abort"
         )
-    if reason.type == "abort":
+    if reason.type == "abort" and not (partial and answer.output_ids):
         raise RecordRejected("aborted", "the engine aborted the request", got=reason.message or None)
     return reason.type
 
 
-def _output_ids(answer: Answer, prompt: Prompt, model: ServedModel) -> np.ndarray:
-    if answer.meta_info.prompt_tokens != len(prompt.token_ids):
+def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.ndarray:
+    if answer.meta_info.prompt_tokens != context_length:
         raise RecordRejected(
             "prompt_length",
             "the engine saw another prompt",
             got=answer.meta_info.prompt_tokens,
-            expected=len(prompt.token_ids),
+            expected=context_length,
         )
     if not answer.output_ids:
         raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
@@ -234,7 +223,7 @@ def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     return array
 
 
-def _versions(meta: MetaInfo, num_sampled: int, *, one_version: bool) -> np.ndarray:
+def _versions(meta: MetaInfo, num_sampled: int) -> np.ndarray:
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
     contiguous = starts == [0, *ends[:-1]] and all(start < end for start, end in zip(starts, ends, strict=True))
@@ -244,15 +233,6 @@ def _versions(meta: MetaInfo, num_sampled: int, *, one_version: bool) -> np.ndar
             "weight versions do not cover the sampled tokens",
             got=[(span.version, span.start, span.end) for span in spans],
             expected=f"spans from 0 to {num_sampled} without gap or overlap",
-        )
-    if one_version and len({span.version for span in spans}) > 1:
-        # The engine computed the KV cache of the earlier rows again after the update, and reports the new weights' routes for them.
-        raise RecordRejected(
-            "version_span",
-            "weights changed while this sample was generated: its routes are those of the new weights only",
-            got=[(span.version, span.start, span.end) for span in spans],
-            expected="one version",
-            fix="Update weights between batches, keep routes out of such a run, or set replay.missing=native.",
         )
     for span in spans:
         if not span.version.isdecimal() or len(span.version) > MAX_VERSION_DIGITS:
@@ -338,7 +318,7 @@ def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarr
     return sampled
 
 
-def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel) -> RouteRecord:
+def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int) -> RouteRecord:
     if meta.routed_experts is None:
         raise RecordRejected(
             "route_missing",
@@ -354,6 +334,7 @@ def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel) -> RouteRe
             layer_ids=model.moe_layer_ids,
             num_experts=model.num_experts,
             top_k=model.top_k,
+            start=start,
         )
     except RouteError as error:
         raise RecordRejected(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError, RecordRejected
+from moe_trm.rollout.conversation import Conversation, naming, parse_answer
 from moe_trm.rollout.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.parse import Wanted, decode_answer, parse_answer
+from moe_trm.rollout.parse import SampledTurn, Wanted, decode_answer, parse_turn
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sync.api import check_can_verify
 from moe_trm.sync.disk import load_from_disk
@@ -89,10 +90,24 @@ class SglangEngine:
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         """Sample one continuation. Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none."""
-        request = self.generate_request(prompt.token_ids, params)
+        conversation = Conversation(prompt)
+        with naming(sample_id):
+            conversation.add(await self.turn(prompt.token_ids, params))
+            return conversation.record(
+                sample_id=sample_id, group_id=group_id, keep_changed=self._wanted.missing == "native"
+            )
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """Sample what comes after `context`; raises as `generate` does."""
+        request = self.generate_request(context, params, bare=bare)
+        if start and "return_routed_experts" in request:
+            request["routed_experts_start_len"] = start
         async with self._slots:
             body = await self._http.request("POST", "/generate", request)
-        return parse_answer(body, prompt, self._model, self._wanted, sample_id=sample_id, group_id=group_id)
+        wanted = Wanted(routes=False, mask=False) if bare else self._wanted
+        return parse_turn(body, context, self._model, wanted, start=start)
 
     async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
         """Greedy continuations without the stop token; () for those that did not stop within `max_new_tokens`."""
@@ -115,8 +130,10 @@ class SglangEngine:
             await self._broadcast.close()
         await self._http.close()
 
-    def generate_request(self, token_ids: Sequence[int], params: SamplingParams) -> dict[str, object]:
-        """The JSON body of one sample. The server refuses masks together with `n > 1`, hence one request each."""
+    def generate_request(
+        self, token_ids: Sequence[int], params: SamplingParams, *, bare: bool = False
+    ) -> dict[str, object]:
+        """The JSON body of one sample, `bare`: without routes and masks. The server refuses masks together with `n > 1`, hence one request each."""
         request: dict[str, object] = {
             "input_ids": list(token_ids),
             "sampling_params": {
@@ -129,6 +146,8 @@ class SglangEngine:
             },
             "return_logprob": True,
         }
+        if bare:
+            return request
         if self._wanted.routes:
             request["return_routed_experts"] = True
         if self._wanted.mask:

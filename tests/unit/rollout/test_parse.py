@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.parse import Wanted, parse_answer
+from moe_trm.rollout.conversation import parse_answer
+from moe_trm.rollout.parse import Wanted
 from moe_trm.rollout.served import ServedModel
 from moe_trm.types import Prompt, RolloutRecord
 
