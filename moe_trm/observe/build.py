@@ -8,18 +8,19 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.observe.lines import ProgressLines
-from moe_trm.observe.sinks import Guarded, JsonLines, Sink
+from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
 
 
 @contextmanager
-def open_sinks(config: Config, run_dir: Path) -> Iterator[list[Sink]]:
-    """`metrics.jsonl`, begun anew, what the terminal shows, and the trackers asked for; closed however the run ends.
+def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
+    """`metrics.jsonl`, what the terminal shows, and the trackers asked for; closed however the run ends.
 
+    A run that goes on after `first_step` keeps the lines up to it; one that begins anew (0) begins the file anew.
     Raises `ConfigError` when a tracker does not start.
     """
     path = run_dir / "metrics.jsonl"
-    path.unlink(missing_ok=True)
+    keep_steps(path, first_step)
     trackers = [Guarded(open_tracker(name, config, run_dir), name) for name in config.observe.sinks]
     sinks = [JsonLines(path), ProgressLines(config.train.steps), *trackers]
     with ExitStack() as stack:

@@ -22,3 +22,11 @@ class Judge:
         found = mask_hides_gap(self._history) or verdict(self._history)
         said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
         return said | ({"verdict/config": found.config} if found.config else {})
+
+    def state(self) -> list[Mapping[str, float]]:
+        """What it remembers, as plain data."""
+        return self._history
+
+    def restore(self, state: list[Mapping[str, float]]) -> None:
+        """Go on after `state`."""
+        self._history = list(state)

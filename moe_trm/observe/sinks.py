@@ -43,6 +43,21 @@ class JsonLines(Sink):
         self._file.close()
 
 
+def keep_steps(path: Path, last: int) -> None:
+    """Cut `metrics.jsonl` after the line of step `last`, or remove it when `last` is 0, so that no step is there twice."""
+    if last == 0 or not path.exists():
+        path.unlink(missing_ok=True)
+        return
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            # A killed run may have left half a line at the end.
+            if not line.endswith(b"\n") or orjson.loads(line)["step"] > last:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
 class Guarded(Sink):
     """A sink whose failure must not end a run: it is said once, with the reason, and the sink is not used again."""
 

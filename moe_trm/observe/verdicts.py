@@ -1,4 +1,4 @@
-"""When a verdict is news: the first one, and every one that advises something else than the last."""
+"""When a verdict is news: the first one, and every one of another case or with other advice than the last."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 
 
 class VerdictChanges:
-    """The verdict with its advice, when it is another one than before."""
+    """Remembers the last verdict told."""
 
     def __init__(self) -> None:
-        self._setting: str | None = None
+        self._last: tuple[object, object] | None = None
 
-    def of(self, metrics: Mapping[str, float | str]) -> str:
-        """The sentence to say now; empty when there is no verdict or it advises what the last one did."""
-        setting = str(metrics.get("verdict/config", ""))
-        if "verdict" not in metrics or setting == self._setting:
+    def of(self, metrics: Mapping[str, object]) -> str:
+        """The sentence to say now, with its advice; empty when there is no verdict or it is no other than the last."""
+        setting = metrics.get("verdict/config", "")
+        this = (metrics.get("verdict/case"), setting)
+        if "verdict" not in metrics or this == self._last:
             return ""
-        self._setting = setting
+        self._last = this
         return f"{metrics['verdict']}" + (f" Try {setting}." if setting else "")

@@ -1,0 +1,175 @@
+"""What the report draws, as data: sections of charts, each naming the metrics it shows.
+
+A `*` in a metric's name stands for anything, and the part it stood for is the label: what a run did not measure is not drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves over steps. `metrics` are pairs of name (or pattern) and label; an empty label takes what `*` matched."""
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+    log: bool = False
+    floor: bool = False
+
+
+@dataclass(frozen=True)
+class Heat:
+    """One row for each metric that matches, one column for each step. `top` is the value of the darkest colour; None: the largest."""
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+    top: float | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Parts of a whole, one column for each step."""
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One bar for each metric that matches: its last value."""
+
+    title: str
+    note: str
+    metrics: tuple[tuple[str, str], ...]
+    nothing: str
+
+
+Chart = Lines | Heat | Stack | Totals
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    charts: tuple[Chart, ...]
+
+
+SECTIONS = (
+    Section(
+        "Learning",
+        (
+            Lines("Reward and evaluation", "Mean reward of the step's samples; evaluation is greedy, on held-out prompts.",
+                  (("reward/mean", "reward"), ("eval/*accuracy*", ""), ("eval/*avg@*", ""), ("eval/*pass@*", "")), floor=True),
+            Lines("Answer length", "Tokens sampled for one answer.",
+                  (("response/length_mean", "mean"), ("eval/length_mean", "evaluation, mean"), ("response/length_max", "longest")), floor=True),
+            Lines("Finished, and without signal", "Share of answers that ended by themselves; share of prompts whose samples all got the same reward.",
+                  (("response/finished_fraction", "finished"), ("reward/zero_variance_groups", "same reward")), floor=True),
+            Lines("Gradient", "Norm of the gradient before clipping, mean over the step's updates.", (("optimizer/grad_norm", "norm"),), floor=True),
+            Lines("Policy loss", "Mean over the step's updates; its level means little, a jump means much.", (("loss/policy", "loss"), ("loss/kl_penalty", "KL penalty"), ("loss/entropy", "entropy"))),
+            Lines("Clipped tokens", "Share of tokens whose ratio the clip holds.", (("loss/pg_clipfrac", "clipped"), ("loss/pg_clipfrac_lower", "dual clip")), floor=True),
+            Lines("Learning rate", "", (("optimizer/lr", "rate"),), floor=True),
+        ),
+    ),
+    Section(
+        "Mismatch between rollout and learner",
+        (
+            Lines("Where the log-ratio comes from", "k3 KL in nats. Engine: same weights, two engines. Staleness: the weights moved since sampling (lag) and within the step (update).",
+                  (("engine/k3_kl", "engine"), ("lag/k3_kl", "lag"), ("update/k3_kl", "update"), ("merged/k3_kl", "engine and lag"), ("staleness/k3_kl", "staleness"), ("total/k3_kl", "total"), ("total/exact_kl", "total, exact")), log=True),
+            Lines("What makes the engine part", "Probe steps: mean absolute log-ratio by numerics (same routes) and by routing (routes alone).",
+                  (("probe/numerics_abs_mean", "numerics"), ("probe/routing_abs_mean", "routing")), log=True),
+            Lines("With own and with replayed routes", "Probe steps: k3 KL of the same tokens under the learner's own routes and under the rollout's.",
+                  (("probe/native_k3_kl", "own routes"), ("probe/replayed_k3_kl", "replayed routes")), log=True),
+            Lines("Agreement of probabilities", "Pearson correlation of both policies' token probabilities; 1 is perfect.",
+                  (("engine/probs_pearson", "engine"), ("merged/probs_pearson", "engine and lag"), ("total/probs_pearson", "total"))),
+            Lines("Effective sample size", "Share of tokens that importance weights leave effective; 1: all count alike.",
+                  (("engine/rollout_is_eff_sample_size", "engine"), ("total/rollout_is_eff_sample_size", "total"))),
+            Lines("Weight variance", "chi2 of the total ratio. Above 1 a few tokens dominate.",
+                  (("total/chi2_token", "tokens"), ("total/chi2_seq", "sequences"))),
+        ),
+    ),
+    Section(
+        "Expert routes",
+        (
+            Lines("Router flips", "Share of token-layers whose expert set differs: between the engines' own routers (probe steps), and between the record and the live router.",
+                  (("routing/native_flip_rate", "engines"), ("routing/local_flip_rate", "live router"), ("routing/native_token_flip_rate", "engines, any layer")), floor=True),
+            Heat("Flips by layer: engines", "Cause: numerics. Both engines at the same weights choose other experts (probe steps).", (("routing/flip_rate/layer_*", "layer "),)),
+            Heat("Flips by layer: live router", "Cause: numerics and training. What the learner's router would choose now, against the replayed record.", (("routing/local_flip_rate/layer_*", "layer "),)),
+            Lines("Replay proof", "Share of token-layers of replayed forwards that used their recorded route, as counted at the dispatcher. Anything but 1 stops the run.",
+                  (("replay/applied_fraction", "applied"), ("replay/native_fraction", "left to own routers")), floor=True),
+            Lines("Expert load", "Entropy of the rollout's routes (1: even) and load of the busiest expert over the mean.",
+                  (("routing/load_entropy", "entropy"), ("routing/load_max_over_mean", "busiest / mean")), floor=True),
+        ),
+    ),
+    Section(
+        "Correction",
+        (
+            Lines("Kept tokens", "What the rules let into the gradient; denominators never change.",
+                  (("correction/kept_fraction", "all rules, tokens"), ("correction/kept_sequence_fraction", "all rules, sequences"), ("correction/*/kept_fraction", ""))),
+            Heat("Kept sequences by length", "Share of sequences that lost no token, by sampled tokens. Paler rows below darker ones: long answers are rejected more.",
+                 (("acceptance/length_*", ""),), top=1.0),
+            Lines("Kept sequences by kind", "A rule that prefers right or wrong answers biases what is learned.",
+                  (("acceptance/correct", "right"), ("acceptance/wrong", "wrong"), ("acceptance/positive", "positive advantage"), ("acceptance/negative", "negative advantage"))),
+            Lines("Importance weights", "Of kept tokens, after caps.", (("correction/weight_mean", "mean"), ("correction/weight_std", "deviation"), ("correction/weight_eff_sample_size", "effective sample size"))),
+        ),
+    ),
+    Section(
+        "Sampling mask",
+        (
+            Lines("Kept-set sizes", "Ids that top-k, top-p and min-p left for one token.",
+                  (("sampling_mask/size_median", "median"), ("sampling_mask/size_mean", "mean"), ("sampling_mask/size_p99", "99%"), ("sampling_mask/size_max", "largest")), log=True),
+            Lines("Kept mass", "Probability of the kept set under each engine: how far off full-vocabulary ratios would be.",
+                  (("sampling_mask/kept_mass_mean", "rollout"), ("sampling_mask/learner_kept_mass_mean", "learner"))),
+            Lines("Forced tokens", "Share of tokens with a single kept id: nothing was sampled there.", (("sampling_mask/singleton_fraction", "one id"),), floor=True),
+        ),
+    ),
+    Section(
+        "Age and books",
+        (
+            Lines("Age of samples", "Weight versions between the one that sampled a token and the one that trains on it.",
+                  (("rollout/age_mean", "mean"), ("rollout/age_max", "oldest")), floor=True),
+            Lines("Where samples are", "issued = queued + in flight + trained + rejected + dropped, at every step.",
+                  (("ledger/issued", "issued"), ("ledger/trained", "trained"), ("ledger/queued", "queued"), ("ledger/rejected", "rejected"), ("ledger/dropped", "dropped")), floor=True),
+            Totals("Rejected and dropped, by reason", "Since the start. Rejected: the record violates an invariant. Dropped: valid, but refused by policy.",
+                   (("records/rejected/*", "rejected: "), ("records/dropped/*", "dropped: ")), "No sample was rejected or dropped."),
+        ),
+    ),
+    Section(
+        "Time",
+        (
+            Stack("Seconds by phase", "Waiting for rollouts, scoring, probing, updating, pushing weights; evaluation between steps.",
+                  (("time/wait_s", "wait"), ("time/score_s", "score"), ("time/probe_s", "probe"), ("time/update_s", "update"), ("time/sync_s", "sync"), ("time/eval_s", "evaluation"))),
+            Lines("Rollout speed", "Sampled tokens per second of rollout.", (("rollout/tokens_per_s", "tokens/s"),), floor=True),
+        ),
+    ),
+)  # fmt: skip
+
+
+def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list[tuple[str, str]]:
+    """Names among `known` that a chart shows, with their labels, in the chart's order and numbered rows by number."""
+    known = sorted(known, key=_by_number)
+    found: dict[str, str] = {}
+    for pattern, label in metrics:
+        if "*" not in pattern:
+            found |= {pattern: label} if pattern in known and pattern not in found else {}
+            continue
+        regex = re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")))
+        for name in known:
+            match = regex.fullmatch(name)
+            if match and name not in found:
+                found[name] = label + _readable(pattern, name, match.groups())
+    return list(found.items())
+
+
+def _readable(pattern: str, name: str, parts: Sequence[str]) -> str:
+    if pattern.startswith("acceptance/length_"):
+        return parts[0].replace("_up", " and more").replace("_", " to ") + " tokens"
+    return name.partition("/")[2] if len(parts) > 1 else parts[0]
+
+
+def _by_number(name: str) -> tuple[tuple[int, int | str], ...]:
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,0 +1,195 @@
+"""Charts as inline SVG. Colours are classes, so that one drawing serves light and dark; sizes fit a phone.
+
+Every curve, row and column carries the run and the metric it draws (`data-run`, `data-metric`), and every drawing its scales, so that
+the page's script can show exact values and a test can map each place back to a number of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+from moe_trm.report.scale import Scale, short, step_scale, ticks, value_scale, whole_ticks
+
+WIDTH, HEIGHT = 360.0, 190.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 10.0, 164.0
+MOST_POINTS = 600
+"""Points of a curve that are drawn; of more, the extremes of each stretch."""
+MOST_COLUMNS = 120
+MOST_CELLS = 6000
+
+Points = Sequence[tuple[int, float | None]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run: `colour` is its place in the palette; runs after the first are dashed."""
+
+    run: int
+    metric: str
+    label: str
+    colour: int
+    points: Points
+
+    @property
+    def finite(self) -> list[tuple[int, float]]:
+        return [(step, value) for step, value in self.points if value is not None]
+
+    @property
+    def source(self) -> str:
+        return f'data-run="{self.run}" data-metric="{escape(self.metric)}"'
+
+
+def lines(title: str, series: Sequence[Series], steps: tuple[int, int], *, log: bool, floor: bool) -> str:
+    """Curves over steps. What a logarithmic scale cannot show (0 and less) leaves a gap."""
+    x = step_scale(*steps, LEFT + 4, RIGHT - 4)
+    values = [value for each in series for _, value in each.finite]
+    y = value_scale(values, BOTTOM, TOP, log=log, floor=floor)
+    body = [part for each in series for part in _curve(each, x, y)]
+    return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
+
+
+def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float | None) -> str:
+    """Rows of one run, first on top; the darker, the larger, from 0 to `top`."""
+    values = [value for each in rows for _, value in each.finite]
+    most = top if top is not None else max(values, default=1.0) or 1.0
+    height = max(96.0, min(300.0, 14.0 * len(rows)))
+    x = step_scale(*steps, LEFT + 4, RIGHT - 4)
+    y = Scale(0, len(rows), TOP, TOP + height)
+    chosen = _spread(
+        sorted({step for each in rows for step, _ in each.points}), min(MOST_COLUMNS, MOST_CELLS // len(rows))
+    )
+    edges = _edges([x(step) for step in chosen], LEFT, RIGHT)
+    body = []
+    for index, each in enumerate(rows):
+        found = dict(each.points)
+        cells = [
+            f'<rect x="{left:.1f}" y="{y(index):.1f}" width="{right - left:.1f}" height="{y(index + 1) - y(index):.1f}" fill-opacity="{value / most:.3f}"/>'
+            for step, left, right in zip(chosen, edges, edges[1:], strict=False)
+            if (value := found.get(step)) is not None
+        ]
+        body.append(f'<g class="cells" {each.source}>{"".join(cells)}</g>')
+    step_between = math.ceil(len(rows) / 12)
+    for index in range(0, len(rows), step_between):
+        label = rows[index].label.removeprefix("layer ").removesuffix(" tokens")
+        body.append(_text(LEFT - 6, (y(index) + y(index + 1)) / 2 + 3.5, label, "end"))
+    frame = f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{height}"/>'
+    return _drawing(title, x, y, [*body, frame, *_steps(x, TOP + height)], TOP + height + 26)
+
+
+def stack(title: str, parts: Sequence[Series], steps: tuple[int, int]) -> str:
+    """One column per step, parts from the bottom up."""
+    x = step_scale(*steps, LEFT + 4, RIGHT - 4)
+    found = [dict(each.points) for each in parts]
+    known = sorted({step for values in found for step in values})
+    chosen = _spread(known, MOST_COLUMNS)
+    tops = [math.fsum(values.get(step) or 0.0 for values in found) for step in chosen]
+    y = value_scale([*tops, 0.0], BOTTOM, TOP, floor=True)
+    edges = _edges([x(step) for step in chosen], LEFT, RIGHT)
+    base = dict.fromkeys(chosen, 0.0)
+    body = []
+    for each, values in zip(parts, found, strict=True):
+        columns = []
+        for step, left, right in zip(chosen, edges, edges[1:], strict=False):
+            value = values.get(step)
+            if value:
+                low, base[step] = y(base[step]), base[step] + value
+                gap = min(1.0, (right - left) / 5)
+                columns.append(
+                    f'<rect x="{left:.1f}" y="{y(base[step]):.2f}" width="{right - left - gap:.1f}" height="{low - y(base[step]):.2f}"/>'
+                )
+        body.append(f'<g class="f{each.colour}" {each.source}>{"".join(columns)}</g>')
+    return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
+
+
+def spark(points: Points, *, log: bool = False) -> str:
+    """A curve without axes, for a tile."""
+    finite = [(step, value) for step, value in points if value is not None and (value > 0 or not log)]
+    if len(finite) < 2:
+        return ""
+    x = step_scale(finite[0][0], finite[-1][0], 2, 98)
+    y = value_scale((value for _, value in finite), 24, 2, log=log)
+    places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned(finite, x))
+    return f'<svg class="spark" viewBox="0 0 100 26" preserveAspectRatio="none" aria-hidden="true"><polyline class="s0" points="{places}"/></svg>'
+
+
+def thinned(points: Sequence[tuple[int, float]], x: Scale) -> Sequence[tuple[int, float]]:
+    """At most about `MOST_POINTS` of the points: of each stretch the first, the lowest, the highest and the last."""
+    if len(points) <= MOST_POINTS:
+        return points
+    stretches: dict[int, list[tuple[int, float]]] = {}
+    for point in points:
+        place = (x(point[0]) - x.start) / (x.end - x.start)
+        stretches.setdefault(int(place * MOST_POINTS / 4), []).append(point)
+    kept = []
+    for stretch in stretches.values():
+        low, high = min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])
+        kept += sorted({stretch[0], low, high, stretch[-1]})
+    return kept
+
+
+def _curve(series: Series, x: Scale, y: Scale) -> list[str]:
+    pieces: list[list[tuple[int, float]]] = [[]]
+    for step, value in series.points:
+        if value is None or (y.log and value <= 0):
+            pieces.append([])
+        else:
+            pieces[-1].append((step, value))
+    dashed = " dashed" if series.run else ""
+    drawn = []
+    for piece in pieces:
+        places = [f"{x(step):.2f},{y(value):.2f}" for step, value in thinned(piece, x)]
+        if len(places) > 1:
+            drawn.append(f'<polyline class="s{series.colour}{dashed}" {series.source} points="{" ".join(places)}"/>')
+        if 0 < len(piece) <= 12:
+            drawn += [
+                f'<circle class="f{series.colour}" {series.source} cx="{place.split(",")[0]}" cy="{place.split(",")[1]}" r="2.6"/>'
+                for place in places
+            ]
+    return drawn
+
+
+def _axes(x: Scale, y: Scale) -> list[str]:
+    parts = []
+    for value in ticks(y):
+        parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>')
+        parts.append(_text(LEFT - 6, y(value) + 3.5, short(value), "end"))
+    return [*parts, *_steps(x, BOTTOM)]
+
+
+def _steps(x: Scale, bottom: float) -> list[str]:
+    return [_text(x(step), bottom + 16, str(int(step)), "middle") for step in whole_ticks(x)]
+
+
+def _drawing(title: str, x: Scale, y: Scale, body: Sequence[str], height: float) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH:g} {height:g}" role="img" tabindex="0" aria-label="{escape(title)}" '
+        f'data-x="{x.attribute}" data-y="{y.attribute}">{"".join(body)}<path class="cursor" d=""/></svg>'
+    )
+
+
+def _text(x: float, y: float, content: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def _spread(steps: Sequence[int], most: int) -> Sequence[int]:
+    """At most `most` of the steps, evenly spread, first and last among them."""
+    if len(steps) <= most:
+        return steps
+    return sorted({steps[round(index * (len(steps) - 1) / (most - 1))] for index in range(most)})
+
+
+def _edges(centres: Sequence[float], low: float, high: float) -> list[float]:
+    """Borders of the columns around these places, within the drawing."""
+    if not centres:
+        return [low, high]
+    between = [(one + other) / 2 for one, other in pairwise(centres)]
+    reach = (between[0] - centres[0]) if between else 20.0
+    return [
+        max(low, centres[0] - reach),
+        *between,
+        min(high, centres[-1] + (centres[-1] - between[-1] if between else reach)),
+    ]

@@ -1,0 +1,120 @@
+"""The few things to look at first: key figures, proofs and alarms, and what the verdicts said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_trm.observe.verdicts import VerdictChanges
+from moe_trm.report.run import Row, Run
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure: the last value of the first of `metrics` that the run has, and its first value if `first`."""
+
+    label: str
+    metrics: tuple[str, ...]
+    note: str
+    first: bool = False
+    log: bool = False
+
+
+def tiles() -> tuple[Tile, ...]:
+    return (
+        Tile("Evaluation", ("eval/accuracy",), "greedy accuracy, first → last", first=True),
+        Tile("Reward", ("reward/mean",), "mean of a step, first → last", first=True),
+        Tile("Engine mismatch", ("engine/k3_kl", "merged/k3_kl"), "k3 KL in nats at equal weights", log=True),
+        Tile("Router flips", ("routing/native_flip_rate", "routing/local_flip_rate"), "share of token-layers"),
+        Tile("Kept tokens", ("correction/kept_fraction",), "share that corrections let through"),
+        Tile("Seconds per step", ("time/step_s",), "wall clock, without evaluation"),
+    )
+
+
+@dataclass(frozen=True)
+class Check:
+    """One property over all steps: `value` is the worst step's metric, None when it was never measured."""
+
+    what: str
+    value: float | None
+    state: Literal["good", "bad", "none"]
+
+
+def checks(run: Run) -> list[Check]:
+    """What must hold at every step, and the alarms beside it."""
+    bound = run.config.get("replay", {}).get("max_local_flip_rate", 1.0)
+    found = [
+        _worst(run, "Replayed token-layers that used their recorded route", "replay/applied_fraction", min, lambda v: v == 1.0),
+        _worst(run, "Tokens that the first update pass did not reproduce bit for bit", "update/first_nonzero_fraction", max, lambda v: v == 0.0),
+        _worst(run, f"Live router against the record, at most {bound:g}", "routing/local_flip_rate", max, lambda v: v <= bound),
+        _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0),
+        _worst(run, "Samples rejected", "ledger/rejected", max, lambda v: v == 0.0),
+    ]  # fmt: skip
+    unbalanced = [float(row["step"]) for row in run.rows if _balance(row) not in (None, 0.0)]
+    measured = any(_balance(row) is not None for row in run.rows)
+    state: Literal["good", "bad", "none"] = "none" if not measured else "bad" if unbalanced else "good"
+    what = (
+        "The sample ledger balances at every step"
+        if not unbalanced
+        else "First step whose sample ledger does not balance"
+    )
+    balance = Check(what, unbalanced[0] if unbalanced else 0.0 if measured else None, state)
+    return [*found, balance]
+
+
+def _worst(
+    run: Run, what: str, metric: str, worst: Callable[[list[float]], float], holds: Callable[[float], bool]
+) -> Check:
+    values = [value for _, value in run.series(metric)]
+    if not values:
+        return Check(what, None, "none")
+    finite = [value for value in values if value is not None]
+    if len(finite) < len(values):
+        return Check(f"{what} (not finite at {len(values) - len(finite)} steps)", None, "bad")
+    value = worst(finite)
+    return Check(what, value, "good" if holds(value) else "bad")
+
+
+def _balance(row: Row) -> float | None:
+    places = [f"ledger/{place}" for place in ("queued", "in_flight", "trained", "rejected", "dropped")]
+    if any(row.get(name) is None for name in ("ledger/issued", *places)):
+        return None
+    return float(row["ledger/issued"] - sum(row[name] for name in places))
+
+
+State = Literal["good", "fair", "bad"]
+
+
+@dataclass(frozen=True)
+class Saying:
+    """A verdict from the step on which it was first given."""
+
+    step: int
+    unix_s: float | None
+    sentence: str
+    setting: str
+    state: State
+
+
+def sayings(run: Run) -> list[Saying]:
+    """The verdicts of a run, each time it was another one than before."""
+    changes, said = VerdictChanges(), []
+    for row in run.rows:
+        if changes.of(row):
+            said.append(
+                Saying(
+                    int(row["step"]),
+                    row.get("time/unix_s"),
+                    str(row["verdict"]),
+                    str(row.get("verdict/config", "")),
+                    _state(row),
+                )
+            )
+    return said
+
+
+def _state(row: Any) -> State:
+    if row.get("verdict/config"):
+        return "bad"
+    return "good" if row.get("verdict/case", "ok") == "ok" and "not yet" not in row["verdict"] else "fair"
