@@ -93,7 +93,20 @@ class InvalidOverrideError(ConfigError):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The file as plain data. Raises `ConfigError`."""
+    """A configuration file as plain data. Raises `ConfigError`."""
+    data = read_plain(path)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            "configuration file must hold sections",
+            where=str(path),
+            got=type(data).__name__,
+            expected="a mapping, e.g. `model:` and `  checkpoint: ...`",
+        )
+    return {str(key): value for key, value in data.items()}
+
+
+def read_plain(path: str | Path) -> Any:
+    """Any YAML file as plain data, interpolations left as text. Raises `ConfigError`."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
@@ -104,7 +117,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             fix="check the path; configs/ holds examples",
         )
     try:
-        data = OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")), resolve=False)
+        return OmegaConf.to_container(OmegaConf.create(file.read_text(encoding="utf-8")), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(
             "configuration file is not valid YAML",
@@ -112,14 +125,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             got=" ".join(str(error).split()),
             expected="`section:` and `  key: value` lines",
         ) from error
-    if not isinstance(data, dict):
-        raise ConfigError(
-            "configuration file must hold sections",
-            where=str(path),
-            got=type(data).__name__,
-            expected="a mapping, e.g. `model:` and `  checkpoint: ...`",
-        )
-    return {str(key): value for key, value in data.items()}
 
 
 def parse_override(text: str) -> tuple[str, Any]:
