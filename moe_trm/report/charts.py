@@ -72,7 +72,6 @@ SECTIONS = (
             Lines("Gradient", "Norm of the gradient before clipping, mean over the step's updates.", (("optimizer/grad_norm", "norm"),), floor=True),
             Lines("Policy loss", "Mean over the step's updates; its level means little, a jump means much.", (("loss/policy", "loss"), ("loss/kl_penalty", "KL penalty"), ("loss/entropy", "entropy"))),
             Lines("Clipped tokens", "Share of tokens whose ratio the clip holds.", (("loss/pg_clipfrac", "clipped"), ("loss/pg_clipfrac_lower", "dual clip")), floor=True),
-            Lines("Learning rate", "", (("optimizer/lr", "rate"),), floor=True),
         ),
     ),
     Section(
@@ -139,10 +138,11 @@ SECTIONS = (
         ),
     ),
     Section(
-        "Time",
+        "Time and schedule",
         (
             Stack("Seconds by phase", "Waiting for rollouts, scoring, probing, updating, pushing weights; evaluation between steps.",
                   (("time/wait_s", "wait"), ("time/score_s", "score"), ("time/probe_s", "probe"), ("time/update_s", "update"), ("time/sync_s", "sync"), ("time/eval_s", "evaluation"))),
+            Lines("Learning rate", "Of the step's last update.", (("optimizer/lr", "rate"),), floor=True),
             Lines("Rollout speed", "Sampled tokens per second of rollout.", (("rollout/tokens_per_s", "tokens/s"),), floor=True),
         ),
     ),

@@ -27,7 +27,7 @@ def render(runs: Sequence[Run]) -> str:
     page = Page(runs)
     title = " and ".join(run.name for run in runs)
     body = [
-        f"<header><h1>{escape(title)}</h1>{''.join(_state(run) for run in runs)}</header>",
+        f"<header><h1>{escape(title)}</h1>{''.join(_state(run, many=len(runs) > 1) for run in runs)}</header>",
         _compared(runs) if len(runs) > 1 else "",
         *(_verdict_now(run, many=len(runs) > 1) for run in runs),
         page.tiles(),
@@ -192,7 +192,7 @@ def _left_out(series: Sequence[Series], *, log: bool) -> str:
     return f'<p class="note">Not drawn: {"; ".join(said)}.</p>' if said else ""
 
 
-def _state(run: Run) -> str:
+def _state(run: Run, *, many: bool) -> str:
     planned = f" of {run.planned_steps}" if run.planned_steps is not None else ""
     when = run.rows[-1].get("time/unix_s")
     written = f", last written {_when(when)}" if when else ""
@@ -202,7 +202,8 @@ def _state(run: Run) -> str:
     about += [f"model {model}"] if model else []
     about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
     notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
-    return f'<p class="about"><strong>{escape(run.name)}</strong> {escape(" · ".join(about))}</p>{notes}'
+    whose = f"<strong>{escape(run.name)}</strong> " if many else ""
+    return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
 
 
 def _verdict_now(run: Run, *, many: bool) -> str:

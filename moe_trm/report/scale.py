@@ -77,7 +77,7 @@ def _log_ticks(scale: Scale, most: int) -> Sequence[float]:
 
 
 def short(value: float) -> str:
-    """A value in at most four figures, for the eye; the exact one stands beside it in the page."""
+    """A value in about three figures, for the eye; the exact one stands beside it in the page."""
     if value == 0:
         return "0"
     if not math.isfinite(value):
@@ -88,4 +88,4 @@ def short(value: float) -> str:
     if size < 1e-3 or size >= 1e5:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
+    return f"{value:.3g}" if size < 100 else f"{value:.0f}"

@@ -1,0 +1,137 @@
+"""The live panel on a terminal: where the step is, what it measured, and what that means."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel as Box
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from moe_trm.observe.sinks import Sink
+
+WHOLE = ("step", "eval")
+"""Phases that are no part of a step."""
+RECENT = 40
+BLOCKS = "▁▂▃▄▅▆▇█"
+# Label, metric (the first that is known) and format, three to a line.
+FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("evaluation", ("eval/accuracy",), "{:.3f}"),
+    ("length", ("response/length_mean",), "{:.1f}"),
+    ("engine k3", ("engine/k3_kl", "merged/k3_kl"), "{:.1e}"),
+    ("staleness k3", ("staleness/k3_kl", "update/k3_kl"), "{:.1e}"),
+    ("total k3", ("total/k3_kl",), "{:.1e}"),
+    ("flips, engines", ("routing/native_flip_rate",), "{:.2%}"),
+    ("flips, live router", ("routing/local_flip_rate",), "{:.2%}"),
+    ("replayed", ("replay/applied_fraction",), "{:.0%}"),
+    ("kept", ("correction/kept_fraction",), "{:.1%}"),
+    ("rejected", ("ledger/rejected",), "{:.0f}"),
+    ("grad norm", ("optimizer/grad_norm",), "{:.2f}"),
+    ("tokens/s", ("rollout/tokens_per_s",), "{:.0f}"),
+    ("version", ("weights/version",), "{:.0f}"),
+    ("age, oldest", ("rollout/age_max",), "{:.0f}"),
+)
+
+
+class LivePanel(Sink):
+    """Redrawn twice a second from the first phase on; the last picture stays. What a step did not measure keeps its last value."""
+
+    def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
+        self._name, self._steps = name, steps
+        self._live = Live(self, console=console, refresh_per_second=2, transient=False)
+        self._step = 0
+        self._phase, self._entered = "starting", time.monotonic()
+        self._parts: list[str] = []
+        self._known: dict[str, float | str] = {}
+        self._rewards: deque[float] = deque(maxlen=RECENT)
+        self._ends: deque[float] = deque(maxlen=11)
+
+    def enter(self, phase: str) -> None:
+        self._live.start()
+        self._phase, self._entered = phase, time.monotonic()
+        if phase not in (*WHOLE, *self._parts):
+            self._parts.append(phase)
+
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        self._live.start()
+        self._step = step
+        self._ends.append(time.monotonic())
+        if "verdict" in metrics:
+            self._known.pop("verdict/config", None)
+        self._known.update(metrics)
+        if "reward/mean" in metrics:
+            self._rewards.append(float(metrics["reward/mean"]))
+        self._phase, self._entered = "between steps", time.monotonic()
+        self._live.refresh()
+
+    def close(self) -> None:
+        self._phase = "ended"
+        self._live.stop()
+
+    def __rich__(self) -> Box:
+        head = Table.grid(expand=True, padding=(0, 1))
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right", no_wrap=True)
+        head.add_row(f"step {self._step}/{self._steps}", ProgressBar(self._steps, self._step), self._remaining())
+        body = Group(head, self._phases(), Text(), self._figures(), Text(), self._verdict())
+        return Box(body, title=self._name, title_align="left", border_style="dim")
+
+    def _remaining(self) -> str:
+        if len(self._ends) < 2 or self._step >= self._steps:
+            return ""
+        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return f"{clock(each * (self._steps - self._step))} left"
+
+    def _phases(self) -> Table:
+        """The phase of this moment, and the last step's phases as bars of one length scale."""
+        table = Table.grid(padding=(0, 1))
+        now = "" if self._phase == "ended" else f" {time.monotonic() - self._entered:.0f} s"
+        table.add_row("now", Text(f"{self._phase}{now}", style="bold"), "")
+        spent = {name: float(self._known[key]) for name in self._parts if (key := f"time/{name}_s") in self._known}
+        longest = max(spent.values(), default=0.0)
+        for name, seconds in spent.items():
+            bar = Text("█" * max(1, round(24 * seconds / longest)) if longest else "", style="blue")
+            table.add_row(Text(name, style="dim"), bar, f"{seconds:.2f} s")
+        return table
+
+    def _figures(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        cells = []
+        for label, metrics, form in FIGURES:
+            value = next((self._known[name] for name in metrics if name in self._known), None)
+            cells += [Text(label, style="dim"), Text("–" if value is None else form.format(value))]
+        for start in range(0, len(cells), 6):
+            table.add_row(*cells[start : start + 6])
+        if len(self._rewards) > 1:
+            table.add_row(Text("rewards", style="dim"), Text(sparkline(self._rewards), style="blue"))
+        return table
+
+    def _verdict(self) -> Text:
+        setting = str(self._known.get("verdict/config", ""))
+        text = Text(
+            str(self._known.get("verdict", "No step has been judged yet.")), style="yellow" if setting else "green"
+        )
+        return text.append(f" Try {setting}.") if setting else text
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block per value, from the lowest to the highest."""
+    low, high = min(values), max(values)
+    return "".join(BLOCKS[round((value - low) / (high - low) * 7) if high > low else 0] for value in values)
+
+
+def clock(seconds: float) -> str:
+    """`12 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
