@@ -20,6 +20,7 @@ from moe_trm.observe.sinks import Sink
 from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
 from moe_trm.probe import Probe
 from moe_trm.push import Pusher
+from moe_trm.reference import Reference
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.scores import ScoreRecorder
 from moe_trm.types import TrainBatch
@@ -39,18 +40,25 @@ def train(
 ) -> None:
     """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases(sinks)
-    judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size)
+    judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
+    reference = Reference(config, learner)
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])
+        reference.restore(saved["reference"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
         emit(sinks, 0, rollouts.evaluate(0))
 
     def state() -> RunState:
-        return {"objective": objective.state(learner), "judge": judge.state(), "rollouts": rollouts.state()}
+        return {
+            "objective": objective.state(learner),
+            "judge": judge.state(),
+            "reference": reference.state(),
+            "rollouts": rollouts.state(),
+        }
 
     for step in range(done + 1, steps + 1):
         with phases.time("step"):
@@ -58,12 +66,16 @@ def train(
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
                 anchored = score_anchors(learner, batch, mode, keep_mask=config.sampling_mask.mode == "keep")
+                anchored = reference.score(learner, anchored)
             with phases.time("probe"):
                 probed = probe.run(step, learner, anchored, mode)
             with phases.time("update"):
                 updates = [
                     learner.update(
-                        part.batches, part.sources, scores.watch(part, objective.bind(part, learner, first=index == 0))
+                        part.batches,
+                        part.sources,
+                        scores.watch(part, objective.bind(part, learner, first=index == 0)),
+                        entropy=objective.needs_entropy,
                     )
                     for index, part in enumerate(anchored * config.learner.epochs)
                 ]
@@ -74,6 +86,7 @@ def train(
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
         measured = objective.take(learner) | probed
+        measured |= reference.adapt(measured, sum(mini.num_sequences for mini in batch.mini_batches))
         metrics = {
             **batch.metrics,
             **measured,

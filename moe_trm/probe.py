@@ -21,7 +21,6 @@ from moe_trm.passes import Anchored, ReplayMode
 from moe_trm.route_metrics import route_metrics
 from moe_trm.types import TokenBatch
 from routing.flips import flipped_tokens
-from routing.layout import Layout
 from routing.replay import Record, ReplayRecords
 
 
@@ -60,11 +59,10 @@ class Probe:
         replayed = (
             anchors if mode == "R3" else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
         )
-        tokens = _join([_compare(*item) for item in zip(batches, groups, native, replayed, strict=True)])
-        if self._config.save:
+        tokens = _join([_compare(learner, *item) for item in zip(batches, groups, native, replayed, strict=True)])
+        if self._config.save and learner.leads:
             self._save(step, learner.data_rank, tokens)
-        num_layers = len(learner.moe_layer_ids)
-        summary = _summary(learner.reduce(_sums(tokens, num_layers)))
+        summary = _summary(learner.reduce(_sums(tokens, len(learner.model_moe_layer_ids))))
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
@@ -75,10 +73,13 @@ class Probe:
         save_file(vars(tokens), self._folder / f"step-{step:06d}-rank{rank}.safetensors")
 
 
-def _compare(batch: TokenBatch, groups: Sequence[int], native: Scores, replayed: Scores) -> ProbeTokens:
+def _compare(
+    learner: Learner, batch: TokenBatch, groups: Sequence[int], native: Scores, replayed: Scores
+) -> ProbeTokens:
     assert native.recorded is not None
     rows, _ = batch.mask.nonzero(as_tuple=True)
-    flips = flipped_tokens(native.recorded, batch.routes, Layout(*batch.mask.shape)).sum(-1).to(torch.int16)
+    own_flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
+    flips = learner.over_stages(learner.over_slices(own_flips)).cpu().to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
         group_id=torch.tensor([*groups, 0], dtype=torch.int64)[rows],

@@ -1,6 +1,6 @@
 """What a probe says about routing itself: flips between the two engines by layer, and how evenly the rollout's routes load the experts.
 
-Shape letters: B rows, R forwarded tokens, L MoE layers, E experts.
+Shape letters: B rows, R forwarded tokens, L MoE layers of the model, E experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.types import TokenBatch
 from routing.flips import flipped_tokens
-from routing.layout import Layout
 from routing.load import expert_load, load_entropy, load_imbalance
 
 
@@ -30,8 +29,8 @@ def route_metrics(learner: Learner, batches: Sequence[TokenBatch], native: Seque
         `routing/flip_rate/layer_<id>`: share of scored tokens whose expert set the two engines choose differently;
         `routing/load_entropy` (1 is even) and `routing/load_max_over_mean` of the rollout's routes, means over layers.
     """
-    layer_ids = learner.moe_layer_ids
-    records = [record.select(layer_ids) for batch in batches for record in batch.routes if record is not None]
+    own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
+    records = [record.select(own) for batch in batches for record in batch.routes if record is not None]
     # A rank without rows knows no number of experts, and every rank must name the same sums.
     known = learner.reduce(
         {
@@ -42,9 +41,13 @@ def route_metrics(learner: Learner, batches: Sequence[TokenBatch], native: Seque
     if not known["ranks"]:
         return {}
     num_experts = round(known["experts"] / known["ranks"])
-    load = expert_load(records) if records else np.zeros((len(layer_ids), num_experts), dtype=np.int64)
-    sums = {f"{layer}/{e}": n for layer, row in enumerate(torch.from_numpy(load).double()) for e, n in enumerate(row)}
-    flips = {f"{layer}": value for layer, value in enumerate(_flips(batches, native, len(layer_ids)))}
+    load = expert_load(records) if records else np.zeros((len(own), num_experts), dtype=np.int64)
+    places = [layer_ids.index(layer) for layer in own]
+    load_LE, flips_L = torch.zeros(len(layer_ids), num_experts).double(), torch.zeros(len(layer_ids)).double()
+    load_LE[places], flips_L[places] = torch.from_numpy(load).double(), _flips(batches, native, len(own))
+    load_LE, flips_L = learner.over_stages(load_LE), learner.over_stages(learner.over_slices(flips_L))
+    sums = {f"{layer}/{e}": n for layer, row in enumerate(load_LE) for e, n in enumerate(row)}
+    flips = {f"{layer}": value for layer, value in enumerate(flips_L)}
     total = learner.reduce({**sums, **flips, "tokens": torch.tensor(float(sum(int(b.mask.sum()) for b in batches)))})
     whole_LE = np.array([[total[f"{layer}/{e}"] for e in range(num_experts)] for layer in range(len(layer_ids))])
     rates = {
@@ -62,5 +65,5 @@ def _flips(batches: Sequence[TokenBatch], native: Sequence[Scores], num_layers: 
     flips_L = torch.zeros(num_layers, dtype=torch.float64)
     for batch, scores in zip(batches, native, strict=True):
         assert scores.recorded is not None
-        flips_L += flipped_tokens(scores.recorded, batch.routes, Layout(*batch.mask.shape))[batch.mask.cpu()].sum(0)
+        flips_L += flipped_tokens(scores.recorded, batch.routes, batch.mask.shape[1])[batch.mask.cpu()].sum(0)
     return flips_L

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from routing.errors import RouteError
-from routing.layout import Layout
 from routing.record import RouteRecord
 from routing.replay import Recorded, layer_columns
 
@@ -104,22 +103,23 @@ def flips(
     )
 
 
-def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], layout: Layout) -> Tensor:
+def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], length: int) -> Tensor:
     """Where a pass's own routes differ from the rollout's: `[B, R, L]` bool on the CPU, layers in the order of `recorded.experts`.
 
     False on padding, on rows without recorded routes, and on tokens of other ranks (the maximum over the context and sequence parallel group is the whole micro-batch).
 
+    Args:
+        recorded: of this rank.
+        records: one per row.
+        length: R, columns of the micro-batch.
+
     Raises:
         RouteError: `rows`, `layers` or `shape` when records and pass do not fit.
     """
-    if len(records) != layout.batch:
-        raise RouteError(
-            "rows", "wrong number of route records for the layout", got=len(records), expected=layout.batch
-        )
     layers = tuple(recorded.experts)
-    flipped_BRL = torch.zeros(layout.batch, layout.length, len(layers), dtype=torch.bool)
+    flipped_BRL = torch.zeros(len(records), length, len(layers), dtype=torch.bool)
     for place, layer in enumerate(layers):
-        used_BRK = layout.from_router(recorded.experts[layer].cpu(), fill=-1)
+        used_BRK = recorded.by_row(layer, len(records), length).cpu()
         for row, record in enumerate(records):
             if record is None:
                 continue

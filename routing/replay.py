@@ -27,7 +27,7 @@ class Recorded:
     """Routes one forward pass used on this rank.
 
     Attributes:
-        experts: layer id -> `[N, K]` int64 expert ids in router order.
+        experts: layer id -> `[N, K]` int64 expert ids, in router order where there is a layout, else row by row.
         batch_digest: `batch_digest` of the micro-batch they were recorded on; replay on any other is refused.
         layout: this rank's cut of that micro-batch; None: it was not cut.
     """
@@ -35,6 +35,19 @@ class Recorded:
     experts: Mapping[int, Tensor]
     batch_digest: bytes = b""
     layout: Layout | None = None
+
+    def by_row(self, layer: int, batch: int, length: int) -> Tensor:
+        """`[B, R, K]` ids of `layer`, -1 where another rank has them. Raises `RouteError` (`shape`) for another micro-batch."""
+        ids = self.experts[layer]
+        whole = ids.view(batch, -1, ids.shape[-1]) if self.layout is None else self.layout.from_router(ids, fill=-1)
+        if whole.shape[0] != batch or whole.shape[1] < length:
+            raise RouteError(
+                "shape",
+                "recorded routes are of another micro-batch",
+                got=tuple(whole.shape[:2]),
+                expected=(batch, length),
+            )
+        return whole[:, :length]
 
     def with_layers_of(self, other: Recorded) -> Recorded:
         """Also the layers that another chunk of the model recorded on the same micro-batch."""

@@ -91,10 +91,11 @@ class ScoreRecorder:
     Args:
         config: `record.bundle` is the folder; without one nothing is recorded. The configuration is kept beside the scores.
         data_rank, data_size: this rank's index and the number of ranks that hold different rows.
+        leads: whether this rank writes for those that hold the same rows.
     """
 
-    def __init__(self, config: Config, data_rank: int, data_size: int) -> None:
-        self._folder = Path(config.record.bundle) if config.record.bundle else None
+    def __init__(self, config: Config, data_rank: int, data_size: int, *, leads: bool = True) -> None:
+        self._folder = Path(config.record.bundle) if config.record.bundle and leads else None
         self._rank, self._size = data_rank, data_size
         self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
         if self._folder and data_rank == 0:
@@ -117,9 +118,9 @@ class ScoreRecorder:
         return watched
 
     def write(self, step: int) -> None:
-        """Write what the updates since the last call saw. A rank that computes no loss writes nothing."""
+        """Write what the updates since the last call saw."""
         updates, self._updates = self._updates, []
-        if self._folder is None or not all(seen for _, seen in updates):
+        if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         scored = [_scored(part, seen) for part, seen in updates]

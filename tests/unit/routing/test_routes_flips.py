@@ -88,10 +88,13 @@ def test_flipped_tokens_of_a_pass():
     used = local_targets(records, layout, (0, 2), 6, 2)
     used[2][3 * 2] = torch.tensor([e for e in range(6) if e not in experts[3, 1].tolist()][:2])
     used[0][1 * 2] = used[0][1 * 2].flip(0)
-    flipped = flipped_tokens(Recorded(used), records, layout)
+    flipped = flipped_tokens(Recorded(used, layout=layout), records, layout.length)
     assert flipped.nonzero().tolist() == [[0, 3, 1]]
     shards = [Layout(2, 6, sp_size=2, sp_rank=rank) for rank in range(2)]
-    parts = [flipped_tokens(Recorded({2: used[2].chunk(2)[rank]}), records, shards[rank]) for rank in range(2)]
+    parts = [
+        flipped_tokens(Recorded({2: used[2].chunk(2)[rank]}, layout=shards[rank]), records, layout.length)
+        for rank in range(2)
+    ]
     assert (parts[0] | parts[1]).nonzero().tolist() == [[0, 3, 0]]
     assert not parts[0].any()
 
