@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from moe_trm.config.schema import Config
-from moe_trm.learner.megatron.build import build_megatron_learner
 from moe_trm.learner.protocol import Learner
 
 
 def build_learner(config: Config) -> Learner:
-    """The learner of this rank. Collective: torch.distributed must be initialised on every rank."""
+    """The learner of this rank; only the chosen engine is imported. Collective: torch.distributed must be initialised on every rank."""
+    if config.learner.backend == "deepspeed":
+        from moe_trm.learner.deepspeed.build import build_deepspeed_learner
+
+        return build_deepspeed_learner(config)
+    from moe_trm.learner.megatron.build import build_megatron_learner
+
     return build_megatron_learner(config)

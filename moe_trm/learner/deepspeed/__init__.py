@@ -1,0 +1,1 @@
+"""The DeepSpeed learner: ZeRO over unmodified Hugging Face models."""

@@ -1,0 +1,85 @@
+"""From the run's configuration to a ready `DeepSpeedLearner`: process group, model, ZeRO."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from moe_trm.config.schema import Config
+from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
+from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw
+from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
+from moe_trm.learner.deepspeed.runtime import load_deepspeed
+from moe_trm.learner.deepspeed.settings import check_model, zero_config
+from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
+from moe_trm.learner.hf_config import check_vocabulary, num_experts, read_hf_config
+from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.snapshots import Snapshots
+from routing.hf import HFReplayer
+
+
+def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
+    """Build this rank's learner. Collective; call it once per process, under torchrun.
+
+    Raises:
+        ConfigError: replay of a dense model.
+        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
+    """
+    folder = config.model.checkpoint
+    hf = read_hf_config(folder)
+    check_model(config, hf)
+    check_vocabulary(folder, int(hf["vocab_size"]))
+    device = _start_process_group()
+    policy = load_policy(folder, config.learner.dtype, recompute=config.learner.recompute == "full").to(device)
+    partitioned = config.learner.deepspeed.zero_stage == 3
+    engine = _initialize(policy, config)
+    replayer = None
+    if num_experts(hf):
+        replayer = HFReplayer(
+            policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
+        )
+    return DeepSpeedLearner(
+        engine,
+        GuardedOptimizer(engine, config.optimizer),
+        replayer,
+        HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
+        (PartitionSnapshots if partitioned else Snapshots)([policy]),
+        temperature=config.rollout.temperature,
+        device=device,
+    )
+
+
+def close_learner() -> None:
+    """Tear the process group down; the learner is unusable afterwards."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start_process_group() -> torch.device:
+    """The device of this rank; joins the group that torchrun described unless the launcher already did."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def _initialize(policy: HfPolicy, config: Config) -> object:
+    """DeepSpeed's engine around `policy`."""
+    # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as transformers made them.
+    precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    engine, *_ = load_deepspeed().initialize(
+        model=policy,
+        optimizer=adamw(policy, config.optimizer),
+        config=zero_config(config),
+        dist_init_required=False,
+    )
+    for name, value in precise.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(policy.get_submodule(owner), leaf, value)
+    return engine

@@ -1,0 +1,84 @@
+"""The policy: a causal language model of transformers, untouched, ending in log-probs of given tokens instead of logits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_trm.errors import CheckpointError
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.scoring import Scoring, score_hidden
+
+
+class ScoringHead(nn.Module):
+    """Final hidden states to scores. A module of its own, so that ZeRO-3 gathers the output weight for it, forward and backward."""
+
+    def __init__(self, weight_VH: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight_VH
+
+    def forward(self, hidden_BRH: Tensor, scoring: Scoring) -> Tensor:
+        """`[P, B, R]` float32; see `learner.scoring.score_hidden`."""
+        return score_hidden(hidden_BRH, self.weight, scoring)
+
+
+class HfPolicy(nn.Module):
+    """`causal` and, sharing its output weight, the head that scores."""
+
+    def __init__(self, causal: Any) -> None:
+        super().__init__()
+        self.causal = causal
+        self.head = ScoringHead(causal.get_output_embeddings().weight)
+
+    def forward(self, input_ids: Tensor, scoring: Scoring) -> Tensor:
+        """`[B, R]` right-padded tokens -> `[P, B, R]` scores. Causal attention alone keeps the padding out."""
+        hidden_BRH = self.causal.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return self.head(hidden_BRH, scoring)  # type: ignore[no-any-return]
+
+
+def load_policy(folder: str | Path, dtype: str, *, recompute: bool) -> HfPolicy:
+    """The checkpoint in `folder` on the CPU, every tensor of it used.
+
+    Raises:
+        CheckpointError: missing or damaged files, tensors that are lacking, left over or of another shape, an output layer with a bias.
+    """
+    checkpoint = HfCheckpoint(folder)
+    if find_spec("moe_trm_sglang_cpu") is not None:
+        from moe_trm_sglang_cpu.torchvision_ops import install
+
+        install()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    causal, loaded = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation="sdpa",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
+        if loaded[problem]:
+            raise CheckpointError(
+                f"the checkpoint does not fit its config.json: {problem.replace('_keys', ' tensors')}",
+                where=str(folder),
+                got=", ".join(sorted(map(str, loaded[problem]))[:5]),
+                expected="exactly the tensors of the model that config.json describes",
+                fix="Copy or download the checkpoint again, completely.",
+            )
+    if getattr(causal.get_output_embeddings(), "bias", None) is not None:
+        raise CheckpointError(
+            "output layer with a bias",
+            where=str(folder),
+            got=type(causal).__name__,
+            expected="logits that are hidden states times output weight",
+            fix="Use another model: log-probs would be wrong.",
+        )
+    if recompute:
+        causal.gradient_checkpointing_enable({"use_reentrant": False})
+    return HfPolicy(causal)

@@ -1,0 +1,69 @@
+"""Which runs this learner accepts, and DeepSpeed's own configuration for them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.hf_config import num_experts
+
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+
+
+def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Refuse a model whose log-probs or weights this learner would get wrong.
+
+    Args:
+        config: the whole run.
+        hf_config: config.json of the checkpoint.
+
+    Raises:
+        CheckpointError: logits that are more than `W h`, or layers that transformers drops.
+        ConfigError: replay of a dense model.
+    """
+    where = f"{config.model.checkpoint}/config.json"
+    for key in _LOGIT_CHANGES:
+        if hf_config.get(key) not in (None, 1, 1.0):
+            raise CheckpointError(
+                "the model changes its logits after the output layer",
+                where=f"{where}, {key}",
+                got=hf_config[key],
+                expected="logits that are hidden states times output weight",
+                fix="Use another model: log-probs would be wrong.",
+            )
+    if config.replay.mode != "none" and not num_experts(hf_config):
+        raise ConfigError(
+            "routing replay needs a mixture of experts",
+            where="replay.mode",
+            got=f"{config.replay.mode} with {hf_config.get('architectures')}, which has no experts",
+            expected="none",
+            fix="Set replay.mode=none or use a MoE checkpoint.",
+        )
+
+
+def zero_config(config: Config) -> dict[str, Any]:
+    """DeepSpeed's configuration: float32 gradients and norms, no loss scaling, every micro-batch counted by hand."""
+    settings = config.learner.deepspeed
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
+    if settings.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    bf16: dict[str, Any] = {}
+    if config.learner.dtype == "bfloat16":
+        bf16 = {
+            "bf16": {"enabled": True, "check_grad_overflow": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+    return {
+        # Read by its own data loader and schedule only, neither of which is used.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 2**31,
+        "gradient_clipping": config.optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        # torch's AdamW also where the state is offloaded: DeepSpeed's own compiles at run time.
+        "zero_force_ds_cpu_optimizer": False,
+        **bf16,
+    }

@@ -1,0 +1,53 @@
+"""The model's tensors under ZeRO: whole and in Hugging Face form for export, and as each rank holds them for snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_trm.learner.deepspeed.runtime import load_deepspeed
+from moe_trm.learner.snapshots import Snapshots
+
+
+@torch.no_grad()
+def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors under the names and in the pieces of the checkpoint, one at a time. Collective where `partitioned` (ZeRO-3).
+
+    Whole weights are divided evenly over the ranks. Partitioned ones are all owned by the first rank: they are gathered one after the other, and ranks
+    that each wait for a receiver of their own would wait for each other.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    zero, rank, size = load_deepspeed().zero, dist.get_rank(), dist.get_world_size()
+    for index, (name, tensor) in enumerate(_distinct(causal)):
+        owner = 0 if partitioned else index % size
+        with zero.GatheredParameters([tensor], enabled=partitioned and isinstance(tensor, nn.Parameter)):
+            if owner == rank:
+                yield from revert_weight_conversion(causal, {name: tensor.detach()}).items()
+
+
+def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers; tied ones once."""
+    seen = set[int]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+class PartitionSnapshots(Snapshots):
+    """`Snapshots` of a ZeRO-3 model: each rank keeps its partition of every parameter."""
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for module in self._modules:
+            parameter: Any
+            for parameter in module.parameters():
+                # A whole copy left over from the last forward would outlive the exchange of its partition.
+                if parameter.ds_status.name == "AVAILABLE":
+                    parameter.partition()
+                yield parameter.ds_tensor
+            yield from module.buffers()

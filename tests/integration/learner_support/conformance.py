@@ -1,0 +1,188 @@
+"""What every learner must do alike, on real ranks. Started by torchrun: `conformance.py CHECKPOINT OUT RUN [RUN ...]`.
+
+A RUN is `backend=NAME:key=value:...`; what it saves goes to OUT/RUN. Global work is four micro-batches; with two ranks, each takes two. Only the
+`Learner` protocol is used. Nothing is asserted here: results are saved for the tests to judge.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import LearnerError
+from moe_trm.learner.build import build_learner
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.types import TokenBatch
+from routing import ReplayProofError, RouteError
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from routing.replay_pass import ReplayPass
+from tests.integration.learner_support.tiny import random_routes
+from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
+
+
+def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner:
+    """A learner whose Adam step is close to the gradient itself (eps = lr = 1), so that the gradient's scale shows."""
+    if options["backend"] == "megatron":
+        from megatron.core import parallel_state
+
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+    return build_learner(
+        Config.model_validate(
+            {
+                "model": {"checkpoint": checkpoint},
+                "replay": {"max_local_flip_rate": float(options.get("flips", 1.0))},
+                "rollout": {"temperature": TEMPERATURE},
+                "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
+                "learner": {
+                    "backend": options["backend"],
+                    "parallel": {"expert": int(options.get("expert", 1))},
+                    "deepspeed": {
+                        "zero_stage": int(options.get("stage", 2)),
+                        "offload_optimizer": options.get("offload") == "1",
+                    },
+                    "recompute": options.get("recompute", "none"),
+                    "dtype": options.get("dtype", "float32"),
+                },
+            }
+        )
+    )
+
+
+def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Score, snapshot, replay, train and export; then everything that must be refused."""
+    learner = build(checkpoint, options)
+    numbers = list(range(learner.data_rank, NUM_BATCHES, learner.data_size))
+    batches = [global_batch(i) for i in numbers]
+    dense = [global_batch(i, keep_mask=False) for i in numbers]
+    native = [Native()] * len(batches)
+    found: dict[str, Tensor] = {}
+
+    def keep(kind: str, values: list[Tensor]) -> None:
+        found.update({f"{kind}.{number}": value for number, value in zip(numbers, values, strict=True)})
+
+    def logprobs(scores: list[Scores]) -> list[Tensor]:
+        return [score.logprobs for score in scores]
+
+    def present(values: list[Tensor | None]) -> list[Tensor]:
+        return [value for value in values if value is not None]
+
+    learner.export_shard(str(out / "before"), "float32")
+    recorded = learner.score(batches, [Record()] * len(batches), kept_mass=True)
+    keep("score", logprobs(recorded))
+    keep("mass", present([score.log_kept_mass for score in recorded]))
+    keep("kl", present([score.exact_kl for score in recorded]))
+    keep("full", logprobs(learner.score(dense, native)))
+    keep("r2", logprobs(learner.score(batches, [ReplayRecorded(s.recorded) for s in recorded if s.recorded])))
+    random = [
+        ReplayRecords(random_routes(batch, learner.moe_layer_ids, seed=number))
+        for number, batch in zip(numbers, batches, strict=True)
+    ]
+    keep("r3", logprobs(learner.score(batches, random)))
+    facts = report(learner, "score")
+
+    learner.snapshot("start")
+    seen: list[Tensor] = []
+    first = learner.update(batches, native, objective(batches, seen))
+    keep("update", seen)
+    learner.export_shard(str(out / "after"), "float32")
+    learner.export_checkpoint(str(out / "final"))
+    keep("moved", logprobs(learner.score(batches, native)))
+    keep("start", logprobs(learner.score(batches, native, weights="start")))
+    keep("back", logprobs(learner.score(batches, native)))
+
+    seen, entropies = [], []
+    loss = objective(batches, seen)
+
+    def with_entropy(index: int, current: Scores) -> Tensor:
+        assert current.entropy is not None
+        entropies.append(current.entropy.detach().clone())
+        return loss(index, current) - 1e-3 * current.entropy.sum()
+
+    second = learner.update(batches, random, with_entropy, entropy=True)
+    keep("r3_update", seen)
+    keep("entropy", entropies)
+    facts |= report(learner, "update") | {"first_norm": first.grad_norm, "second_norm": second.grad_norm}
+    learner.export_shard(str(out / "second"), "float32")
+    facts["valid"] = learner.reduce({"n": sum((batch.valid.sum() for batch in batches), torch.tensor(0))})["n"]
+    facts |= learner.reduce(
+        {"low:min": torch.tensor(learner.data_rank + 1.0), "high:max": torch.tensor(learner.data_rank)}
+    )
+    facts["layers"] = len(learner.model_moe_layer_ids)
+    found["gathered"] = learner.gather(torch.arange(learner.data_rank + 1) + 10 * learner.data_rank)
+
+    facts |= refusals(learner, batches, random)
+    learner.export_shard(str(out / "refused"), "float32")
+    save(out, "facts", facts)
+    save(out, "scores", found)
+
+
+def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRecords]) -> dict[str, Any]:
+    """What must not move the weights. 1.0 where it was refused."""
+    facts: dict[str, Any] = {}
+    loss = objective(batches, [])
+    broken = learner.update(
+        batches, [Native()] * len(batches), lambda i, x: loss(i, x) * (float("nan") if learner.data_rank == 0 else 1.0)
+    )
+    facts["broken_applied"] = broken.applied
+    other = [ReplayRecords(source.records[::-1]) for source in random]
+    facts["swapped"] = refused(RouteError, lambda: learner.score(batches, other))
+    facts["unknown_snapshot"] = refused(LearnerError, lambda: learner.score(batches, random, weights="nobody"))
+    # A deleted replay call: the routers keep their own choice, and the experts get it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplayPass, "choose", lambda _self, _layer, live, _recompute: live)
+        facts["deaf"] = refused(ReplayProofError, lambda: learner.update(batches, random, loss))
+    # Random routes look like shifted rows: no live router would choose them.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner._replayer, "max_local_flip_rate", 0.3)  # type: ignore[attr-defined]
+        facts["shifted"] = refused(ReplayProofError, lambda: learner.update(batches, random, loss))
+    return facts
+
+
+def refused(error: type[Exception], call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except error:
+        return True
+    return False
+
+
+def report(learner: Learner, name: str) -> dict[str, Any]:
+    said = learner.replay_report()
+    return {
+        f"{name}_replayed": said.replayed,
+        f"{name}_applied": said.applied_fraction,
+        f"{name}_flips": said.local_flip_rate,
+    }
+
+
+def save(out: Path, name: str, values: dict[str, Any]) -> None:
+    tensors = {
+        key: value.contiguous() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        for key, value in values.items()
+    }
+    save_file(tensors, out / f"{name}-{dist.get_rank()}.safetensors")
+
+
+def main() -> None:
+    checkpoint, out, *runs = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for run in runs:
+        options = dict(option.split("=", 1) for option in run.split(":"))
+        folder = Path(out) / run
+        folder.mkdir(parents=True, exist_ok=True)
+        conform(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
