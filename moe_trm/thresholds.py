@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,6 @@ from torch import Tensor
 from moe_trm.corrections import BoundRule, Evidence, calibrate, scores
 from moe_trm.learner.protocol import Learner
 from moe_trm.recipe import Uncalibrated
-
-Frozen = Mapping[str, Mapping[str, float]]
 
 
 class Thresholds:
@@ -27,28 +26,36 @@ class Thresholds:
         pending: the rules.
         steps: training steps to measure over.
         path: JSON file for frozen thresholds, rule by rule; None keeps them in memory.
-        frozen: thresholds of an earlier part of this run, which are taken as they are.
     """
 
-    def __init__(
-        self, pending: Sequence[Uncalibrated], steps: int, path: Path | None, frozen: Frozen | None = None
-    ) -> None:
+    def __init__(self, pending: Sequence[Uncalibrated], steps: int, path: Path | None) -> None:
         self._pending, self._steps, self._path = tuple(pending), steps, path
         self._window: list[list[Tensor]] = [[] for _ in pending]
         self._bound: tuple[BoundRule, ...] = ()
         self._chosen: dict[str, dict[str, float]] = {}
-        if frozen is not None and self._pending:
-            self._freeze([item.rule.bind(**{**item.fixed, **frozen[item.rule.name]}) for item in self._pending])
 
     @property
     def rules(self) -> tuple[BoundRule, ...]:
         """The calibrated rules; none while they still measure."""
         return self._bound
 
-    @property
-    def frozen(self) -> Frozen:
-        """Chosen thresholds by rule, as plain data; empty while rules still measure."""
-        return self._chosen
+    def state(self, learner: Learner) -> dict[str, Any]:
+        """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to measure. Collective."""
+        measuring = {} if self._bound else dict(enumerate(self._pending))
+        scores_so_far = {item.rule.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
+        return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far}
+
+    def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
+        """Go on after `state`. Rules that it does not know begin to measure anew, all of them."""
+        names, chosen, measured = [item.rule.name for item in self._pending], state["chosen"], state["scores"]
+        if names and set(names) <= set(chosen):
+            self._freeze([item.rule.bind(**{**item.fixed, **chosen[item.rule.name]}) for item in self._pending])
+            self._save(learner)
+        elif names and set(names) <= set(measured):
+            self._steps = state["steps"]
+            if learner.data_rank == 0:
+                # The scores of all ranks: in the end they are gathered again.
+                self._window = [[torch.frombuffer(bytearray(measured[name]), dtype=torch.float32)] for name in names]
 
     def observe(self, evidence: Evidence) -> None:
         """Take the scores of one micro-batch."""
@@ -70,9 +77,11 @@ class Thresholds:
         }
 
     def _calibrated(self, learner: Learner, index: int) -> BoundRule:
-        item, window = self._pending[index], self._window[index]
-        collected = learner.gather(torch.cat([torch.zeros(0), *window]))
-        return calibrate(item.rule, [collected.cpu()], item.target_reject_rate, **item.fixed)
+        item = self._pending[index]
+        return calibrate(item.rule, [self._collected(learner, index)], item.target_reject_rate, **item.fixed)
+
+    def _collected(self, learner: Learner, index: int) -> Tensor:
+        return learner.gather(torch.cat([torch.zeros(0), *self._window[index]])).cpu()
 
     def _freeze(self, bound: Sequence[BoundRule]) -> None:
         self._bound, self._window = tuple(bound), [[] for _ in bound]

@@ -10,19 +10,21 @@ from pathlib import Path
 from moe_trm.config.schema import Config
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
-from moe_trm.observe.sinks import Guarded, JsonLines, Sink
+from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
 from moe_trm.report.sink import ReportPage
 
 
 @contextmanager
-def open_sinks(config: Config, run_dir: Path) -> Iterator[list[Sink]]:
-    """`metrics.jsonl`, begun anew, what the terminal shows, the trackers asked for and the report; closed in this order however the run ends.
+def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
+    """`metrics.jsonl`, what the terminal shows, the trackers asked for and the report; closed in this order however the run ends.
+
+    A run that goes on after `first_step` keeps the lines up to it; one that begins anew (0) begins the file anew.
 
     Raises `ConfigError` when a tracker does not start.
     """
     path = run_dir / "metrics.jsonl"
-    path.unlink(missing_ok=True)
+    keep_steps(path, first_step)
     others: dict[str, Sink] = {"terminal": _terminal(config)}
     others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
     if config.observe.report:

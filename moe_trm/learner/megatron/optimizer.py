@@ -51,8 +51,9 @@ class GuardedOptimizer:
     ) -> None:
         self._chunks = chunks
         self._settings = settings
-        self._steps = 0
-        self._optimizer: MegatronOptimizer = get_megatron_optimizer(
+        self.steps = 0
+        """Steps that were applied."""
+        self.megatron: MegatronOptimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
@@ -72,22 +73,22 @@ class GuardedOptimizer:
     def lr(self) -> float:
         """Learning rate of the next step."""
         warmup = self._settings.warmup_steps
-        return self._settings.lr * min(1.0, (self._steps + 1) / warmup) if warmup else self._settings.lr
+        return self._settings.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._settings.lr
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self.megatron.zero_grad()
 
     def step(self) -> UpdateResult:
         """Clip by the global norm and apply, unless the norm is not finite. Gradients must be reduced already."""
-        self._optimizer.prepare_grads()
-        norm, lr = float(self._optimizer.get_grad_norm()), self.lr
+        self.megatron.prepare_grads()
+        norm, lr = float(self.megatron.get_grad_norm()), self.lr
         if not math.isfinite(norm):
             return UpdateResult(grad_norm=norm, lr=lr, applied=False)
-        for group in self._optimizer.param_groups:
+        for group in self.megatron.param_groups:
             group["lr"] = lr
-        applied, _, _ = self._optimizer.step()
-        self._steps += int(applied)
+        applied, _, _ = self.megatron.step()
+        self.steps += int(applied)
         return UpdateResult(grad_norm=norm, lr=lr, applied=bool(applied))

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: complete, verified, independent of the parallel layout, and never pickle."""

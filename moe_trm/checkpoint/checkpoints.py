@@ -1,0 +1,158 @@
+"""What the loop asks of checkpoints: where to go on from, and after every step whether to save, to export or to stop."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_trm.checkpoint.differences import differences
+from moe_trm.checkpoint.folder import STATE_FILE, CheckpointFolder, Manifest, read_manifest, verify
+from moe_trm.checkpoint.peers import Peers
+from moe_trm.checkpoint.pieces import PieceReader
+from moe_trm.checkpoint.writer import BackgroundWriter, Contents
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError
+from moe_trm.interruption import Interruption
+from moe_trm.learner.protocol import Learner
+
+log = logging.getLogger(__name__)
+
+RunState = Mapping[str, Any]
+"""State of everything but the learner, by part: plain data and bytes."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank makes one, at the same point; all calls but `close` are collective.
+
+    Args:
+        config: the run's configuration.
+        run_dir: its folder, which all ranks must see.
+        interruption: whether this process was asked to stop.
+        restarted: this group of ranks replaces one that failed, and goes on from the newest checkpoint whatever `checkpoint.resume` says.
+
+    Raises:
+        CheckpointError: `checkpoint.resume` names no valid checkpoint, or all that the run has are damaged.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:
+        self._config, self._interruption = config, interruption
+        self._folder = CheckpointFolder(folder_of(config, run_dir))
+        self._peers = Peers()
+        self._writer = BackgroundWriter(self._folder, Peers(), config.checkpoint.keep)
+        self._found = self._find(config.checkpoint.resume, restarted=restarted)
+        self.first_step: int = self._found[1].step if self._found else 0
+        """Steps that are done already; 0 when the run begins anew."""
+        self.interrupted = False
+        """The run stopped before its last step because it was asked to."""
+        if self._peers.rank == 0:
+            self._folder.begin_after(self.first_step)
+        self._peers.gather(b"")
+
+    def load(self, learner: Learner) -> RunState | None:
+        """Give the learner its state back; the state of the other parts, or None when the run begins anew."""
+        if self._found is None:
+            return None
+        path, manifest = self._found
+        saved = msgspec.msgpack.decode((path / STATE_FILE).read_bytes())
+        learner.restore(
+            PieceReader(path / name for name in sorted(manifest.files) if name != STATE_FILE), saved["learner"]
+        )
+        if self._peers.rank == 0:
+            print(f"going on after step {manifest.step} from {path}", flush=True)
+            for change in differences(manifest.config, self._config.dump()):
+                log.warning("the checkpoint was made with another setting: %s", change)
+        run: RunState = saved["run"]
+        return run
+
+    def end_step(self, step: int, learner: Learner, capture: Callable[[], RunState]) -> bool:
+        """Save and export what is due after `step`; whether the run stops here.
+
+        Args:
+            step: just finished.
+            learner: what to save.
+            capture: the state of the other parts; called on every rank when a checkpoint is due, used on the first.
+        """
+        settings, last = self._config.checkpoint, step == self._config.train.steps
+        stop = self._peers.any(bool(self._interruption.requested)) and not last
+        if stop or (settings.every and (step % settings.every == 0 or last)):
+            self._save(step, learner, capture())
+        if settings.export_every and step % settings.export_every == 0:
+            self._export(step, learner)
+        self.interrupted = stop
+        return stop
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._report(self._writer.wait())
+        if self.interrupted and self._peers.rank == 0:
+            print(f"stopped as asked; the same command goes on from {self._folder.root}", flush=True)
+
+    def _save(self, step: int, learner: Learner, run: RunState) -> None:
+        self._report(self._writer.wait())
+        pieces, counters = learner.state()
+        state = msgspec.msgpack.encode({"learner": counters, "run": run}) if self._peers.rank == 0 else None
+        self._writer.start(Contents(step, pieces, state, self._config.dump()))
+
+    def _export(self, step: int, learner: Learner) -> None:
+        final = self._folder.root / f"hf-{step:06d}"
+        partial = final.with_name(f"{final.name}.partial")
+        learner.export_checkpoint(str(partial))
+        if self._peers.rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+
+    def _report(self, failure: str) -> None:
+        if failure and self._peers.rank == 0:
+            log.warning(
+                "a checkpoint could not be written to %s: %s. The run goes on, older checkpoints are intact.",
+                self._folder.root,
+                failure,
+            )
+
+    def _find(self, resume: str, *, restarted: bool) -> tuple[Path, Manifest] | None:
+        own = self._own() if resume == "auto" or restarted else []
+        if not own and resume not in ("auto", "never"):
+            return self._verified(Path(resume))
+        for path in own:
+            try:
+                return self._verified(path)
+            except CheckpointError as error:
+                if self._peers.rank == 0:
+                    log.warning("checkpoint skipped: %s", error)
+        if own:
+            raise CheckpointError(
+                "no checkpoint of this run can be used",
+                where=str(self._folder.root),
+                got=f"{len(own)} damaged checkpoints",
+                expected="at least one that matches its checksums",
+                fix="Set checkpoint.resume=never to begin anew (what is there is set aside), or a PATH to go on from.",
+            )
+        return None
+
+    def _own(self) -> list[Path]:
+        """This run's checkpoints as the first rank sees them, newest first."""
+        seen = self._peers.gather(msgspec.json.encode(self._folder.steps()))[0]
+        return [self._folder.path(step) for step in msgspec.json.decode(seen, type=list[int])]
+
+    def _verified(self, path: Path) -> tuple[Path, Manifest]:
+        """The checkpoint in `path`, after every rank has compared its share of the files with the manifest."""
+        error, manifest = "", None
+        try:
+            manifest = read_manifest(path)
+            verify(path, manifest, sorted(manifest.files)[self._peers.rank :: self._peers.size])
+        except CheckpointError as found:
+            error = str(found)
+        errors = [told.decode() for told in self._peers.gather(error.encode()) if told]
+        if errors or manifest is None:
+            raise CheckpointError(errors[0])
+        return path, manifest
+
+
+def folder_of(config: Config, run_dir: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"

@@ -1,0 +1,189 @@
+"""A Megatron learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any layout.
+
+`weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
+moments. NAME has global layer and expert numbers. Gate and up rows of one matrix are stored as `[2, rows, columns]`, because tensor
+parallelism cuts each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
+from moe_trm.learner.megatron import convert
+from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, tensor_group
+from moe_trm.learner.megatron.optimizer import GuardedOptimizer
+from moe_trm.learner.megatron.policy import PolicyModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where a rank's parameter lies in the whole one: a box, whose flattened elements are the first of the flattened parameter.
+
+    What is behind them is padding of the vocabulary.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    box: tuple[int, ...]
+
+    def piece(self, kind: str, values: Tensor, start: int) -> Piece:
+        """Elements `start` and after of the flattened parameter."""
+        flat = values.detach().reshape(-1)[: max(0, math.prod(self.box) - start)]
+        return Piece(Place(f"{kind}/{self.name}", self.global_shape, self.offset, self.box, start), to_host(flat))
+
+    def flat(self, kind: str, reader: PieceReader, numel: int) -> Tensor:
+        """This rank's share of the saved tensor, flattened, with zeros for padding."""
+        box = tuple(slice(first, first + size) for first, size in zip(self.offset, self.box, strict=True))
+        own = reader.read(f"{kind}/{self.name}", self.global_shape)[box].reshape(-1)
+        return F.pad(own, (0, numel - own.numel()))
+
+
+@dataclass(frozen=True)
+class Master:
+    """The part of a parameter that this rank's optimizer updates: a flat float32 tensor that begins at element `start`."""
+
+    values: Tensor
+    start: int
+    optimizer: torch.optim.Optimizer
+    speaks: bool
+    """Whether this rank saves it; several may hold the same part."""
+
+    def set_moments(self, moments: dict[str, Tensor], steps: int) -> None:
+        """Give the optimizer its moments and the number of steps they stand for."""
+        if isinstance(self.optimizer, torch.optim.AdamW | torch.optim.Adam):
+            moments["step"] = torch.tensor(float(steps))
+        else:  # fused optimizers count per group
+            for group in self.optimizer.param_groups:
+                group["step"] = steps
+        self.optimizer.state[self.values] = moments
+
+
+class TrainingState:
+    """The state of one rank's model and optimizer.
+
+    Args:
+        chunks: this rank's model, one chunk per virtual pipeline stage.
+        optimizer: its optimizer.
+        hf: config.json of the model.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel], optimizer: GuardedOptimizer, hf: Mapping[str, Any]) -> None:
+        self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
+
+    def save(self) -> tuple[list[Piece], dict[str, int]]:
+        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        masters = _masters(self._optimizer.megatron)
+        pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
+        for name, parameter in global_parameters(self._chunks):
+            master = masters.get(parameter)
+            if master is None or not master.speaks:
+                continue
+            share, state = _share(name, parameter, self._hf), master.optimizer.state.get(master.values, {})
+            pieces.append(share.piece("weight", master.values, master.start))
+            pieces += [share.piece(kind, state[kind], master.start) for kind in MOMENTS if kind in state]
+        return pieces, {"optimizer_steps": self._optimizer.steps}
+
+    @torch.no_grad()
+    def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """Take over what any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
+        steps, masters = counters["optimizer_steps"], _masters(self._optimizer.megatron)
+        for name, parameter in global_parameters(self._chunks):
+            share, master = _share(name, parameter, self._hf), masters.get(parameter)
+            weight = share.flat("weight", reader, parameter.numel())
+            parameter.copy_(weight.view(parameter.shape))
+            if master is None:
+                continue
+            own, shape = slice(master.start, master.start + master.values.numel()), master.values.shape
+            master.values.copy_(weight[own].view(shape))
+            if steps:
+                moments = {kind: share.flat(kind, reader, parameter.numel())[own].view(shape) for kind in MOMENTS}
+                master.set_moments({kind: value.to(master.values.device) for kind, value in moments.items()}, steps)
+        self._optimizer.steps = steps
+        prefix = f"{_random(dist.get_rank())}/"
+        if f"{prefix}torch" in reader:
+            _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
+
+
+def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> Share:
+    group, dim, box = tensor_group(name), convert.split_dim(name), list(parameter.shape)
+    if convert.link(name).packing == "gated":
+        # Rows are the second dimension then, columns the third.
+        box, dim = [2, box[0] // 2, *box[1:]], None if dim is None else dim + 1
+    shape, offset = list(box), [0] * len(box)
+    if dim is not None:
+        shape[dim] *= group.size()
+        offset[dim] = box[dim] * group.rank()
+    if name in (EMBEDDING, OUTPUT):
+        shape[0] = int(hf["vocab_size"])
+        offset[0] = min(offset[0], shape[0])
+        box[0] = min(box[0], shape[0] - offset[0])
+    return Share(name, tuple(shape), tuple(offset), tuple(box))
+
+
+def _masters(optimizer: MegatronOptimizer) -> dict[Tensor, Master]:
+    """By parameter; what other ranks update is absent."""
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return {parameter: master for part in parts for parameter, master in _masters_of(part)}
+
+
+def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
+    if isinstance(part, DistributedOptimizer):
+        for parameter, (group, place) in part.model_param_group_index_map.items():
+            start = part._get_model_param_range_map(parameter)["param"].start
+            values = part.optimizer.param_groups[group]["params"][place]
+            yield parameter, Master(values, start, part.optimizer, speaks=True)
+        return
+    pairs = [(values, values) for group in part.param_groups for values in group["params"]]
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        models = (*part.float16_groups, *part.fp32_from_fp32_groups)
+        mains = (*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups)
+        pairs = [pair for model, main in zip(models, mains, strict=True) for pair in zip(model, main, strict=True)]
+    for parameter, values in pairs:
+        replica = (
+            parallel_state.get_expert_data_parallel_rank()
+            if not getattr(parameter, "allreduce", True)
+            else parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        )
+        yield parameter, Master(values, 0, part.optimizer, speaks=replica == 0)
+
+
+def _random(rank: int) -> str:
+    return f"random/rank-{rank:05d}"
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+        states |= {f"tracker/{name}": state for name, state in _tracker().get_states().items()}
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+        prefix = "tracker/"
+        _tracker().set_states(
+            {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
+        )
+
+
+def _tracker() -> Any:
+    return tensor_parallel.get_cuda_rng_tracker()
