@@ -1,4 +1,4 @@
-"""The report page: runs in, one self-contained HTML document out. Nothing in it is fetched from anywhere."""
+"""The report page: runs in, one self-contained HTML document out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from importlib.resources import files
-
-import orjson
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report import draw
 from moe_trm.report.charts import SECTIONS, Chart, Heat, Lines, Totals, matching
 from moe_trm.report.draw import Series
+from moe_trm.report.html import document, number
 from moe_trm.report.run import Run
-from moe_trm.report.scale import short
 from moe_trm.report.summary import Check, Saying, checks, sayings, tiles
 
 COLOURS = 8
@@ -39,31 +36,6 @@ def render(runs: Sequence[Run]) -> str:
         _everything(runs),
     ]
     return document(title, "\n".join(part for part in body if part), page.data())
-
-
-def document(title: str, body: str, data: object) -> str:
-    """A complete page with its style, its script, and `data` as the JSON that the script reads."""
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        f'<div id="tip" role="status" hidden></div>\n<script type="application/json" id="data">{embedded(data)}</script>\n'
-        f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n"
-    )
-
-
-def embedded(data: object) -> str:
-    """JSON that no text in it can break out of."""
-    return orjson.dumps(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def number(value: float | None) -> str:
-    """A number for the eye, with the exact one as the element's value."""
-    if value is None:
-        return "not finite"
-    return f'<data value="{value!r}" title="{value!r}">{short(value)}</data>'
 
 
 class Page:
@@ -325,7 +297,3 @@ def _when(unix_s: float) -> str:
     if not math.isfinite(unix_s):
         return ""
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _resource(name: str) -> str:
-    return files("moe_trm.report").joinpath(name).read_text(encoding="utf-8")
