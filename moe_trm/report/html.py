@@ -1,0 +1,39 @@
+"""What every page of ours is made of: one HTML document with its style, script and data inside. Nothing is fetched from anywhere."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+
+import orjson
+
+from moe_trm.report.scale import short
+
+
+def document(title: str, body: str, data: object) -> str:
+    """A complete page; `data` is the JSON that the script reads and that a test compares with what was measured."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f'<div id="tip" role="status" hidden></div>\n<script type="application/json" id="data">{_embedded(data)}</script>\n'
+        f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n"
+    )
+
+
+def number(value: float | None) -> str:
+    """A number for the eye, with the exact one as the element's value."""
+    if value is None:
+        return "not finite"
+    return f'<data value="{value!r}" title="{value!r}">{short(value)}</data>'
+
+
+def _embedded(data: object) -> str:
+    """JSON that no text in it can break out of."""
+    return orjson.dumps(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _resource(name: str) -> str:
+    return files("moe_trm.report").joinpath(name).read_text(encoding="utf-8")
