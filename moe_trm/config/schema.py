@@ -44,15 +44,25 @@ class TaskConfig(Section):
     name: Literal["arithmetic", "jsonl", "gsm8k"] = "arithmetic"
     """Where prompts and rewards come from."""
     prompts: str | None = None
-    """JSONL file of training prompts (`jsonl`, `gsm8k`): one object a line with `prompt` (or `question`) and `answer`."""
+    """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as `hf:NAME[:SPLIT]` or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields reach the reward as extras."""
     eval_prompts: str | None = None
-    """JSONL file of held-out prompts; none: no evaluation for tasks that read files."""
+    """Held-out prompts, from the same kinds of source; none: no evaluation for tasks that read prompts."""
+    prompt_field: str | None = None
+    """Name of the field with the prompt; none: `prompt`, else `question`."""
+    answer_field: str = "answer"
+    """Name of the field with the expected answer, which only a reward function of your own can do without."""
     eval_size: Count = 256
     """Held-out prompts per evaluation."""
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """`arithmetic`: digits of the larger operand."""
-    reward: Literal["exact", "math_verify"] | None = None
-    """How an answer is compared: the text after the last `#`, or mathematical equality. Wrong is 0, right is 1; none: `math_verify` for `gsm8k`, `exact` elsewhere."""
+    reward: str | None = None
+    """How a finished answer is scored. `exact`: 1 when the text after the last `#` is the expected one. `math_verify`: 1 when it is mathematically equal. `package.module:function` or `path/to/file.py:function`: a function of your own (docs/tasks.md). None: `math_verify` for `gsm8k`, `exact` elsewhere."""
+    reward_weights: dict[str, float] = {}
+    """Weights of named rewards, where a reward function returns several; a name that is not listed has weight 1. The reward is their weighted sum."""
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that one call of a reward function may take; after that its sample is rejected (`reward_timeout`) and its process ended."""
+    reward_processes: Positive = 2
+    """Processes that run a reward function which is not async. Raise it when `time/wait_s` is spent on rewards and cores are free."""
     template: str | None = None
     """Text around a prompt read from a file, with `{prompt}` where it goes; none: `Question: {prompt}\\nAnswer:` for `gsm8k`, the prompt alone for `jsonl`."""
     chat: bool = False
@@ -93,6 +103,8 @@ class RolloutConfig(Section):
     """`sglang`: a real server. `bundle`: recorded responses, so that a run can be repeated bit for bit."""
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
+    urls: tuple[str, ...] = ()
+    """Addresses of several running servers, in place of `rollout.url`. Each sample goes to the one with the fewest in flight; all get every weight push; one that fails is left out until it has caught up."""
     api_key: str | None = None
     """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
     bundle: str | None = None
@@ -112,13 +124,33 @@ class RolloutConfig(Section):
     min_p: Fraction = 0.0
     """Ids less probable than this fraction of the most probable one are not sampled; 0: no bound."""
     max_new_tokens: Positive = 48
-    """Tokens sampled at most for one answer; what is not finished by then counts as unfinished."""
+    """Tokens sampled at most for one answer (of a rollout function: for one turn); what is not finished by then counts as unfinished."""
+    function: str | None = None
+    """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
+    function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that one call of `rollout.function` may take, waiting for the engine included; after that its sample is rejected (`rollout_timeout`)."""
+    max_turns: Positive = 8
+    """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
+    max_tokens: Positive | None = None
+    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what the model's positions allow."""
     concurrency: Positive = 128
     """Requests in flight."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Limit for one request, queueing included."""
     max_attempts: Positive = 3
-    """Tries per request when the connection fails or the server answers 5xx."""
+    """Tries per request when the connection fails or the server answers 5xx; after that the server is looked at, and the sample asked for again."""
+    recovery_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time without any working server, in seconds, before the run is given up. A restart takes as long as loading the model."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of every server of the run."""
+        return self.urls or (self.url or f"http://{self.server.host}:{self.server.port}",)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the servers are started by somebody else."""
+        return bool(self.urls or self.url)
 
 
 class SamplingMaskConfig(Section):
@@ -168,6 +200,9 @@ class PipelineConfig(Section):
     """`sync`: sample, train, push, in turn; every token is on-policy at the start of its step. `one_step`: the next step's batch is sampled while this one trains, one version behind. `async`: sampling runs on, up to `pipeline.max_staleness` versions behind."""
     max_staleness: Count | None = None
     """Bound on the age of every trained token (eta): the learner's version minus the one that sampled it. Older groups are dropped and counted. None: 0 for `sync`, 1 for `one_step`, 2 for `async`. Larger hides longer answers and costs off-policiness; 1 to 4 is usual."""
+
+    partial: Literal["wait", "interrupt"] = "wait"
+    """What a weight push does to samples that are being generated: `wait` for them, or `interrupt` them and continue each with the new weights from where it was. Interrupted samples span versions; every token keeps its own, and the routes of the weights that sampled it. Pays where answers differ much in length."""
 
     @property
     def staleness_limit(self) -> int:
@@ -293,6 +328,27 @@ class LossConfig(Section):
         | None
     ) = None
     """How token losses become one number; none: as in the loss's published form (`ppo_clip`: token-mean). Denominators are those of the batch before correction."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Bonus per nat of the policy's entropy, which is that over the whole vocabulary whatever the sampling mask; 0: none. Costs one more pass of the output layer over the vocabulary. Try 0.001."""
+    measure_entropy: bool = False
+    """Measure the entropy (`policy/entropy`) without rewarding it; the same cost."""
+
+
+class KlConfig(Section):
+    """KL to the reference policy: the checkpoint that the run started from, kept frozen in host memory."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL, per nat; 0: no reference is kept or scored. Try 0.001."""
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"] = "k3+"
+    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy, `k3_is` (weighted by the differentiated ratio) off-policy too; in the reward only values count, of which `k1` and `k3` are unbiased."""
+    where: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of its own beside the policy loss, on every sampled token whatever corrections reject. `reward`: each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of samples / `kl.horizon` a step."""
+    target: Annotated[float, Field(gt=0)] = 0.1
+    """`adaptive`: mean KL per token to steer to, in nats."""
+    horizon: Annotated[float, Field(gt=0)] = 10000.0
+    """`adaptive`: samples over which the coefficient may change by a fifth."""
 
 
 class OptimizerConfig(Section):
@@ -383,6 +439,23 @@ class TrainConfig(Section):
     """Training steps between greedy evaluations on held-out prompts; 0: only before the first and after the last."""
     export: bool = True
     """Write the final weights as a Hugging Face checkpoint to `runs/NAME/checkpoints/final`."""
+    max_restarts: Count = 0
+    """`moe-trm train`: how often learner ranks that died are started again, from the newest checkpoint; 0: the run ends, and the same command goes on later."""
+
+
+class CheckpointConfig(Section):
+    """What a run keeps of itself, so that it can go on after whatever ended it."""
+
+    every: Count = 50
+    """Training steps between checkpoints (model, optimizer, sample books, calibrated thresholds, random state), the last step included; 0: only when the run is asked to stop by Ctrl-C or SIGTERM."""
+    keep: Positive = 2
+    """Checkpoints to keep; older ones are removed once a newer one is complete."""
+    dir: str | None = None
+    """Folder that every learner rank sees; none: `runs/NAME/checkpoints`."""
+    resume: str = "auto"
+    """`auto`: go on from the newest checkpoint of this run whose checksums are right, begin anew where there is none. `never`: begin anew; what is there is set aside. Else the path of one checkpoint (`.../step-000100`)."""
+    export_every: Count = 0
+    """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all of which are kept; 0: none."""
 
 
 class RecordConfig(Section):
@@ -440,6 +513,8 @@ class Config(Section):
     """Corrections of the remaining mismatch."""
     loss: LossConfig = LossConfig()
     """Policy objective."""
+    kl: KlConfig = KlConfig()
+    """KL to the reference policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer."""
     learner: LearnerConfig = LearnerConfig()
@@ -448,6 +523,8 @@ class Config(Section):
     """Weight transfer to the rollout engine."""
     train: TrainConfig = TrainConfig()
     """Length of the run."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints and where to go on from."""
     record: RecordConfig = RecordConfig()
     """Recording for exact repetition."""
     observe: ObserveConfig = ObserveConfig()

@@ -80,8 +80,8 @@ class Conversation:
 
         Args:
             sample_id, group_id: go into the record.
-            keep_changed: what to do with a sample during which the weights changed: keep it without the routes of before the change, or
-                reject it.
+            keep_changed: what to do with a sample that has an answer during which the weights changed: keep it without the routes of before
+                the change, or reject it.
             finish_reason: of the whole; None: that of the last answer.
 
         Raises:
@@ -103,7 +103,7 @@ class Conversation:
             rollout_logprobs=np.concatenate([turn.rollout_logprobs for turn in self._turns]),
             full_logprobs=np.concatenate([turn.full_logprobs for turn in self._turns]),
             versions=versions_S,
-            routes=self._trusted_routes(sampled_T[:length], versions_S, keep_changed=keep_changed),
+            routes=self._trusted_routes(sampled_T[:length], keep_changed=keep_changed),
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
         )
@@ -113,24 +113,25 @@ class Conversation:
         self._sampled.extend([sampled] * len(token_ids))
         self._turn_ids.extend([len(self._turns)] * len(token_ids))
 
-    def _trusted_routes(
-        self, sampled_T: np.ndarray, versions_S: np.ndarray, *, keep_changed: bool
-    ) -> RouteRecord | None:
-        earlier = np.flatnonzero(versions_S != versions_S[-1])
-        if self._routes is None or not len(earlier):
-            return self._routes
-        if not keep_changed:
-            # The engine computed the KV cache of the earlier rows again after the update, and may report the new weights' routes.
-            raise RecordRejected(
-                "version_span",
-                "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
-                got=f"versions {sorted(set(versions_S.tolist()))}",
-                expected="one version",
-                fix="Update weights between batches, keep routes out of such a run, or set replay.missing=native.",
-            )
-        first = np.flatnonzero(sampled_T)[int(earlier[-1]) + 1]
-        # The row that predicts the first token of the last version is that version's own; all rows before it may not be.
-        return self._routes.uncover(slice(0, int(first) - 1))
+    def _trusted_routes(self, sampled_T: np.ndarray, *, keep_changed: bool) -> RouteRecord | None:
+        """The routes, less those that the engine may have computed again after the weights changed within one answer."""
+        routes, first = self._routes, 0
+        for number, turn in enumerate(self._turns):
+            if routes is not None and turn.recomputed:
+                if not keep_changed:
+                    raise RecordRejected(
+                        "version_span",
+                        "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
+                        where=f"turn {number}",
+                        got=f"versions {sorted(set(turn.versions.tolist()))}",
+                        expected="one version in each answer",
+                        fix="Set pipeline.partial to what this run does at a push, keep others from updating the server, or set replay.missing=native.",
+                    )
+                # The row that predicts the first token of the last version is that version's own; all rows before it may not be.
+                last = np.flatnonzero(sampled_T)[first + turn.recomputed]
+                routes = routes.uncover(slice(0, int(last) - 1))
+            first += turn.num_sampled
+        return routes
 
 
 def parse_answer(

@@ -24,6 +24,14 @@ class HttpStatusError(EngineError):
     status = 0
 
 
+class EngineLost(EngineError):
+    """The server did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
+
+
+class ServerFailed(HttpStatusError, EngineLost):
+    """The server answered every attempt with an HTTP status of 500 or more."""
+
+
 class EngineHttp:
     """One connection pool to one SGLang server.
 
@@ -48,24 +56,37 @@ class EngineHttp:
         """Parsed JSON of a POST. Raises `EngineError`."""
         return orjson.loads(await self.request("POST", path, body))
 
-    async def request(self, method: str, path: str, body: Mapping[str, object] | None = None) -> bytes:
-        """The body of a successful answer. Raises `EngineError` once the attempts are used up, at once for 4xx and timeouts."""
-        for attempt in range(self._max_attempts):
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float | None = None,
+        attempts: int | None = None,
+    ) -> bytes:
+        """The body of a successful answer.
+
+        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx.
+        `timeout_s` and `attempts` replace those of this connection.
+        """
+        attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
+        for attempt in range(attempts):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            last = attempt == self._max_attempts - 1
+            last = attempt == attempts - 1
             try:
-                status, content = await self._once(method, path, body)
+                status, content = await self._once(method, path, body, timeout_s)
             except TimeoutError as error:
-                raise EngineError(
+                raise EngineLost(
                     "the rollout server did not answer in time",
                     where=f"{method} {self.url}{path}",
-                    got=f"nothing within {self._timeout_s:g} s",
+                    got=f"nothing within {timeout_s:g} s",
                     fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
                 ) from error
             except aiohttp.ClientError as error:
                 if last:
-                    raise self._unreachable(method, path, error) from error
+                    raise self._unreachable(method, path, error, attempts) from error
                 continue
             if status < 400:
                 return content
@@ -86,29 +107,32 @@ class EngineHttp:
     ) -> None:
         await self.close()
 
-    async def _once(self, method: str, path: str, body: Mapping[str, object] | None) -> tuple[int, bytes]:
+    async def _once(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
+    ) -> tuple[int, bytes]:
         if self._session is None:
             # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
             self._session = aiohttp.ClientSession(
                 headers={**self._headers, "Content-Type": "application/json"},
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             )
         data = None if body is None else orjson.dumps(body)
-        async with self._session.request(method, self.url + path, data=data) as response:
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._session.request(method, self.url + path, data=data, timeout=limit) as response:
             return response.status, await response.read()
 
-    def _unreachable(self, method: str, path: str, error: aiohttp.ClientError) -> EngineError:
-        return EngineError(
+    def _unreachable(self, method: str, path: str, error: aiohttp.ClientError, attempts: int) -> EngineLost:
+        return EngineLost(
             "the rollout server is not reachable",
             where=f"{method} {self.url}{path}",
-            got=f"{error} ({self._max_attempts} attempts)",
+            got=f"{error} ({attempts} attempts)",
             expected="a running SGLang server",
             fix="Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url or rollout.server.port.",
         )
 
     def _refused(self, method: str, path: str, status: int, content: bytes) -> HttpStatusError:
-        error = HttpStatusError(
+        kind = ServerFailed if status >= 500 else HttpStatusError
+        error = kind(
             f"the rollout server answered with an error (HTTP {status})",
             where=f"{method} {self.url}{path}",
             got=content.decode(errors="replace")[:MAX_ERROR_CHARACTERS],

@@ -105,6 +105,8 @@ class SampledTurn:
     Attributes:
         tokens: `[S]` int32 sampled ids, the stop token included.
         routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T tokens.
+        recomputed: leading sampled tokens, at which the engine may have computed routes again after a change of weights: all before the
+            last version of an answer that was not interrupted.
     """
 
     tokens: np.ndarray
@@ -114,6 +116,11 @@ class SampledTurn:
     routes: RouteRecord | None
     sampling_mask: SamplingMask | None
     finish_reason: str
+    recomputed: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens)
 
 
 def parse_turn(
@@ -132,7 +139,7 @@ def parse_turn(
         RecordRejected: with one of the reasons of this module's docstring.
     """
     answer = decode_answer(body)
-    finish_reason = _finish_reason(answer.meta_info)
+    finish_reason = _finish_reason(answer, partial=wanted.partial)
     output_S = _output_ids(answer, len(context), model)
     full_S = _full_logprobs(answer.meta_info, output_S)
     mask, rollout_S = None, full_S
@@ -140,14 +147,16 @@ def parse_turn(
         mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
         rollout_S = _sampled_logprobs(mask, output_S, full_S)
     tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
+    versions_S = _versions(answer.meta_info, len(output_S))
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
-        versions=_versions(answer.meta_info, len(output_S)),
+        versions=versions_S,
         routes=_routes(answer.meta_info, tokens_T, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
+        recomputed=int((versions_S != versions_S[-1]).sum()),
     )
 
 

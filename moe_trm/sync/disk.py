@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -132,6 +132,11 @@ async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify
         EngineError: the engine cannot be reached.
     """
     expected = await asyncio.to_thread(verified_checksums, push, dtype, device) if verify else None
+    await load_folder(api, push, expected)
+
+
+async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
+    """As `load_from_disk`, with the checksums that the engine must report computed before (once for several engines), or None."""
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
         answer = await api.post("/update_weights_from_disk", body)

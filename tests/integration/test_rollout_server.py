@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,11 @@ from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.sglang_client import SglangEngine
 from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.sampling_mask.record import join, split
 from moe_trm.sync.disk import finish_push, load_from_disk, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from routing import token_digest
 
 VOCAB = 250
 T = TypeVar("T")
@@ -100,6 +103,7 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     assert record.routes is not None
     record.routes.check_tokens(record.tokens)
     expected = np.stack([layer.topk(2, -1).indices.numpy() for layer in output.router_logits], 1)[:-1]
+    expected = expected[-record.routes.num_rows :]
     assert np.array_equal(np.sort(record.routes.experts, -1), np.sort(expected, -1))
 
 
@@ -238,7 +242,8 @@ def test_greedy_answers_end_before_the_stop_token(
 
 def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config, rollout_server: Server) -> None:
     async def work(engine: SglangEngine) -> None:
-        await engine._http.post("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+        async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60, max_attempts=1) as api:
+            await api.post("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
         await engine.generate(prompts(1)[0], PARAMS, sample_id=0, group_id=0)
 
     with pytest.raises(RecordRejected) as caught:
@@ -267,6 +272,60 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
         with_engine(served_config, rollout_server, work)
     assert caught.value.reason == "version_span"
     assert [span[0] for span in caught.value.got] == ["7", "8"]  # type: ignore[attr-defined]
+
+
+def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
+) -> None:
+    """Log-probs, masks and routes of the tokens before the cut are those of the old weights, of those after it of the new."""
+    pipeline = served_config.pipeline.model_copy(update={"mode": "async", "partial": "interrupt"})
+    config = served_config.model_copy(update={"pipeline": pipeline})
+    old, new = make_push(tmp_path, tiny_moe, 11), make_push(tmp_path, other_moe, 12)
+    long = replace(PARAMS, max_new_tokens=200)
+
+    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+        await engine.load_weights(old)
+        samples = [
+            asyncio.create_task(engine.generate(prompt, long, sample_id=i, group_id=i))
+            for i, prompt in enumerate(prompts(3))
+        ]
+        await asyncio.sleep(1.0)
+        await engine.load_weights(new)
+        return list(await asyncio.gather(*samples))
+
+    records = with_engine(config, rollout_server, work)
+    assert [set(record.versions.tolist()) for record in records] == [{11, 12}] * 3
+    for record in records:
+        assert record.num_sampled == 200
+        assert record.finish_reason == "length"
+        cut = int((record.versions == 11).sum())
+        check_against_hf(first_tokens(record, cut), tiny_moe)
+        check_against_hf(last_tokens(record, record.num_sampled - cut), other_moe)
+
+
+def first_tokens(record: RolloutRecord, count: int) -> RolloutRecord:
+    """The record as it was when `count` tokens were sampled."""
+    length = record.num_tokens - record.num_sampled + count
+    return cut_out(record, length, slice(0, count), slice(0, length - 1))
+
+
+def last_tokens(record: RolloutRecord, count: int) -> RolloutRecord:
+    """The last `count` sampled tokens, the others as their prompt, with the routes of the rows that sampled them."""
+    return cut_out(record, record.num_tokens, slice(-count, None), slice(record.num_tokens - 1 - count, None))
+
+
+def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> RolloutRecord:
+    assert record.routes is not None
+    assert record.sampling_mask is not None
+    kept, tokens = split(record.sampling_mask, [1] * record.num_sampled)[sampled], record.tokens[:length]
+    return replace(
+        record,
+        tokens=tokens,
+        rollout_logprobs=record.rollout_logprobs[sampled],
+        full_logprobs=record.full_logprobs[sampled],
+        sampling_mask=join(kept),
+        routes=replace(record.routes, experts=record.routes.experts[rows], token_digest=token_digest(tokens)),
+    )
 
 
 def test_a_server_that_dies_while_starting_shows_its_log(rollout_config: Config, tmp_path: Path) -> None:

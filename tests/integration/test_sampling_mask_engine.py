@@ -5,7 +5,6 @@ Shape letters: S sampled tokens, V vocabulary.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang_client import SglangEngine
+from moe_trm.rollout.checks import ServerCheck
 from moe_trm.rollout.supervisor import Server
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import masked_logprobs_and_kl
@@ -179,27 +178,16 @@ def test_union_asks_for_what_it_needs(served_config: Config, rollout_server: Ser
     assert all(record.sampling_mask is not None and record.sampling_mask.violations == 0 for record in records)
 
 
-class IgnoresTemperature(SglangEngine):
-    """The client of a server that reports every log-prob at temperature 1."""
-
-    async def _spread(self, temperature: float) -> float:
-        return await super()._spread(1.0)
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.3])
 def test_log_probs_at_another_temperature_are_refused(
-    served_config: Config, rollout_server: Server, temperature: float
+    served_config: Config, rollout_server: Server, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = served_config.rollout.model_copy(update={"temperature": temperature})
     config = served_config.model_copy(update={"rollout": rollout})
     with_engine(config, rollout_server, lambda engine: engine.start())
 
-    async def start_wrong() -> None:
-        engine = IgnoresTemperature(config, rollout_server.api_key)
-        try:
-            await engine.start()
-        finally:
-            await engine.close()
-
+    # As a server answers that reports every log-prob at temperature 1.
+    measured = ServerCheck._spread
+    monkeypatch.setattr(ServerCheck, "_spread", lambda check, http, temperature: measured(check, http, 1.0))
     with pytest.raises(EngineError, match="temperature 1"):
-        asyncio.run(start_wrong())
+        with_engine(config, rollout_server, lambda engine: engine.start())

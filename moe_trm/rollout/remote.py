@@ -1,0 +1,93 @@
+"""One rollout server as the controller sees it: what it was asked, and which weights it is known to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from moe_trm.errors import EngineError
+from moe_trm.rollout.http import EngineHttp, EngineLost
+
+ABORT_PAUSE_S = 0.2
+"""Pause between two requests to abort: one that was on its way at the first is met by the second."""
+
+
+class RemoteServer:
+    """Requests to one server.
+
+    Attributes:
+        http: its connection.
+        version: of the weights it was proved to serve; None before the first push.
+        updating: it is being given weights, and takes no new samples.
+        fenced: it was lost, and takes no samples until it has been proved again.
+    """
+
+    def __init__(self, http: EngineHttp) -> None:
+        self.http = http
+        self.version: int | None = None
+        self.updating = self.fenced = False
+        self._asking: set[asyncio.Task[bytes]] = set()
+        self._heard = time.monotonic()
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that it was asked for and has not answered."""
+        return len(self._asking)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered a sample, or was first asked for one; 0 while it owes none."""
+        return time.monotonic() - self._heard if self._asking else 0.0
+
+    async def ask(self, request: Mapping[str, object]) -> bytes:
+        """The body of its answer to `/generate`. Raises `EngineLost` when it is fenced meanwhile, and as `EngineHttp.request` does."""
+        task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
+        if not self._asking:
+            self._heard = time.monotonic()
+        self._asking.add(task)
+        try:
+            body = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not task.cancelled() or (this is not None and this.cancelling()):
+                task.cancel()
+                raise
+            raise EngineLost("the rollout server was lost while it sampled", where=self.http.url) from None
+        finally:
+            self._asking.discard(task)
+        self._heard = time.monotonic()
+        return body
+
+    async def drained(self) -> None:
+        """Return when nothing is in flight."""
+        while self._asking:
+            await asyncio.wait(self._asking)
+
+    async def abort(self) -> None:
+        """End what is in flight: each request is answered with as much as was sampled. Returns when nothing is in flight."""
+        while self._asking:
+            await self.http.post("/abort_request", {"rid": "", "abort_all": True})
+            await asyncio.wait(self._asking, timeout=ABORT_PAUSE_S)
+
+    def fence(self) -> None:
+        """Take it out of service and give up what is in flight."""
+        self.fenced = True
+        for task in self._asking:
+            task.cancel()
+
+    async def alive(self, timeout_s: float) -> bool:
+        """Whether its front door answers; says nothing of the engine behind it, and so holds during a weight update too."""
+        try:
+            await self.http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1)
+        except EngineError:
+            return False
+        return True
+
+    async def generates(self, timeout_s: float) -> bool:
+        """Whether the engine behind the door makes tokens (SGLang's `/health`)."""
+        try:
+            await self.http.request("GET", "/health", timeout_s=timeout_s, attempts=1)
+        except EngineError:
+            return False
+        return True
