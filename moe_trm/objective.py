@@ -1,4 +1,5 @@
-"""From a minibatch's anchor scores to the loss of each micro-batch: ratios, corrections, policy loss, aggregation, and their metrics.
+"""From a minibatch's anchor scores to the loss of each micro-batch: ratios, corrections, policy loss, KL and
+entropy terms, aggregation, and their metrics.
 
 Shape letters: B rows, R forwarded tokens of the longest row.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,15 @@ from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.batch_norm import WEIGHING, normalized, weight_sums
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs, TokenLoss, aggregate
+from moe_trm.losses.kl import kl_estimate, kl_term
 from moe_trm.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.passes import Anchored
 from moe_trm.ratios import LogRatios
 from moe_trm.recipe import Recipe, recipe
-from moe_trm.thresholds import Frozen, Thresholds
+from moe_trm.thresholds import Thresholds
+
+TERMS = frozenset({"loss/policy", "loss/kl", "loss/entropy"})
+"""Metrics that are sums of shares: the terms of the loss."""
 
 
 class Objective:
@@ -31,23 +37,30 @@ class Objective:
     Args:
         config: the run's configuration.
         run_dir: where calibrated thresholds are kept (`thresholds.json`); None keeps them in memory.
-        frozen: calibrated thresholds of an earlier part of this run.
 
     Raises:
         ConfigError: an unknown rule, loss, threshold or parameter, before anything runs.
     """
 
-    def __init__(self, config: Config, run_dir: Path | None = None, frozen: Frozen | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         self._recipe = recipe(config)
         path = run_dir / "thresholds.json" if run_dir else None
-        self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path, frozen)
+        self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
         self._metrics: list[Mapping[str, Tensor]] = []
         self._num_updates = 0
 
+    def state(self, learner: Learner) -> dict[str, Any]:
+        """What a checkpoint keeps between two steps, as plain data. Collective."""
+        return {"thresholds": self._thresholds.state(learner)}
+
+    def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
+        """Go on after `state`."""
+        self._thresholds.restore(state["thresholds"], learner)
+
     @property
-    def thresholds(self) -> Frozen:
-        """Calibrated thresholds by rule, as plain data for a checkpoint; empty while rules still measure."""
-        return self._thresholds.frozen
+    def needs_entropy(self) -> bool:
+        """Whether the scores of updates have to carry the policy's entropy."""
+        return self._recipe.entropy
 
     def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
@@ -66,19 +79,35 @@ class Objective:
                 ratios, batch.advantages, batch.turn_ids, batch.versions, current.exact_kl, batch.rewards
             )
             self._thresholds.observe(evidence)
-            correction, token_loss = judge(index, evidence, current.logprobs, batch.group_ids)
-            loss = aggregate(
-                token_loss.values,
-                correction.keep,
-                ratios.mask,
-                chosen.aggregation,
-                num_sequences=part.mini.num_sequences,
-                num_tokens=part.mini.num_tokens,
-                horizon=chosen.horizon,
-            )
+            correction, token_loss = judge(index, evidence, current, batch.group_ids)
+            terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
+            measured: dict[str, Tensor] = {}
+            if current.entropy is not None:
+                terms["loss/entropy"] = current.entropy, ratios.mask, -chosen.entropy_coef
+                measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
+            if part.reference is not None:
+                reference = part.reference[index]
+                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference)
+                terms["loss/kl"] = kl, ratios.mask, part.kl_coef
+                measured |= reference_metrics(current.logprobs, reference, ratios.mask)
+            shares = {
+                name: coef
+                * aggregate(
+                    values,
+                    keep,
+                    ratios.mask,
+                    chosen.aggregation,
+                    num_sequences=part.mini.num_sequences,
+                    num_tokens=part.mini.num_tokens,
+                    horizon=chosen.horizon,
+                )
+                for name, (values, keep, coef) in terms.items()
+                if coef
+            }
             self._metrics.append(
                 {
-                    "loss/policy": loss.detach().double(),
+                    **{name: share.detach().double() for name, share in shares.items()},
+                    **measured,
                     **token_loss.metrics,
                     **correction.metrics,
                     **diagnostics.metrics(evidence),
@@ -86,18 +115,19 @@ class Objective:
                     **_first_update(ratios, first),
                 }
             )
-            return loss
+            return torch.stack([*shares.values()]).sum()
 
         return loss_of
 
     def take(self, learner: Learner) -> dict[str, float]:
         """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step. Collective.
 
-        `loss/policy` is the mean over the updates; each micro-batch has only its share of one.
+        `loss/policy` and the other terms are means over the updates; each micro-batch has only its share of one.
         """
         collected, self._metrics = self._metrics, []
         metrics = summable.finalize(learner.reduce(summable.add(collected)))
-        metrics["loss/policy"] /= self._num_updates
+        for term in TERMS & metrics.keys():
+            metrics[term] /= self._num_updates
         self._num_updates = 0
         return metrics | self._thresholds.end_step(learner)
 
@@ -109,14 +139,15 @@ class PartialJudge:
         self._correct, self._loss = corrections.compose(chosen.rules), chosen.loss
 
     def __call__(
-        self, index: int, evidence: Evidence, current_logprobs: Tensor, group_ids: Tensor | None
+        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
     ) -> tuple[Correction, TokenLoss]:
         correction = self._correct(evidence)
         inputs = replace(
-            LossInputs.corrected(evidence.ratios, current_logprobs, evidence.advantages, correction),
+            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, correction),
             turn_ids=evidence.turn_ids,
             rewards=evidence.rewards,
             group_ids=group_ids,
+            entropy=current.entropy,
         )
         return correction, self._loss(inputs)
 
@@ -137,7 +168,7 @@ class WholeJudge:
         self._correction = correction
 
     def __call__(
-        self, index: int, evidence: Evidence, current_logprobs: Tensor, group_ids: Tensor | None
+        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
     ) -> tuple[Correction, TokenLoss]:
         whole, correction, mask = self._whole, self._correction, evidence.mask
         own = replace(
@@ -146,13 +177,14 @@ class WholeJudge:
             keep=whole.part(index, correction.keep, mask),
         )
         if self._whole_loss:
-            loss = self._loss(whole.inputs(index, current_logprobs, mask, correction.weights, correction.keep))
+            loss = self._loss(whole.inputs(index, current.logprobs, mask, correction.weights, correction.keep))
             return own, replace(loss, values=whole.part(index, loss.values, mask))
         inputs = replace(
-            LossInputs.corrected(evidence.ratios, current_logprobs, evidence.advantages, own),
+            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, own),
             turn_ids=evidence.turn_ids,
             rewards=evidence.rewards,
             group_ids=group_ids,
+            entropy=current.entropy,
         )
         return own, self._loss(inputs)
 
@@ -168,6 +200,12 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool) -> 
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
         return WholeJudge(chosen, gather_minibatch(part, current, learner))
+
+
+def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`reference/k1_kl` and `reference/k3_kl`: two unbiased estimates of KL(policy || reference) per token, on what the rollout sampled."""
+    estimates = {name: kl_estimate(name, logprobs.detach(), reference, mask) for name in ("k1", "k3")}
+    return summable.add(summable.mean(f"reference/{name}_kl", value, mask) for name, value in estimates.items())
 
 
 def _first_update(ratios: LogRatios, first: bool) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from moe_trm.learner.protocol import Scores
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
@@ -22,12 +24,17 @@ ReplayMode = Literal["none", "R2", "R3"]
 
 @dataclass(frozen=True)
 class Anchored:
-    """One minibatch with its anchor: padded micro-batches, their behaviour scores, and whose routes the updates use."""
+    """One minibatch with its anchor: padded micro-batches, their behaviour scores, and whose routes the updates use.
+
+    `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the coefficient in the loss.
+    """
 
     mini: MiniBatch
     batches: Sequence[TokenBatch]
     scores: Sequence[Scores]
     sources: Sequence[RouteSource]
+    reference: Sequence[Tensor] | None = None
+    kl_coef: float = 0.0
 
 
 def resolve_mode(

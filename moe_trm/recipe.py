@@ -37,6 +37,8 @@ class Recipe:
         batch_normalize: over what the weights are divided by their mean.
         loss: the policy objective.
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
+        kl_estimator: the KL to the reference, where there is one.
+        entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
     """
 
     rules: tuple[BoundRule, ...]
@@ -45,6 +47,9 @@ class Recipe:
     loss: BoundObjective
     aggregation: str
     horizon: int
+    kl_estimator: str
+    entropy: bool
+    entropy_coef: float
 
     @property
     def whole_rules(self) -> bool:
@@ -94,6 +99,9 @@ def recipe(config: Config) -> Recipe:
         loss=loss,
         aggregation=config.loss.aggregation or loss.objective.aggregation,
         horizon=config.rollout.max_new_tokens,
+        kl_estimator=config.kl.estimator,
+        entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or loss.objective.name == "espo",
+        entropy_coef=config.loss.entropy_coef,
     )
 
 
@@ -134,13 +142,6 @@ def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] |
             fix="choose a decoupled preset, which takes any loss, or write the rules out in correction.rules",
         )
     name, parameters = of_preset or (config.name or "ppo_clip", {})
-    if name == "espo":
-        raise ConfigError(
-            "espo groups tokens by predictive entropy, which the learner does not compute",
-            where="loss.name",
-            got=name,
-            expected=", ".join(other for other in losses.names() if other != "espo"),
-        )
     typed: dict[str, Parameter] = {
         key: value
         for key, value in (

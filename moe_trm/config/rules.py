@@ -21,6 +21,7 @@ def refusals(config: Config) -> list[Problem]:
         *_task(config),
         *_batch(config),
         *_pipeline(config),
+        *_kl(config),
         *_bypass(config),
         *_parallel(config),
     ]
@@ -157,6 +158,24 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         )
 
 
+def _kl(config: Config) -> Iterator[Problem]:
+    kl = config.kl
+    if kl.controller == "adaptive" and kl.coef == 0:
+        yield Problem(
+            "kl.coef",
+            "an adaptive coefficient grows from where it starts",
+            got="0 with kl.controller=adaptive",
+            expected="a positive number, e.g. 0.001",
+        )
+    if kl.where == "reward" and kl.estimator == "k3_is":
+        yield Problem(
+            "kl.estimator",
+            "k3_is differs from k3 by its gradient, which a reward does not have",
+            got="k3_is with kl.where=reward",
+            expected="k1, k2, k3 or abs",
+        )
+
+
 def _bypass(config: Config) -> Iterator[Problem]:
     preset = config.correction.preset or ""
     if preset.startswith("bypass_") and config.replay.mode == "R2":
@@ -223,6 +242,14 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
+        *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "where")),
+        *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
+        (
+            "loss",
+            "measure_entropy",
+            config.loss.entropy_coef > 0 or config.loss.name == "espo",
+            "the loss needs the entropy anyway",
+        ),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
         (
             "batch",
@@ -266,6 +293,8 @@ def _surprises(config: Config) -> Iterator[str]:
         yield "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, and the difference stays in the engine ratio"
     if config.replay.mode == "R2" and config.learner.minibatches * config.learner.epochs == 1:
         yield "replay.mode=R2 changes little with learner.minibatches=1: there is no second update to hold the routes for"
+    if config.kl.coef > 0 and config.kl.where == "loss" and config.kl.estimator == "k1":
+        yield "kl.estimator=k1 in the loss has a mean gradient of zero on-policy: take k2, k3+ or kl.where=reward"
     if config.task.shuffle_rewards:
         yield "task.shuffle_rewards=true: a control experiment, nothing can be learnt"
     if config.task.name != "arithmetic" and not config.task.eval_prompts:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.replay import Recorded, ReplayReport, RouteSource
@@ -25,12 +26,14 @@ class Scores:
         log_kept_mass: log of the learner's probability of the kept support, or None when not asked for or no mask.
         exact_kl: KL of the rollout's distribution from the learner's over the kept support, never with gradient; None when the
             batch does not carry the rollout's log-probs of it.
+        entropy: of the policy over the whole vocabulary at the sampling temperature, nats, with gradient in updates; None when not asked for.
         recorded: the routes this pass used, when the source was `Record()`; None otherwise.
     """
 
     logprobs: Tensor
     log_kept_mass: Tensor | None = None
     exact_kl: Tensor | None = None
+    entropy: Tensor | None = None
     recorded: Recorded | None = None
 
 
@@ -81,8 +84,10 @@ class Learner(Protocol):
         batches: Sequence[TokenBatch],
         sources: Sequence[RouteSource],
         objective: Callable[[int, Scores], Tensor],
+        *,
+        entropy: bool = False,
     ) -> UpdateResult:
-        """One optimizer step.
+        """One optimizer step. With `entropy` the scores carry the policy's entropy.
 
         `objective(i, current)` is called once for each batch on every rank, also on those of one model that hold the same rows, with the same
         scores; of pipeline stages only the last one's call makes the gradient. It returns the scalar loss contribution of batch `i`, already divided by global denominators, from
@@ -116,3 +121,12 @@ class Learner(Protocol):
 
     def export_checkpoint(self, directory: str) -> None:
         """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""
+
+    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
+        """Host copies of what this rank saves of weights, optimizer and random state, and the counters that all ranks share.
+
+        Pieces are of global tensors, so that another layout can read them; training may go on at once.
+        """
+
+    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """Take over a state that any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
-from moe_trm.sampling_mask.dense import full_logprobs
+from moe_trm.sampling_mask.dense import full_scores
 from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 from moe_trm.types import TokenBatch
@@ -30,6 +30,7 @@ class Scoring:
         kept_logprobs: the rollout's log-probs of the kept ids, to score the exact KL as well, or None.
         temperature: divides the logits.
         kept_mass: also return the log of the model's probability of the kept support.
+        entropy: also return the entropy over the vocabulary.
     """
 
     target_ids: Tensor
@@ -39,9 +40,10 @@ class Scoring:
     kept_logprobs: Tensor | None
     temperature: float
     kept_mass: bool = False
+    entropy: bool = False
 
     @classmethod
-    def of(cls, batch: TokenBatch, temperature: float, *, kept_mass: bool = False) -> Scoring:
+    def of(cls, batch: TokenBatch, temperature: float, *, kept_mass: bool = False, entropy: bool = False) -> Scoring:
         """The scoring that `batch` asks for."""
         return cls(
             batch.target_ids,
@@ -51,43 +53,51 @@ class Scoring:
             batch.kept_logprobs,
             temperature,
             kept_mass and batch.kept_ids is not None,
+            entropy,
         )
 
     @property
     def planes(self) -> tuple[str, ...]:
         """Fields of `learner.protocol.Scores` that the P planes of the output are, in order."""
-        present = {"logprobs": True, "log_kept_mass": self.kept_mass, "exact_kl": self.kept_logprobs is not None}
+        present = {
+            "logprobs": True,
+            "log_kept_mass": self.kept_mass,
+            "exact_kl": self.kept_logprobs is not None,
+            "entropy": self.entropy,
+        }
         return tuple(name for name, here in present.items() if here)
 
     def scores(self, planes_PBR: Tensor) -> Scores:
         """The planes under their names."""
         planes = dict(zip(self.planes, planes_PBR.unbind(), strict=True))
-        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"))
+        return Scores(planes["logprobs"], planes.get("log_kept_mass"), planes.get("exact_kl"), planes.get("entropy"))
 
 
 def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE) -> Tensor:
-    """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False; the planes are `Scoring.planes`, and only log-probs carry a gradient.
+    """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False; the planes are `Scoring.planes`, of which log-probs and entropy carry a gradient.
 
     Logits of unscored positions are never computed, and those of scored ones only over the kept support, or in chunks of tokens over the
     vocabulary. `vocabulary`: the ids that the weight's rows stand for, where ranks share them.
     """
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature
-    if kept_ids is None or kept_offsets is None:
-        return _spread(
-            [full_logprobs(hidden_NH, weight_VH, target_N, temperature, vocabulary=vocabulary)], scoring.mask
-        )
-    support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
-    planes = (
-        [masked_logprobs(*support, temperature, vocabulary=vocabulary)]
-        if scoring.kept_logprobs is None
-        else [*masked_logprobs_and_kl(*support, scoring.kept_logprobs, temperature, vocabulary=vocabulary)]
-    )
-    if scoring.kept_mass:
-        planes.insert(
-            1, log_kept_mass(hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary)
-        )
-    return _spread(planes, scoring.mask)
+    planes: dict[str, Tensor] = {}
+    if kept_ids is None or scoring.entropy:
+        full = full_scores(hidden_NH, weight_VH, target_N, temperature, vocabulary=vocabulary, entropy=scoring.entropy)
+        planes = {"logprobs": full.logprobs} | ({} if full.entropy is None else {"entropy": full.entropy})
+    if kept_ids is not None and kept_offsets is not None:
+        support = (hidden_NH, weight_VH, target_N, kept_ids, kept_offsets)
+        if scoring.kept_logprobs is None:
+            planes["logprobs"] = masked_logprobs(*support, temperature, vocabulary=vocabulary)
+        else:
+            planes["logprobs"], planes["exact_kl"] = masked_logprobs_and_kl(
+                *support, scoring.kept_logprobs, temperature, vocabulary=vocabulary
+            )
+        if scoring.kept_mass:
+            planes["log_kept_mass"] = log_kept_mass(
+                hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary
+            )
+    return _spread([planes[name] for name in scoring.planes], scoring.mask)
 
 
 def on_device(batch: TokenBatch, device: torch.device) -> TokenBatch:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from moe_trm.parameters import unknown
-from moe_trm.ratios import clamp_log_ratio
+from moe_trm.ratios import LogRatios, clamp_log_ratio
 
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+CORRECTED = "k3_is"
+"""The name of `importance_corrected_k3` beside the estimators, in `kl.estimator`."""
 
 
 def kl_estimate(name: str, current_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ def kl_estimate(name: str, current_logprobs: Tensor, reference_logprobs: Tensor,
         value = _value(name[:2], x, k2)
         return k2 - k2.detach() + value.detach()
     if name not in ESTIMATORS:
-        raise unknown("KL estimator", name, ESTIMATORS, "loss.kl")
+        raise unknown("KL estimator", name, ESTIMATORS, "kl.estimator")
     return _value(name, x, k2)
 
 
@@ -51,6 +53,13 @@ def importance_corrected_k3(
     """
     k3 = kl_estimate("k3", current_logprobs, reference_logprobs, mask)
     return torch.where(mask, clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp() * k3, 0.0)
+
+
+def kl_term(name: str, ratios: LogRatios, current_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` on the total ratio."""
+    if name == CORRECTED:
+        return importance_corrected_k3(ratios.total, current_logprobs, reference_logprobs, ratios.mask)
+    return kl_estimate(name, current_logprobs, reference_logprobs, ratios.mask)
 
 
 def shaped_rewards(

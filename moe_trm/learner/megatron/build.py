@@ -19,6 +19,7 @@ from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_im
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, wrap_model
+from moe_trm.learner.megatron.state import TrainingState
 from routing.megatron import MegatronReplayer
 
 
@@ -52,6 +53,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         if hf_config.moe_layers(hf)
         else None,
         HfExporter(partial(owned_tensors, chunks, hf), hf, folder, config.learner.dtype),
+        TrainingState(chunks, optimizer, hf),
         temperature=config.rollout.temperature,
         device=device,
     )

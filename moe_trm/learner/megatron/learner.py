@@ -18,12 +18,14 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
 from moe_trm.learner.megatron.parts import Parts, cut_scoring
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring, on_device
 from moe_trm.learner.snapshots import Snapshots
@@ -46,6 +48,7 @@ class MegatronLearner:
         optimizer: applies the steps.
         replayer: attached to `wrapped`; None for a dense model.
         exporter: writes weights in Hugging Face form.
+        training: saves and restores weights and optimizer.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model lives.
     """
@@ -57,13 +60,14 @@ class MegatronLearner:
         optimizer: GuardedOptimizer,
         replayer: MegatronReplayer | None,
         exporter: HfExporter,
+        training: TrainingState,
         *,
         temperature: float,
         device: torch.device,
     ) -> None:
         self._chunks, self._wrapped, self._optimizer = chunks, wrapped, optimizer
         self._replayer, self._exporter, self._report = replayer, exporter, ReplayReport()
-        self._temperature, self._device = temperature, device
+        self._training, self._temperature, self._device = training, temperature, device
         self._snapshots = Snapshots(chunks)
         self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
         self._parts = Parts()
@@ -83,10 +87,11 @@ class MegatronLearner:
         """See `Learner.score`."""
         for chunk in self._wrapped:
             chunk.eval()
+        scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.using(weights):
-            planes, recorded = self._run(batches, sources, None, kept_mass=kept_mass)
+            planes, recorded = self._run(batches, sources, None, scoring_of)
         return [
-            replace(self._scores(batch, scored, kept_mass=kept_mass), recorded=routes)
+            replace(scoring_of(batch).scores(scored), recorded=routes)
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
         ]
 
@@ -99,17 +104,23 @@ class MegatronLearner:
         self._snapshots.forget(name)
 
     def update(
-        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], objective: Callable[[int, Scores], Tensor]
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        objective: Callable[[int, Scores], Tensor],
+        *,
+        entropy: bool = False,
     ) -> UpdateResult:
         """See `Learner.update`."""
+        scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
 
         def loss(index: int, planes_PBR: Tensor) -> Tensor:
-            return objective(index, self._scores(batches[index], planes_PBR, kept_mass=False))
+            return objective(index, scoring_of(batches[index]).scores(planes_PBR))
 
         for chunk in self._wrapped:
             chunk.train()
         self._optimizer.zero_grad()
-        planes, _ = self._run(batches, sources, loss, kept_mass=False)
+        planes, _ = self._run(batches, sources, loss, scoring_of)
         if not self._parts.on_last_stage:
             # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of them.
             with torch.no_grad():
@@ -154,6 +165,14 @@ class MegatronLearner:
         """See `Learner.export_checkpoint`; all ranks must see `directory`. Weights are in the learner's dtype."""
         self._exporter.write_checkpoint(Path(directory))
 
+    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
+        """See `Learner.state`."""
+        return self._training.save()
+
+    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """See `Learner.restore`."""
+        self._training.load(reader, counters)
+
     def _verify(self) -> None:
         """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
         if self._replayer is not None:
@@ -164,8 +183,7 @@ class MegatronLearner:
         batches: Sequence[TokenBatch],
         sources: Sequence[RouteSource],
         loss: Callable[[int, Tensor], Tensor] | None,
-        *,
-        kept_mass: bool,
+        scoring_of: Callable[[TokenBatch], Scoring],
     ) -> tuple[list[Tensor], list[Recorded | None]]:
         """All micro-batches through Megatron's schedule, backward too when there is a `loss(index, planes)`.
 
@@ -186,7 +204,7 @@ class MegatronLearner:
         def forward(waiting: Iterator[Job], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             index, batch, source = next(waiting)
             layout = self._parts.layout(batch)
-            output, recorded = self._forward(model, batch, source, layout, kept_mass=kept_mass)
+            output, recorded = self._forward(model, batch, source, layout, scoring_of)
             if recorded is not None:
                 routes[index] = routes[index].with_layers_of(recorded) if index in routes else recorded
             return output, partial(finish, index, layout)
@@ -215,17 +233,22 @@ class MegatronLearner:
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
         )
-        planes = Scoring.of(batches[0], self._temperature, kept_mass=kept_mass).planes
+        planes = scoring_of(batches[0]).planes
         shapes = [(len(planes), *batch.input_ids.shape) for batch in batches]
         scored = self._parts.from_last_stage([found[index] for index in sorted(found)], shapes, self._device)
         return scored, [routes.get(index) for index in range(len(batches))]
 
     def _forward(
-        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: Layout, *, kept_mass: bool
+        self,
+        model: torch.nn.Module,
+        batch: TokenBatch,
+        source: RouteSource,
+        layout: Layout,
+        scoring_of: Callable[[TokenBatch], Scoring],
     ) -> tuple[Tensor, Recorded | None]:
         moved = on_device(batch, self._device)
         positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(moved.input_ids)
-        scoring = cut_scoring(Scoring.of(moved, self._temperature, kept_mass=kept_mass), layout)
+        scoring = cut_scoring(scoring_of(moved), layout)
         inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
         if self._replayer is None:
             if not isinstance(source, Native):
@@ -242,9 +265,6 @@ class MegatronLearner:
         ) as this_pass:
             output: Tensor = model(*inputs, labels=scoring)
         return output, this_pass.recorded() if isinstance(source, Record) else None
-
-    def _scores(self, batch: TokenBatch, output: Tensor, *, kept_mass: bool) -> Scores:
-        return Scoring.of(batch, self._temperature, kept_mass=kept_mass).scores(output)
 
 
 def _emptied(batch: TokenBatch) -> TokenBatch:
