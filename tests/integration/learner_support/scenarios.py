@@ -167,7 +167,9 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     native = learner.score(batches, [Record()] * len(batches))
     recorded = [ReplayRecorded(score.recorded) for score in native if score.recorded is not None]
     r2 = learner.score(batches, recorded)
-    random = [ReplayRecords(random_routes(batch, learner.moe_layer_ids, seed=i)) for i, batch in enumerate(batches)]
+    random = [
+        ReplayRecords(random_routes(batch, learner.model_moe_layer_ids, seed=i)) for i, batch in enumerate(batches)
+    ]
     r3 = learner.score(batches, random)
     before = learner.replay_report()
     named = {
@@ -187,7 +189,7 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         "update_flips": after.local_flip_rate,
         "layer_flips": sum(after.local_flips_by_layer.values()) / len(after.local_flips_by_layer),
         "valid": learner.reduce({"n": sum((batch.valid.sum() for batch in batches), torch.tensor(0))})["n"],
-        "layers": len(learner.moe_layer_ids),
+        "layers": len(learner.model_moe_layer_ids),
     }
     strict = build(checkpoint, {**options, "flips": "0.05"})
     strict.export_shard(str(out / "before"), "float32")
@@ -197,6 +199,63 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     except ReplayProofError:
         facts["refused"] = True
     strict.export_shard(str(out / "refused"), "float32")
+    save(out, "facts", facts)
+    save(out, "logprobs", named)
+
+
+def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """R3 on random routes under masked scoring, then R2 with the routers turned around and the whole vocabulary: log-probs and router gradients."""
+    learner = build(checkpoint, {**options, "distributed": "0"}, lr=0.0)
+    routers: dict[str, Tensor] = {}
+    apply = learner._optimizer.step
+
+    def note_and_step() -> Any:
+        routers.update(
+            {
+                name: parameter.main_grad.clone()
+                for name, parameter in global_parameters(learner._chunks)
+                if name.endswith("router.weight")
+            }
+        )
+        return apply()
+
+    learner._optimizer.step = note_and_step  # type: ignore[method-assign]
+    named: dict[str, Tensor] = {}
+    facts: dict[str, Any] = {}
+    numbers, masked = my_batches(keep_mask=True)
+    _, dense = my_batches(keep_mask=False)
+    random = [
+        ReplayRecords(random_routes(batch, learner.model_moe_layer_ids, seed=i))
+        for i, batch in zip(numbers, masked, strict=True)
+    ]
+    # A rank needs the routes of its own layers only.
+    own = [
+        ReplayRecords(tuple(record and record.select(learner.moe_layer_ids) for record in source.records))
+        for source in random
+    ]
+    recorded = [score.recorded for score in learner.score(dense, [Record()] * len(dense))]
+    learner.replay_report()
+
+    def turn_around() -> None:
+        for name, parameter in global_parameters(learner._chunks):
+            if name.endswith("router.weight"):
+                parameter.data.neg_()
+
+    for mode, batches, sources in (
+        ("R3", masked, own),
+        ("R2", dense, [ReplayRecorded(routes) for routes in recorded if routes is not None]),
+    ):
+        if mode == "R2":
+            turn_around()
+        scores, seen = learner.score(batches, sources), list[Tensor]()
+        result = learner.update(batches, sources, objective(batches, seen))
+        report = learner.replay_report()
+        facts |= {f"{mode}.grad_norm": result.grad_norm, f"{mode}.replayed": report.replayed}
+        facts |= {f"{mode}.flips": report.local_flip_rate, f"{mode}.applied": report.applied_fraction}
+        for slot, number in enumerate(numbers):
+            named[f"{mode}.score.{number}"], named[f"{mode}.update.{number}"] = scores[slot].logprobs, seen[slot]
+        save(out, f"routers-{mode}", routers)
+        routers.clear()
     save(out, "facts", facts)
     save(out, "logprobs", named)
 
@@ -219,7 +278,7 @@ def main() -> None:
         folder = Path(out) / run
         folder.mkdir(parents=True, exist_ok=True)
         chosen = dict(option.split("=", 1) for option in options)
-        scenario = {"train": train, "edges": edges, "replay": replay, "misfit": misfit}[name]
+        scenario = {"train": train, "edges": edges, "replay": replay, "matrix": matrix, "misfit": misfit}[name]
         scenario(str(Path(checkpoint).with_name(chosen.get("model", Path(checkpoint).name))), folder, chosen)
     close_learner()
 

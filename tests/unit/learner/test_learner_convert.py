@@ -6,7 +6,21 @@ import pytest
 import torch
 
 from moe_trm.errors import CheckpointError
-from moe_trm.learner.megatron.convert import Heads, Link, expert_number, is_expert, link, pack, unpack, with_expert
+from moe_trm.learner.megatron.convert import (
+    Heads,
+    Link,
+    expert_number,
+    is_expert,
+    join,
+    link,
+    pack,
+    parameter_names,
+    part,
+    split_dim,
+    unpack,
+    with_expert,
+    with_layer,
+)
 
 LOCAL, FUSED = (
     "decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
@@ -64,3 +78,50 @@ def test_dense_and_shared_parameters_are_not_experts() -> None:
 def test_unknown_parameter_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="no Hugging Face counterpart"):
         link("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+
+
+def test_gate_and_up_rows_are_cut_one_by_one() -> None:
+    packed = torch.arange(8)[:, None]  # gate rows 0..3, up rows 4..7
+    assert [part("gated", packed, 0, 2, rank).flatten().tolist() for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(("packing", "dim"), [("copy", 0), ("copy", 1), ("qkv", 0), ("gated", 0)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_join_is_the_exact_inverse_of_part(packing: str, dim: int, size: int) -> None:
+    whole = torch.randn(16, 8)
+    assert torch.equal(join(packing, [part(packing, whole, dim, size, rank) for rank in range(size)], dim), whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("embedding.word_embeddings.weight", 0),
+        ("output_layer.weight", 0),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", 0),
+        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", None),
+        ("decoder.layers.1.self_attention.linear_proj.weight", 1),
+        ("decoder.layers.1.self_attention.q_layernorm.weight", None),
+        ("decoder.layers.1.mlp.router.weight", None),
+        ("decoder.layers.1.mlp.linear_fc2.weight", 1),
+        (LOCAL, 0),
+        (FUSED, 0),
+        (FUSED.replace("fc1", "fc2"), 1),
+    ],
+)
+def test_what_tensor_parallelism_cuts(name: str, dim: int | None) -> None:
+    assert split_dim(name) == dim
+
+
+def test_layer_numbers_count_over_the_whole_model() -> None:
+    assert with_layer("decoder.layers.1.mlp.router.weight", 4) == "decoder.layers.5.mlp.router.weight"
+    assert with_layer(LOCAL, 2) == LOCAL.replace("layers.3", "layers.5")
+    assert with_layer("output_layer.weight", 4) == "output_layer.weight"
+
+
+def test_names_of_the_whole_model_are_those_of_the_checkpoint() -> None:
+    names = list(parameter_names(2, (1,), 3, tied=False))
+    tensors = [hf for name in names for hf in link(name).hf_names]
+    assert len(tensors) == len(set(tensors)) == 3 + 2 * 8 + 3 + 1 + 3 * 3
+    assert "model.layers.0.mlp.up_proj.weight" in tensors
+    assert "model.layers.1.mlp.experts.2.down_proj.weight" in tensors
+    assert "lm_head.weight" not in [hf for name in parameter_names(2, (1,), 3, tied=True) for hf in link(name).hf_names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,16 @@ from moe_trm.learner.megatron.layout import check_layout
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
     "num_experts": 8,
     "vocab_size": 100,
     "hidden_act": "silu",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-DENSE: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 4, "vocab_size": 100}
+DENSE: dict[str, Any] = {**MOE, "architectures": ["Qwen3ForCausalLM"], "num_experts": 0}
 
 
 def config(mode: str = "R3", **parallel: int) -> Config:
@@ -33,47 +38,62 @@ def config(mode: str = "R3", **parallel: int) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "world_size"), [({}, None), ({}, 3), ({"expert": 2}, 2), ({"expert": 2}, 4), ({"expert": 8}, 8)]
+    ("parallel", "world_size"),
+    [
+        ({}, None),
+        ({}, 3),
+        ({"expert": 2}, 2),
+        ({"expert": 2}, 4),
+        ({"expert": 8}, 8),
+        ({"tensor": 2, "expert_tensor": 2}, 2),
+        ({"tensor": 2, "expert": 2}, 2),
+        ({"pipeline": 2}, 2),
+        ({"pipeline": 2, "virtual_pipeline": 2}, 2),
+        ({"context": 2, "expert": 2}, 2),
+        ({"tensor": 2, "expert": 4, "pipeline": 2, "context": 2}, 8),
+    ],
 )
-def test_data_and_expert_parallel_are_accepted(parallel: dict[str, int], world_size: int | None) -> None:
+def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) -> None:
     check_layout(config(**parallel), "0.16.1", MOE, world_size=world_size)
 
 
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
-        ({"tensor": 2, "expert_tensor": 2}, "sequence parallelism"),
-        ({"context": 2}, "not yet validated"),
-        ({"pipeline": 2}, "not yet validated"),
-        ({"expert_tensor": 2}, "not yet validated"),
-        ({"pipeline": 2, "virtual_pipeline": 2}, "overlapped transfers"),
         ({"virtual_pipeline": 2}, "need a pipeline"),
-        ({"expert": 3}, "do not divide"),
+        ({"expert": 3}, "8 experts, 3 ranks"),
+        ({"tensor": 3, "expert": 2}, "4 attention heads, 3 ranks"),
+        ({"tensor": 4, "expert": 2}, "2 key/value heads, 4 ranks"),
+        ({"tensor": 2, "expert_tensor": 3}, "32 columns of an expert, 3 ranks"),
+        ({"pipeline": 3}, "4 layers, 3 ranks and stages"),
+        ({"pipeline": 2, "virtual_pipeline": 4}, "4 layers, 8 ranks and stages"),
     ],
 )
-def test_other_layouts_are_refused_with_the_reason(parallel: dict[str, int], reason: str) -> None:
+def test_layouts_that_do_not_divide_are_refused(parallel: dict[str, int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         check_layout(config(**parallel), "0.19.2", MOE)
     assert caught.value.where.startswith("learner.parallel")
     assert caught.value.fix
 
 
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        ("0.16.1", "does not reduce expert gradients"),
-        ("0.17.0", "sequence parallelism"),
-        ("0.19.2rc1", "sequence parallelism"),
-    ],
-)
-def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron(version: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron() -> None:
+    with pytest.raises(ConfigError, match="does not reduce expert gradients"):
+        check_layout(config(tensor=2), "0.16.1", MOE)
+    for version in ("0.17.0", "0.19.2rc1"):
         check_layout(config(tensor=2), version, MOE)
 
 
-def test_ranks_must_divide_into_expert_groups() -> None:
-    with pytest.raises(ConfigError, match="3 ranks, expert=2"):
-        check_layout(config(expert=2), "0.16.1", MOE, world_size=3)
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "product"),
+    [
+        ({"expert": 2}, 3, r"expert_tensor \* expert \* pipeline"),
+        ({"tensor": 2, "context": 2, "expert": 2}, 6, r"tensor \* pipeline \* context"),
+    ],
+)
+def test_ranks_must_divide_into_groups(parallel: dict[str, int], ranks: int, product: str) -> None:
+    with pytest.raises(ConfigError, match=f"{ranks} learner ranks") as caught:
+        check_layout(config(**parallel), "0.16.1", MOE, world_size=ranks)
+    assert re.search(product, caught.value.where)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3", "auto"])

@@ -1,0 +1,139 @@
+"""The Megatron learner on every parallel layout of two ranks, and on products of four: weights, scores and steps of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.integration.learner_support.ranks import Ranks, run_ranks
+from tests.integration.learner_support.tiny import make_checkpoint
+from tests.integration.learner_support.work import NUM_BATCHES, global_batch
+
+LAYOUTS = {
+    "EP2": "expert=2",
+    "TP2+SP": "tensor=2:expert_tensor=2",
+    "TP2xEP2": "tensor=2:expert=2",
+    "PP2": "pipeline=2",
+    "PP2+VPP2": "pipeline=2:virtual_pipeline=2",
+    "CP2": "context=2",
+}
+PRODUCTS = {
+    "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
+    "TP2xCP2": "tensor=2:expert_tensor=2:context=2",
+    "CP2xPP2xEP2": "context=2:pipeline=2:expert=2",
+    "TP2xEP4": "tensor=2:expert=4",
+    "PP4": "pipeline=4",
+    "TP2xVPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
+}
+RECOMPUTE = ("none", "selective", "full")
+MODES = ("R3", "R2")
+MOE_LAYERS = 3
+
+
+def matrix(options: str, recompute: str) -> str:
+    return f"matrix:{options}:recompute={recompute}"
+
+
+def train(options: str, model: str = "main") -> str:
+    return f"train:model={model}:{options}"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, the second one dense, and a vocabulary that two ranks cannot share evenly; `tied` beside it."""
+    folder = tmp_path_factory.mktemp("layouts")
+    make_checkpoint(folder / "tied", num_hidden_layers=4, vocab_size=129, tie_word_embeddings=True)
+    return make_checkpoint(folder / "main", num_hidden_layers=4, vocab_size=129)
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = [train("expert=1"), train("expert=1", "tied"), matrix("expert=1", "none")]
+    return run_ranks(tmp_path_factory.mktemp("one"), checkpoint, 1, *runs)
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = [train(options, model) for options in LAYOUTS.values() for model in ("main", "tied")]
+    runs += [matrix(options, recompute) for options in LAYOUTS.values() for recompute in RECOMPUTE]
+    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs, limit_s=300.0)
+
+
+@pytest.fixture(scope="module")
+def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = [train(options, model) for options in PRODUCTS.values() for model in ("main", "tied")]
+    runs += [matrix(options, recompute) for options in PRODUCTS.values() for recompute in RECOMPUTE]
+    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs, limit_s=600.0)
+
+
+CASES = [
+    *(pytest.param("two", options, id=name) for name, options in LAYOUTS.items()),
+    *(pytest.param("four", options, id=name, marks=pytest.mark.slow) for name, options in PRODUCTS.items()),
+]
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("ranks", "options"), CASES)
+def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
+    one: Ranks, ranks: str, options: str, mode: str, recompute: str, request: pytest.FixtureRequest
+) -> None:
+    world, run, reference = request.getfixturevalue(ranks), matrix(options, recompute), matrix("expert=1", "none")
+    expected, routers = one.saved(reference, "logprobs"), one.saved(reference, f"routers-{mode}")
+    valid = sum(int(global_batch(number).valid.sum()) for number in range(NUM_BATCHES))
+    seen_routers: set[str] = set()
+    for rank in range(world.num_ranks):
+        facts = {key: float(value) for key, value in world.saved(run, "facts", rank).items()}
+        # Scored once, forwarded once by the update, and once more by what is recomputed: the three MoE layers of every real token.
+        assert facts[f"{mode}.replayed"] == (2 if recompute == "none" else 3) * valid * MOE_LAYERS
+        assert facts[f"{mode}.applied"] == 1.0
+        assert facts[f"{mode}.flips"] > 0.5
+        norm = float(one.saved(reference, "facts")[f"{mode}.grad_norm"])
+        assert facts[f"{mode}.grad_norm"] == pytest.approx(norm, rel=1e-5)
+        for name, values in world.saved(run, "logprobs", rank).items():
+            if name.startswith(mode):
+                close(values, expected[name])
+                assert torch.equal(values, world.saved(run, "logprobs", rank)[name.replace("update", "score")])
+        for name, gradient in world.saved(run, f"routers-{mode}", rank).items():
+            close(gradient, routers[name])
+            seen_routers.add(name)
+    assert seen_routers == routers.keys()
+    assert len(routers) == MOE_LAYERS
+
+
+@pytest.mark.parametrize(("ranks", "options"), CASES)
+def test_ranks_of_one_model_agree_on_every_bit(ranks: str, options: str, request: pytest.FixtureRequest) -> None:
+    world = request.getfixturevalue(ranks)
+    by_number: dict[str, list[Tensor]] = {}
+    for rank in range(world.num_ranks):
+        for name, values in world.saved(matrix(options, "none"), "logprobs", rank).items():
+            by_number.setdefault(name, []).append(values)
+    assert len(by_number) == 4 * NUM_BATCHES
+    for values in by_number.values():
+        assert all(torch.equal(values[0], other) for other in values)
+
+
+@pytest.mark.parametrize("model", ["main", "tied"])
+@pytest.mark.parametrize(("ranks", "options"), CASES)
+def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
+    one: Ranks, ranks: str, options: str, model: str, checkpoint: Path, request: pytest.FixtureRequest
+) -> None:
+    world, run, reference = request.getfixturevalue(ranks), train(options, model), train("expert=1", model)
+    before, source = world.exported(run, "before"), load_file(checkpoint.with_name(model) / "model.safetensors")
+    assert before.keys() == source.keys()
+    assert all(torch.equal(before[name], source[name]) for name in source)
+    after, expected = world.exported(run, "after"), one.exported(reference, "after")
+    for name, value in expected.items():
+        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts.
+        moved, wanted = after[name] - before[name], value - source[name]
+        assert float((moved - wanted).norm() / wanted.norm()) < 2e-5, name
+    norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (world, run))]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
