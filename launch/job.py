@@ -43,10 +43,10 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     config = load(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
     check_launch(config, world_size=ranks)
-    if config.rollout.engine == "bundle" or config.rollout.url:
+    if config.rollout.engine == "bundle" or config.rollout.attached:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 
-    from moe_trm.rollout.supervisor import start_server
+    from moe_trm.rollout.keeper import Keeper
 
     api_key = api_key_for(config) or secrets.token_hex(16)
     port = config.rollout.server.port or free_port()
@@ -59,11 +59,8 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
         f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})",
         flush=True,
     )
-    server = start_server(config, run_dir / "rollout.log", api_key)
-    try:
+    with Keeper(config, run_dir / "rollout.log", api_key):
         return run_learner(config_path, overrides, ranks, api_key)
-    finally:
-        server.stop()
 
 
 def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:

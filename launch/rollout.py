@@ -5,15 +5,14 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from moe_trm.config import load
-from moe_trm.errors import EngineError, MoeTrmError
+from moe_trm.errors import MoeTrmError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.rollout.keeper import Keeper
 
 
 class Interrupted(BaseException):
@@ -25,7 +24,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT (exit status 0) or until the server fails (1)."""
+    """Serve until SIGTERM or SIGINT (exit status 0) or until the server fails for good (1)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print("usage: python -m launch.rollout CONFIG [key=value ...]", file=sys.stderr)
@@ -47,25 +46,12 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
     key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / "rollout.log"
     print(f"starting the rollout server (log: {log_path})", flush=True)
-    server = start_server(config, log_path, key)
-    try:
-        print(f"rollout server ready at {server.url}", flush=True)
+    with Keeper(config, log_path, key) as keeper:
+        print(f"rollout server ready at {keeper.url}", flush=True)
         if known_key is None:
             print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)
-        _watch(server)
-    finally:
-        server.stop()
+        keeper.wait()
     return 0
-
-
-def _watch(server: Server) -> None:
-    while True:
-        status = server.poll()
-        if status is not None:
-            raise EngineError(
-                f"the rollout server stopped (exit status {status})", where=str(server.log_path), got=server.log_tail()
-            )
-        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ Only values are looked at here, never files or devices: those are checked by who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.learner.schedule import learning_rate
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -22,6 +24,7 @@ def refusals(config: Config) -> list[Problem]:
         *_batch(config),
         *_pipeline(config),
         *_kl(config),
+        *_optimizer(config),
         *_bypass(config),
         *_parallel(config),
     ]
@@ -47,6 +50,20 @@ def _rollout(config: Config) -> Iterator[Problem]:
             "a run cannot record into the bundle it reads",
             got=rollout.bundle,
             expected="another folder or none",
+        )
+    if rollout.url and rollout.urls:
+        yield Problem(
+            "rollout.urls",
+            "one server and several cannot both be meant",
+            got=rollout.url,
+            expected="one of the two keys",
+        )
+    if len(rollout.urls) > 1 and config.sync.method == "distributed":
+        yield Problem(
+            "sync.method",
+            "a broadcast reaches one rollout server",
+            got=f"distributed with {len(rollout.urls)} rollout.urls",
+            expected="disk, on storage that all servers see",
         )
     if config.sampling_mask.mode == "keep" and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
         yield Problem(
@@ -176,6 +193,42 @@ def _kl(config: Config) -> Iterator[Problem]:
         )
 
 
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optimizer, rate = config.optimizer, learning_rate(config)
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr",
+            "the schedule goes down",
+            got=f"{optimizer.min_lr} above optimizer.lr={optimizer.lr}",
+            expected="at most optimizer.lr",
+        )
+    if optimizer.schedule != "constant" and rate.num_steps <= optimizer.warmup_steps:
+        yield Problem(
+            "optimizer.warmup_steps",
+            "warm-up takes as long as the whole schedule",
+            got=f"{optimizer.warmup_steps} of {rate.num_steps} optimizer steps",
+            expected=f"less than {rate.num_steps}",
+            fix="lower optimizer.warmup_steps, or set optimizer.decay_steps",
+        )
+    elif optimizer.schedule == "wsd" and rate.final_steps > rate.num_steps - optimizer.warmup_steps:
+        yield Problem(
+            "optimizer.final_steps",
+            "the way down does not fit after warm-up",
+            got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
+            expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
+        )
+    for index, group in enumerate(optimizer.groups):
+        try:
+            re.compile(group.match)
+        except re.error as error:
+            yield Problem(
+                f"optimizer.groups.{index}.match",
+                f"not a regular expression: {error}",
+                got=group.match,
+                expected="one that Python's `re` accepts",
+            )
+
+
 def _bypass(config: Config) -> Iterator[Problem]:
     preset = config.correction.preset or ""
     if preset.startswith("bypass_") and config.replay.mode == "R2":
@@ -250,6 +303,11 @@ def _idle_settings(config: Config) -> Iterator[str]:
             config.loss.entropy_coef > 0 or config.loss.name == "espo",
             "the loss needs the entropy anyway",
         ),
+        *(
+            ("optimizer", key, config.optimizer.schedule == "constant", "optimizer.schedule=constant")
+            for key in ("min_lr", "decay_steps")
+        ),
+        ("optimizer", "final_steps", config.optimizer.schedule != "wsd", "only optimizer.schedule=wsd has a final part"),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
         (
             "batch",
@@ -275,10 +333,10 @@ def _idle_settings(config: Config) -> Iterator[str]:
             yield f"{section}.{key} has no effect: {reason}"
     # The dtype of an attached server still matters: weights are pushed in it.
     started = rollout.server.model_fields_set - {"dtype"}
-    if started and (rollout.url or rollout.engine == "bundle"):
+    if started and (rollout.attached or rollout.engine == "bundle"):
         reason = (
-            f"rollout.url={rollout.url} points at a running server"
-            if rollout.url
+            f"rollout.url={', '.join(rollout.addresses)} points at a running server"
+            if rollout.attached
             else "rollout.engine=bundle starts no server"
         )
         yield f"{', '.join(f'rollout.server.{key}' for key in sorted(started))} has no effect: {reason}"

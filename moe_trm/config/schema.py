@@ -92,6 +92,10 @@ class ServerConfig(Section):
     """Devices that share the rollout model."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 180.0
     """Seconds to wait until the server answers."""
+    max_restarts: Count = 5
+    """Times that a server which died or hangs is started again; after that it stays away."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """A server whose door answers but which generated nothing for so many seconds counts as hung. Longer than a weight push takes."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 
@@ -351,13 +355,36 @@ class KlConfig(Section):
     """`adaptive`: samples over which the coefficient may change by a fifth."""
 
 
+class ParameterGroup(Section):
+    """Settings of some parameters."""
+
+    match: str
+    """Regular expression searched for in Hugging Face parameter names, e.g. `mlp\\.gate` (the routers) or `embed_tokens`. The first group that matches counts."""
+    lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
+    """Their learning rate is this times that of the others."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their weight decay; none: `optimizer.weight_decay` on matrices, 0 elsewhere."""
+
+
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up."""
+    """AdamW with linear warm-up and a schedule."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-4
     """Learning rate after warm-up; 0 trains nothing (a control experiment)."""
     warmup_steps: Count = 3
     """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The learning rate after warm-up: `constant`, down to `optimizer.min_lr` on a line or a cosine, or `wsd`: constant, and down on a line at the end."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where the schedule ends; at most `optimizer.lr`."""
+    decay_steps: Positive | None = None
+    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run (steps x minibatches x epochs)."""
+    final_steps: Positive | None = None
+    """`wsd`: optimizer steps on the way down; none: a tenth of `optimizer.decay_steps`."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with another learning rate or weight decay."""
+    extra: dict[str, bool | int | float | str] = {}
+    """Further options of Megatron-Core's optimizer by their own names, e.g. `{use_precision_aware_optimizer: true}`."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -417,6 +444,8 @@ class LearnerConfig(Section):
     """What backward computes again instead of keeping it: nothing, the inside of the MLP and MoE layers (`selective`), or every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    freeze_router: bool = False
+    """Leave the routers' weights as the checkpoint has them; everything else trains. Worth trying when `routing/native_flip_rate` grows during the run."""
 
 
 class SyncConfig(Section):

@@ -65,13 +65,14 @@ class Server:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
 
 
-def start_server(config: Config, log_path: Path, api_key: str) -> Server:
+def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
     Args:
         config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
+        cancelled: give up waiting, and end the server again, once this is set.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist.
@@ -97,7 +98,7 @@ def start_server(config: Config, log_path: Path, api_key: str) -> Server:
             command, child_environment(os.environ, on_cpu(settings)), settings.host, port, log_path, api_key
         )
         try:
-            _wait_until_ready(server, settings.startup_timeout_s, command)
+            _wait_until_ready(server, settings.startup_timeout_s, command, cancelled or threading.Event())
         except BaseException:
             server.stop(grace_s=1.0)
             raise
@@ -176,7 +177,7 @@ def _pump(source: IO[bytes], log_path: Path, secret: bytes) -> None:
             log.write(line.replace(secret, b"***"))
 
 
-def _wait_until_ready(server: Server, timeout_s: float, command: list[str]) -> None:
+def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = server.poll()
@@ -191,7 +192,8 @@ def _wait_until_ready(server: Server, timeout_s: float, command: list[str]) -> N
             )
         if _answers(f"{server.url}/health"):
             return
-        time.sleep(POLL_S)
+        if cancelled.wait(POLL_S):
+            raise EngineError("the rollout server was not needed any more", where=str(server.log_path))
     raise EngineError(
         "the rollout server did not become ready",
         where=str(server.log_path),
