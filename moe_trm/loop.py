@@ -39,7 +39,7 @@ def train(
     run_dir: Path,
 ) -> None:
     """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
-    objective, probe, phases = Objective(config, run_dir), Probe(config.probe, run_dir), Phases(sinks)
+    objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
     judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference = Reference(config, learner)
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step

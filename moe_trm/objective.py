@@ -6,7 +6,7 @@ Shape letters: B rows, R forwarded tokens of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs, TokenLoss, aggregate
 from moe_trm.losses.kl import kl_estimate, kl_term
 from moe_trm.minibatch import WholeMinibatch, gather_minibatch
+from moe_trm.observe.sinks import Sink
 from moe_trm.passes import Anchored
 from moe_trm.ratios import LogRatios
 from moe_trm.recipe import Recipe, recipe
@@ -37,17 +38,19 @@ class Objective:
     Args:
         config: the run's configuration.
         run_dir: where calibrated thresholds are kept (`thresholds.json`); None keeps them in memory.
+        sinks: are shown every judged micro-batch.
 
     Raises:
         ConfigError: an unknown rule, loss, threshold or parameter, before anything runs.
     """
 
-    def __init__(self, config: Config, run_dir: Path | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> None:
         self._recipe = recipe(config)
         path = run_dir / "thresholds.json" if run_dir else None
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
         self._metrics: list[Mapping[str, Tensor]] = []
         self._num_updates = 0
+        self._sinks = sinks
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """What a checkpoint keeps between two steps, as plain data. Collective."""
@@ -80,6 +83,8 @@ class Objective:
             )
             self._thresholds.observe(evidence)
             correction, token_loss = judge(index, evidence, current, batch.group_ids)
+            for sink in self._sinks:
+                sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
             terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
             measured: dict[str, Tensor] = {}
             if current.entropy is not None:

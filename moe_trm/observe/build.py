@@ -12,12 +12,13 @@ from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
+from moe_trm.observe.transcripts import open_transcripts
 from moe_trm.report.sink import ReportPage
 
 
 @contextmanager
 def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
-    """`metrics.jsonl`, what the terminal shows, the trackers asked for and the report; closed in this order however the run ends.
+    """`metrics.jsonl`, what the terminal shows, the trackers asked for, transcripts and the report; closed in this order however the run ends.
 
     A run that goes on after `first_step` keeps the lines up to it; one that begins anew (0) begins the file anew.
 
@@ -27,6 +28,8 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     keep_steps(path, first_step)
     others: dict[str, Sink] = {"terminal": _terminal(config)}
     others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
+    if config.observe.transcripts:
+        others["transcripts"] = open_transcripts(config, run_dir)
     if config.observe.report:
         others["report"] = ReportPage(run_dir)
     sinks = [JsonLines(path), *(Guarded(sink, name) for name, sink in others.items())]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
+
+if TYPE_CHECKING:
+    from moe_trm.corrections.evidence import Correction, Evidence
+    from moe_trm.types import TrainRow
 
 _log = logging.getLogger(__name__)
 
@@ -17,6 +22,9 @@ class Sink:
 
     def enter(self, phase: str) -> None:
         """A phase of a step begins (`wait`, `score`, `update`, ...)."""
+
+    def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
+        """An update has judged a micro-batch of this rank; `evidence` and `correction` are `[B, R]`, one row per element of `rows`."""
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """A step has ended: metric names to numbers, and `verdict` and `verdict/config` to text."""
@@ -66,24 +74,22 @@ class Guarded(Sink):
         self._name = name
 
     def enter(self, phase: str) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.enter(phase)
-            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
-                self._give_up(error)
+        self._try(lambda sink: sink.enter(phase))
+
+    def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
+        self._try(lambda sink: sink.judged(rows, evidence, correction))
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        if self._sink is not None:
-            try:
-                self._sink.write(step, metrics)
-            except Exception as error:  # noqa: BLE001
-                self._give_up(error)
+        self._try(lambda sink: sink.write(step, metrics))
 
     def close(self) -> None:
+        self._try(lambda sink: sink.close())
+
+    def _try(self, tell: Callable[[Sink], None]) -> None:
         if self._sink is not None:
             try:
-                self._sink.close()
-            except Exception as error:  # noqa: BLE001
+                tell(self._sink)
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

@@ -36,6 +36,14 @@
     return [...unique.values()];
   };
 
+  const say = (lines, at) => {
+    tip.replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
+    tip.hidden = false;
+    const box = tip.getBoundingClientRect();
+    tip.style.left = `${Math.max(6, Math.min(at.x + 14, innerWidth - box.width - 6))}px`;
+    tip.style.top = `${at.y + 18 + box.height > innerHeight ? at.y - box.height - 12 : at.y + 18}px`;
+  };
+
   const show = (svg, step, y, at) => {
     const found = shown(svg, y);
     const steps = [...new Set(found.flatMap((each) => each.steps))];
@@ -45,19 +53,14 @@
     const x = scale(svg.dataset.x).place(chosen);
     const height = svg.viewBox.baseVal.height;
     svg.querySelector(".cursor").setAttribute("d", `M${x} 10V${height - 26}`);
-    tip.replaceChildren();
-    const line = (text) => tip.appendChild(document.createElement("p")).append(text);
-    line(`step ${chosen}`);
+    const lines = [`step ${chosen}`];
     for (const each of found) {
       const place = each.steps.indexOf(chosen);
       if (place < 0) continue;
       const whose = data.runs.length > 1 ? `${each.run.name}: ` : "";
-      line(`${whose}${each.name} = ${each.values[place] === null ? "not finite" : each.values[place]}`);
+      lines.push(`${whose}${each.name} = ${each.values[place] === null ? "not finite" : each.values[place]}`);
     }
-    tip.hidden = false;
-    const box = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(6, Math.min(at.x + 14, innerWidth - box.width - 6))}px`;
-    tip.style.top = `${at.y + 18 + box.height > innerHeight ? at.y - box.height - 12 : at.y + 18}px`;
+    say(lines, at);
   };
 
   const hide = (svg) => {
@@ -90,6 +93,49 @@
       const next = steps[Math.min(steps.length - 1, Math.max(0, steps.indexOf(nearest(steps, now)) + way))];
       const box = svg.getBoundingClientRect();
       show(svg, next, 0, { x: box.left + box.width / 2, y: box.top });
+    });
+  }
+
+  // Transcripts: the figures of one token.
+  for (const block of document.querySelectorAll(".tokens[data-rollout]")) {
+    const rollout = data.rollouts[Number(block.dataset.rollout)];
+    const spans = [...block.children];
+    let now = -1;
+    const mark = (place) => {
+      spans[now]?.classList.remove("now");
+      now = place;
+      spans[now]?.classList.add("now");
+    };
+    const tell = (place, at) => {
+      mark(place);
+      const lines = [`token ${place}: ${JSON.stringify(rollout.texts[place])}, id ${rollout.ids[place]}, turn ${rollout.turns[place]}, ${rollout.kinds[place]}`];
+      if (rollout.rollout_logprobs[place] !== null) lines.push(`rollout log-prob ${rollout.rollout_logprobs[place]}`);
+      if (rollout.log_ratio[place] !== null) {
+        lines.push(`${rollout.ratio} log-ratio ${rollout.log_ratio[place]}`);
+        lines.push(`weight ${rollout.weight[place]}, ${rollout.keep[place] ? "kept" : "rejected"}`);
+      }
+      say(lines, at);
+    };
+    const leave = () => {
+      mark(-1);
+      tip.hidden = true;
+    };
+    const follow = (event) => {
+      const place = spans.indexOf(event.target);
+      if (place >= 0) tell(place, { x: event.clientX, y: event.clientY });
+    };
+    block.addEventListener("pointermove", follow);
+    block.addEventListener("pointerdown", follow);
+    block.addEventListener("pointerleave", leave);
+    block.addEventListener("blur", leave);
+    block.addEventListener("keydown", (event) => {
+      const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (event.key === "Escape") leave();
+      if (!way) return;
+      event.preventDefault();
+      const place = Math.min(spans.length - 1, Math.max(0, now + way));
+      const box = spans[place].getBoundingClientRect();
+      tell(place, { x: box.left, y: box.bottom });
     });
   }
 })();

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from moe_trm.errors import CheckpointError
@@ -14,12 +15,16 @@ from moe_trm.errors import CheckpointError
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """Without any of these transformers makes up an empty tokenizer rather than fail."""
 
+_MARK = "\u2063answer\u2063"
+"""Stands for an answer whose ids are known; no message contains it."""
+
 
 class Tokens:
     """Tokenizer, vocabulary size and stop tokens of a Hugging Face checkpoint folder.
 
     Attributes:
         vocab_size: of the model (config.json); the tokenizer may use fewer ids, never more.
+        max_positions: tokens of a sequence at most, of config.json; None where it does not say.
         stop_token_ids: of generation_config.json, else of config.json, else the tokenizer's end token.
     """
 
@@ -37,30 +42,84 @@ class Tokens:
         config = self._json("config.json", required=True)
         self._tokenizer = self._load()
         self.vocab_size = self._vocab_size(config)
+        positions = config.get("max_position_embeddings")
+        self.max_positions = positions if isinstance(positions, int) else None
         self.stop_token_ids = self._stop_tokens(config)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Text as ids, with whatever the tokenizer itself puts in front (a beginning token)."""
         return tuple(self._tokenizer.encode(text))
 
-    def encode_chat(self, text: str) -> tuple[int, ...]:
-        """Text as the only user message of the tokenizer's chat template, ready for the assistant to answer."""
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Text as ids, by itself: nothing is put in front."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Messages in the form of the tokenizer's chat template, ready for the assistant to answer. Raises `CheckpointError`."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise CheckpointError(
                 "the tokenizer has no chat template",
                 where=str(self.folder),
                 expected="a chat_template in tokenizer_config.json",
-                fix="set task.chat=false",
+                fix="set task.chat=false, and give prompts as text",
             )
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return tuple(self._tokenizer.encode(rendered, add_special_tokens=False))
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "the chat template cannot write these messages",
+                where=str(self.folder),
+                got=f"roles {[message.get('role') for message in messages]}: {error}",
+                expected="messages in an order that the template knows",
+            ) from error
+        return str(rendered)
+
+    def encode_continuation(self, messages: Sequence[Mapping[str, str]], last_token: int) -> tuple[int, ...]:
+        """The ids between an answer that ended in `last_token` and the next one, with `messages` in between.
+
+        The template is asked to write a whole conversation with a marked answer in it; what it writes behind the mark closes the answer,
+        holds the messages and opens the next answer. The closing token is left out when the policy sampled it itself.
+
+        Raises `CheckpointError` as `render` does.
+        """
+        answer = {"role": "assistant", "content": _MARK}
+        rendered = self.render([{"role": "user", "content": "."}, answer, *messages])
+        _, found, behind = rendered.rpartition(_MARK)
+        if not found or rendered.count(_MARK) != 1:
+            raise CheckpointError(
+                "the chat template does not write an assistant's answer as it is",
+                where=str(self.folder),
+                got=f"{rendered.count(_MARK)} copies of it",
+                expected="1",
+                fix="append what follows an answer with Session.append_ids",
+            )
+        token_ids = self.encode_plain(behind)
+        return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Ids as text, special tokens left out, spaces untouched."""
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """What each id adds to the text before it, special tokens included; empty while a character is unfinished, whose text
+        comes with its last id. Joined they are the whole text.
+        """
+        pieces, start, read = [], 0, 0
+        for end in range(1, len(token_ids) + 1):
+            before, now = self._raw(token_ids[start:read]), self._raw(token_ids[start:end])
+            unfinished = now.endswith("\ufffd") and end < len(token_ids)
+            pieces.append("" if unfinished else now[len(before) :])
+            if not unfinished:
+                start, read = read, end
+        return pieces
+
+    def _raw(self, token_ids: Sequence[int]) -> str:
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
     def _load(self) -> Any:

@@ -1,0 +1,168 @@
+"""A few sampled rollouts of a step, as text and as a page that shows each token's log-ratio and what the correction kept.
+
+Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row, T tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from moe_trm.config.schema import Config
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.observe.sinks import Sink
+from moe_trm.report.transcript_page import transcript_page
+from moe_trm.types import TrainRow
+
+Kind = Literal["prompt", "sampled", "given"]
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One rollout of the first rank as its update saw it.
+
+    Attributes:
+        row: the record and its advantage.
+        ratio: the log-ratio shown: `engine`, or `merged` where engine and lag are not known apart.
+        log_ratio, weight: `[T]` of each sampled token, None on all others and on sampled tokens that are not scored.
+        keep: `[T]` whether the correction let it into the gradient, None likewise.
+    """
+
+    row: TrainRow
+    ratio: str
+    log_ratio: Sequence[float | None]
+    weight: Sequence[float | None]
+    keep: Sequence[bool | None]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of each token: part of the prompt, sampled by the policy, or given to it later (by a tool, a template)."""
+        sampled = self.row.record.sampled
+        first = int(sampled.argmax()) if sampled.any() else len(sampled)
+        return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]
+
+
+class Decoder(Protocol):
+    """Text of each token: what it adds to the tokens before it, special tokens included."""
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]: ...
+
+
+class Transcripts(Sink):
+    """Writes `RUN_DIR/transcripts/step-NNNNNN.{txt,html}` every `every` steps, and for the first step it sees.
+
+    Args:
+        run_dir: the run directory.
+        checkpoint: whose tokenizer turns ids into text; it is read when there is something to write.
+        every: steps between transcripts; rollouts: how many of them, of different prompts first.
+    """
+
+    def __init__(self, run_dir: Path, checkpoint: str, *, every: int, rollouts: int) -> None:
+        self._folder, self._checkpoint = run_dir / "transcripts", checkpoint
+        self._every, self._most = every, rollouts
+        self._due = True
+        self._seen: dict[int, Transcript] = {}
+        self._decoder: Decoder | None = None
+
+    def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
+        """Keeps the first rows of each prompt, and a few more in case there are not enough prompts."""
+        if not self._due:
+            return
+        for place, row in enumerate(rows):
+            group, ids = row.record.group_id, self._seen
+            prompts = {seen.row.record.group_id for seen in ids.values()}
+            enough = len(ids) >= 2 * self._most or (len(ids) >= self._most and group in prompts)
+            if row.record.sample_id not in ids and not enough:
+                ids[row.record.sample_id] = transcript(row, place, evidence, correction)
+
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        chosen, self._seen = choose(list(self._seen.values()), self._most), {}
+        if chosen:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"step-{step:06d}"
+            pieces = [self._pieces(each) for each in chosen]
+            path.with_suffix(".txt").write_text(as_text(step, chosen, pieces), encoding="utf-8")
+            path.with_suffix(".html").write_text(transcript_page(step, chosen, pieces), encoding="utf-8")
+        self._due = (step + 1) % self._every == 0 or (self._due and not chosen)
+
+    def _pieces(self, transcript: Transcript) -> list[str]:
+        if self._decoder is None:
+            from moe_trm.tasks.tokens import Tokens  # imports transformers, which takes seconds
+
+            self._decoder = Tokens(self._checkpoint)
+        return self._decoder.pieces(transcript.row.record.tokens.tolist())
+
+
+def open_transcripts(config: Config, run_dir: Path) -> Transcripts:
+    """As configured; `observe.transcripts` is above 0."""
+    observe = config.observe
+    return Transcripts(
+        run_dir, config.model.checkpoint, every=observe.transcripts, rollouts=observe.transcript_rollouts
+    )
+
+
+def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:
+    """Row `place` of a judged micro-batch, token by token. Column `r` of the batch scores token `r + 1`."""
+    ratio = "engine" if evidence.ratios.split else "merged"
+    width = row.record.num_tokens - 1
+    scored = [False, *evidence.mask[place, :width].tolist()]
+
+    def column(values: Sequence[float]) -> list[float | None]:
+        return [value if known else None for value, known in zip([0.0, *values], scored, strict=True)]
+
+    keep = [False, *correction.keep[place, :width].tolist()]
+    return Transcript(
+        row,
+        ratio,
+        log_ratio=column(evidence.ratios.get(ratio)[place, :width].tolist()),
+        weight=column(correction.weights[place, :width].tolist()),
+        keep=[kept if known else None for kept, known in zip(keep, scored, strict=True)],
+    )
+
+
+def choose(seen: Sequence[Transcript], most: int) -> list[Transcript]:
+    """At most `most`, of different prompts as far as there are, in their order."""
+    firsts: dict[int, Transcript] = {}
+    for each in seen:
+        firsts.setdefault(each.row.record.group_id, each)
+    different = list(firsts.values())
+    others = [each for each in seen if all(each is not first for first in different)]
+    return (different + others)[:most]
+
+
+def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) -> str:
+    """For reading in a terminal: `[-...-]` around what the correction rejected, `{...}` around what a tool or template gave."""
+    parts = [f"Step {step}. [-rejected by the correction-] {{given by a tool or template, not sampled}}"]
+    for each, texts in zip(transcripts, pieces, strict=True):
+        record = each.row.record
+        ratios = [value for value in each.log_ratio if value is not None]
+        worst = max(ratios, key=abs, default=0.0)
+        kept = sum(value is True for value in each.keep)
+        parts.append(
+            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage {each.row.advantage:.3g}, "
+            f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions {versions(record.versions)}, "
+            f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"
+        )
+        parts.append("".join(_marked(each, texts)))
+    return "\n".join(parts) + "\n"
+
+
+def versions(values: np.ndarray) -> str:
+    """`7`, or `6 to 7` when weights changed in between."""
+    low, high = int(values.min()), int(values.max())
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _marked(each: Transcript, texts: Sequence[str]) -> list[str]:
+    def mark(place: int) -> tuple[str, str]:
+        if each.kinds[place] == "given":
+            return "{", "}"
+        return ("[-", "-]") if each.keep[place] is False else ("", "")
+
+    runs = groupby(range(len(texts)), key=mark)
+    return [before + "".join(texts[place] for place in places) + after for (before, after), places in runs]
