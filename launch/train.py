@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,9 +20,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
+from moe_trm.interruption import Interruption
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
@@ -43,21 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", help="dotted overrides such as replay.mode=R3")
     args = parser.parse_args(argv)
-    # What must be closed is closed when torchrun ends this rank, too.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    interruption = Interruption()
+    interruption.install()
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
         config = load(args.config, args.overrides)
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        run(config)
+        run(config, interruption)
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def run(config: Config) -> None:
+def run(config: Config, interruption: Interruption) -> None:
     """One rank's life: rendezvous, learner, controller, loop."""
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
@@ -71,32 +72,36 @@ def run(config: Config) -> None:
         config.replay.mode, minibatches=config.learner.minibatches * config.learner.epochs, max_age=0
     )
     run_dir = Path(config.run_dir) / config.name
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
-            sinks = stack.enter_context(open_sinks(config, run_dir))
+            sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
         learner = build_learner(config)
-        rollouts = stack.enter_context(connect(config, store, rank, learner.data_rank, learner.data_size, run_dir))
+        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir))
         pusher = build_pusher(config, learner, rollouts, rank, run_dir)
         stack.callback(pusher.close)
-        train(config, learner, rollouts, pusher, sinks, mode=mode, run_dir=run_dir)
-    if config.train.export:
+        stack.callback(checkpoints.close)
+        train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
+    if config.train.export and not checkpoints.interrupted:
         learner.export_checkpoint(str(run_dir / "checkpoints" / "final"))
     dist.destroy_process_group()
 
 
-def connect(config: Config, store: Store, rank: int, data_rank: int, data_size: int, run_dir: Path) -> RolloutClient:
+def connect(config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path) -> RolloutClient:
     """Start the controller on the first rank and tell the others where it is, through the rendezvous store (bytes, never pickle)."""
     process = None
-    if rank == 0:
+    if ranks[0] == 0:
         key = secrets.token_hex(16)
         process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log")
         store.set("moe-trm/controller", f"{key} {process.endpoint}")
     key, endpoint = store.get("moe-trm/controller").decode().split(" ", 1)
-    return RolloutClient(endpoint, key, data_rank=data_rank, data_size=data_size, process=process)
+    data = (learner.data_rank, learner.data_size)
+    return RolloutClient(endpoint, key, ranks=ranks, data=data, process=process)
 
 
 def build_pusher(config: Config, learner: Learner, rollouts: RolloutClient, rank: int, run_dir: Path) -> Pusher:

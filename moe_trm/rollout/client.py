@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 from zmq.constants import SocketOption, SocketType
@@ -36,7 +37,12 @@ class ControllerProcess:
         self._log_path = log_path
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "moe_trm.rollout.service"], stdin=subprocess.PIPE, stdout=log, stderr=log
+                [sys.executable, "-m", "moe_trm.rollout.service"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C and torchrun's signals to a rank's group are not for the controller: the rank ends it.
+                start_new_session=True,
             )
         assert self._process.stdin is not None
         start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key)
@@ -64,12 +70,25 @@ class ControllerProcess:
 
 
 class RolloutClient:
-    """One rank's requests to its controller. Use as a context manager: leaving it stops the controller that this rank started."""
+    """One rank's requests to its controller. Use as a context manager: leaving it stops the controller that this rank started.
+
+    Args:
+        endpoint, key: of the controller.
+        ranks: this rank's index and the number of all ranks, each of which reports its shard of a push.
+        data: this rank's index and the number of ranks that hold different rows.
+        process: the controller, on the rank that started it.
+    """
 
     def __init__(
-        self, endpoint: str, key: str, *, data_rank: int, data_size: int, process: ControllerProcess | None = None
+        self,
+        endpoint: str,
+        key: str,
+        *,
+        ranks: tuple[int, int],
+        data: tuple[int, int],
+        process: ControllerProcess | None = None,
     ) -> None:
-        self._key, self._rank, self._size, self._process = key, data_rank, data_size, process
+        self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._socket = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         self._socket.connect(endpoint)
@@ -95,6 +114,15 @@ class RolloutClient:
         """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask. Empty without held-out prompts."""
         return self._ask("evaluate", version=version).metrics
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the controller, as plain data; empty on ranks that did not start it."""
+        return self._ask("state").state if self._process is not None else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state`, before the first push."""
+        if self._process is not None:
+            self._ask("restore", state=dict(state))
+
     def __enter__(self) -> RolloutClient:
         return self
 
@@ -112,7 +140,11 @@ class RolloutClient:
         return self._receive(op)
 
     def _send(self, op: str, **fields: object) -> None:
-        request = Request(key=self._key, op=op, data_rank=self._rank, data_size=self._size, **fields)  # type: ignore[arg-type]
+        (rank, num_ranks), (data_rank, data_size) = self._ranks, self._data
+        place: dict[str, Any] = {
+            "rank": rank, "num_ranks": num_ranks, "data_rank": data_rank, "data_size": data_size, **fields,
+        }  # fmt: skip
+        request = Request(self._key, op, **place)
         self._socket.send_multipart(wire.encode(request))
 
     def _receive(self, op: str) -> Reply:

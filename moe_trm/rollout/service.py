@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import TrainBatch
 
 PARENT_POLL_S = 1.0
+REQUEST_LIMIT_BYTES = 256 << 20
+"""Largest message that is taken in; whoever sends a larger one is disconnected."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -38,11 +41,16 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy. `stop`: end the process."""
+    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy.
+
+    `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`, before the first push. `stop`: end the process.
+    """
 
     key: str
     op: str
     step: int = 0
+    rank: int = 0
+    num_ranks: int = 1
     data_rank: int = 0
     data_size: int = 1
     layer_ids: tuple[int, ...] = ()
@@ -50,6 +58,7 @@ class Request(msgspec.Struct, frozen=True):
     directory: str = ""
     entries: tuple[TensorEntry, ...] = ()
     meeting: Meeting | None = None
+    state: dict[str, Any] = {}
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -58,6 +67,7 @@ class Reply(msgspec.Struct, frozen=True):
     error: str = ""
     batch: TrainBatch | None = None
     metrics: dict[str, float] = {}
+    state: dict[str, Any] = {}
 
 
 class ControllerService:
@@ -79,6 +89,7 @@ class ControllerService:
         """Answer until a rank asks to stop."""
         socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 1000)
+        socket.setsockopt(SocketOption.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
         socket.bind(self._endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
@@ -107,15 +118,18 @@ class ControllerService:
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
         try:
             request = wire.decode(frames, Request)
-            if not hmac.compare_digest(request.key, self._key):
+            if not hmac.compare_digest(request.key.encode(), self._key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
                 )
+            if request.op not in self._handlers:
+                raise ControllerError("unknown request", got=request.op, expected=sorted(self._handlers))
             reply = await self._handlers[request.op](self, request)
-        except KeyError as error:
-            reply = Reply(error=f"unknown request {error}")
         except MoeTrmError as error:
             reply = Reply(error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
+            traceback.print_exc()
+            reply = Reply(error=f"{type(error).__name__}: {error} (more in controller.log)")
         await socket.send_multipart([identity, *wire.encode(reply)])
 
     async def _batch(self, request: Request) -> Reply:
@@ -124,9 +138,9 @@ class ControllerService:
 
     async def _push(self, request: Request) -> Reply:
         shards = self._shards.setdefault(request.version, {})
-        shards[request.data_rank] = request
+        shards[request.rank] = request
         complete = self._pushed.setdefault(request.version, asyncio.Event())
-        if len(shards) == request.data_size:
+        if len(shards) == request.num_ranks:
             complete.set()
         await complete.wait()
         await self._once("push", request.version, lambda: self._load(request))
@@ -144,6 +158,13 @@ class ControllerService:
     async def _evaluate(self, request: Request) -> Reply:
         return Reply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
+    async def _state(self, request: Request) -> Reply:
+        return Reply(state=self._controller.state())
+
+    async def _restore(self, request: Request) -> Reply:
+        self._controller.restore(request.state)
+        return Reply()
+
     async def _end(self, request: Request) -> Reply:
         self._stop.set()
         return Reply()
@@ -159,6 +180,8 @@ class ControllerService:
         "batch": _batch,
         "push": _push,
         "evaluate": _evaluate,
+        "state": _state,
+        "restore": _restore,
         "stop": _end,
     }
 

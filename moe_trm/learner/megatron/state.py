@@ -104,6 +104,8 @@ class TrainingState:
         """Take over what any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
         steps, masters = counters["optimizer_steps"], _masters(self._optimizer.megatron)
         for name, parameter in global_parameters(self._chunks):
+            if not parameter.requires_grad:
+                continue  # frozen: as in the checkpoint that the run started from
             share, master = _share(name, parameter, self._hf), masters.get(parameter)
             weight = share.flat("weight", reader, parameter.numel())
             parameter.copy_(weight.view(parameter.shape))
