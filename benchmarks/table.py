@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,18 +16,20 @@ import torch
 Row = dict[str, str | int | float]
 
 
-def report(title: str, rows: Sequence[Row], path: Path | None = None) -> None:
-    """Print `rows` under `title`, one table for each run of rows with the same columns, and write them to `path` if given."""
+def report(
+    title: str, rows: Sequence[Row], path: Path | None = None, details: Mapping[str, object] | None = None
+) -> None:
+    """Print `rows` under `title`, one table for each run of rows with the same columns.
+
+    Rows and `details`, which are not printed, are written to `path` as JSON if given.
+    """
     lines = [title]
-    previous: list[str] = []
-    for row in rows:
-        if list(row) != previous:
-            previous = list(row)
-            lines += ["", "  ".join(name.rjust(_width(name)) for name in previous)]
-        lines.append("  ".join(_text(value).rjust(_width(name)) for name, value in row.items()))
+    for columns, same in itertools.groupby(rows, key=lambda row: list(row)):
+        lines += _table(columns, list(same))
     print("\n".join(lines))
     if path is not None:
-        path.write_text(json.dumps({"title": title, **origin(), "rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+        document = {"title": title, **origin(), "rows": list(rows), **(details or {})}
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def origin() -> dict[str, str | int]:
@@ -47,8 +50,10 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _width(name: str) -> int:
-    return max(10, len(name))
+def _table(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    widths = [max(10, len(name), *(len(_text(row[name])) for row in rows)) for name in columns]
+    cells = [list(columns), *([_text(row[name]) for name in columns] for row in rows)]
+    return ["", *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)]
 
 
 def _text(value: str | int | float) -> str:

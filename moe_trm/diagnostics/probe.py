@@ -99,9 +99,6 @@ def pooled(
     columns = {"count": np.ones(len(flipped)), "flips": flipped, "layers": tokens.flipped_layers}
     for name, values in (("native", _k3(tokens.native)), ("replayed", _k3(tokens.replayed))):
         columns |= {name: values, f"{name}_flipped": np.where(flipped, values, 0.0)}
-    sums_GC = _group_sums(columns, tokens.group)
-    draws_RC = _bootstrap(sums_GC, resamples, seed)
-    index = {name: position for position, name in enumerate(columns)}
     figures: dict[str, tuple[str, str, float]] = {
         "all/native_k3": ("native", "count", 1.0),
         "all/replayed_k3": ("replayed", "count", 1.0),
@@ -116,6 +113,28 @@ def pooled(
         }
     if num_layers:
         figures["layer_flip_rate"] = ("layers", "count", 1.0 / num_layers)
+    return intervals(columns, figures, tokens.group, resamples=resamples, confidence=confidence, seed=seed)
+
+
+def intervals(
+    columns: Mapping[str, Array],
+    figures: Mapping[str, tuple[str, str, float]],
+    group: Array,
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> dict[str, Interval]:
+    """Ratios of pooled columns with percentile bootstrap intervals over groups.
+
+    Args:
+        columns: `[N]` values by name.
+        figures: name -> (top, bottom, scale): `scale * sum(top) / sum(bottom)`; one that is 0 / 0 is left out.
+        group: `[N]` what is resampled, such as the prompt.
+    """
+    sums_GC = _group_sums(columns, group)
+    draws_RC = _bootstrap(sums_GC, resamples, seed)
+    index = {name: position for position, name in enumerate(columns)}
     totals = sums_GC.sum(axis=0)
     tails = [100 * (1 - confidence) / 2, 100 * (1 + confidence) / 2]
     result = {}

@@ -1,0 +1,153 @@
+"""Two sides on the same tokens: flips by stratum, and log-prob differences with and without replayed routes.
+
+Shape letters: N scored tokens of all texts, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.engines.scored import Scored, Text
+from moe_trm.diagnostics.probe import Interval, ProbeTokens, intervals, pooled
+from moe_trm.errors import MoeTrmError
+from routing.flips import flips, gate_weight_shift, strata
+
+POSITIONS = (8, 16, 24, 32, 64, 256, 1024)
+MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found.
+
+    Attributes:
+        num_tokens: scored tokens.
+        pooled: figures with intervals; `replayed` ones only where side B replayed.
+        expert_delta: mean over experts of the chance that one side uses the expert and the other does not.
+        strata: `layer`, `position` (from the start of the sequence) and `router margin`: class -> (flip rate, token-layers).
+        local_flips: share of replayed token-layers whose live router would have chosen another set; None without replay.
+        gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine does not tell its weights.
+    """
+
+    num_tokens: int
+    pooled: Mapping[str, Interval]
+    expert_delta: float
+    strata: Mapping[str, Mapping[str, tuple[float, int]]]
+    local_flips: float | None
+    gate_weight_shift: float | None
+
+
+def compare(
+    texts: Sequence[Text],
+    a: Sequence[Scored],
+    native: Sequence[Scored],
+    replayed: Sequence[Scored] | None,
+    margins: Sequence[Scored],
+    local_flips: float | None = None,
+) -> Comparison:
+    """Compare side A with side B's native and replayed scores on the sampled tokens; `margins` are of B's weights.
+
+    Raises:
+        MoeTrmError: a log-prob that is not finite.
+    """
+    keep = [text.rows for text in texts]
+    routes_a, routes_b = (
+        np.concatenate([one.routes.experts[rows] for one, rows in zip(side, keep, strict=True)]) for side in (a, native)
+    )
+    own = _difference(native, a, keep)
+    forced = own if replayed is None else _difference(replayed, a, keep)
+    if not (np.isfinite(own).all() and np.isfinite(forced).all()):
+        raise MoeTrmError(
+            "an engine gave log-probs that are not finite", got=f"{(~np.isfinite(own)).sum()} of {len(own)}"
+        )
+    group = np.concatenate([np.full(rows.sum(), text.prompt) for text, rows in zip(texts, keep, strict=True)])
+    whole = flips(routes_a, routes_b, num_experts=a[0].routes.num_experts)
+    flipped_NL = ~(routes_a[..., :, None] == routes_b[..., None, :]).any(-1).all(-1)
+    figures = dict(pooled(ProbeTokens(group, own, forced, flipped_NL.sum(1)), num_layers=flipped_NL.shape[1]))
+    if replayed is None:
+        figures = {name: one for name, one in figures.items() if "replayed" not in name and "reduction" not in name}
+    figures |= _more(routes_a, routes_b, own, forced, group, with_replay=replayed is not None)
+    position = np.concatenate([np.flatnonzero(rows) for rows in keep])
+    margin_NL = np.concatenate([_margins(one)[rows] for one, rows in zip(margins, keep, strict=True)])
+    layers = {
+        str(layer): (rate, len(own))
+        for layer, rate in zip(a[0].routes.layer_ids, whole.per_layer.tolist(), strict=True)
+    }
+    return Comparison(
+        num_tokens=len(own),
+        pooled=figures,
+        expert_delta=whole.expert_delta,
+        strata={
+            "layer": layers,
+            "position": _strata(flipped_NL, position, POSITIONS),
+            "router margin": _strata(flipped_NL, margin_NL, MARGINS),
+        },
+        local_flips=local_flips,
+        gate_weight_shift=_weight_shift(a, native, keep),
+    )
+
+
+def _difference(side: Sequence[Scored], a: Sequence[Scored], keep: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(
+        [(one.logprobs - other.logprobs)[rows] for one, other, rows in zip(side, a, keep, strict=True)]
+    )
+
+
+def _more(
+    routes_a: np.ndarray,
+    routes_b: np.ndarray,
+    own: np.ndarray,
+    forced: np.ndarray,
+    group: np.ndarray,
+    *,
+    with_replay: bool,
+) -> dict[str, Interval]:
+    """Overlap loss and mean absolute differences, with intervals."""
+    shared = (routes_a[..., :, None] == routes_b[..., None, :]).any(-1).mean((1, 2))
+    columns = {
+        "one": np.ones(len(own)),
+        "loss": 1 - shared,
+        "own": np.abs(own),
+        "forced": np.abs(forced),
+        "moved": np.abs(own - forced),
+    }
+    figures = {"overlap_loss": ("loss", "one", 1.0), "native_abs_mean": ("own", "one", 1.0)}
+    if with_replay:
+        figures |= {"replayed_abs_mean": ("forced", "one", 1.0), "routing_abs_mean": ("moved", "one", 1.0)}
+    return intervals(columns, figures, group)
+
+
+def _strata(flipped_NL: np.ndarray, values: np.ndarray, edges: Sequence[float]) -> dict[str, tuple[float, int]]:
+    """Flip rates of the classes that occur, with the number of token-layers."""
+    rates = strata(flipped_NL, values, edges)
+    each = np.broadcast_to(values.reshape(len(values), -1), flipped_NL.shape)
+    counts = np.bincount(np.digitize(each.ravel(), np.asarray(edges)), minlength=len(edges) + 1)
+    names = [
+        f"below {edges[0]:g}",
+        *(f"{low:g} to {high:g}" for low, high in itertools.pairwise(edges)),
+        f"{edges[-1]:g} and up",
+    ]
+    return {name: (float(rate), int(count)) for name, rate, count in zip(names, rates, counts, strict=True) if count}
+
+
+def _margins(scored: Scored) -> np.ndarray:
+    assert scored.margins is not None, "Hugging Face tells its margins"
+    return scored.margins
+
+
+def _weight_shift(a: Sequence[Scored], b: Sequence[Scored], keep: Sequence[np.ndarray]) -> float | None:
+    shifts = []
+    for one, two, rows in zip(a, b, keep, strict=True):
+        if one.weights is None or two.weights is None:
+            return None
+        parts = [
+            torch.from_numpy(part[rows].reshape(-1, one.routes.top_k).astype(np.float64))
+            for part in (one.routes.experts, one.weights, two.routes.experts, two.weights)
+        ]
+        shifts.append(gate_weight_shift(*parts).numpy())
+    return float(np.nanmean(np.concatenate(shifts)))

@@ -1,0 +1,34 @@
+"""Small line charts as SVG, in the look of the quickstart's picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from moe_trm.quickstart.figure import COLOURS, INK, MUTED, Panel, circle, text
+
+__all__ = ["COLOURS", "INK", "MUTED", "Panel", "circle", "document", "lines", "text"]
+
+MORE_COLOURS = (*COLOURS, "#0891b2", "#65a30d", "#dc2626", "#64748b")
+
+
+def document(parts: Sequence[str], width: int, height: int) -> str:
+    """The parts as one SVG document on white."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12">'
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+
+
+def lines(
+    panel: Panel, series: Mapping[str, Sequence[float]], *, legend: bool = True, dashed: Sequence[str] = ()
+) -> list[str]:
+    """One line per series over x = 1, 2, ...; NaN leaves a gap. The legend stands in the upper left corner."""
+    parts = []
+    for place, ((name, values), colour) in enumerate(zip(series.items(), MORE_COLOURS, strict=False)):
+        points = [(panel.x(x), panel.y(value)) for x, value in enumerate(values, start=1) if math.isfinite(value)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        dash = ' stroke-dasharray="5 4"' if name in dashed else ""
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
+        parts += [circle(x, y, 2.5, colour) for x, y in points]
+        if legend:
+            parts.append(text(panel.left + 8, panel.top + 12 + 15 * place, name, colour=colour))
+    return parts

@@ -1,0 +1,255 @@
+"""How many rows each rule rejects, and which ones.
+
+`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges a recorded run
+(`record.bundle`), or a short one that it makes itself on a checkpoint with the real engines. Rules that compare one score with one
+threshold are tried on a grid of thresholds, each chosen to reject a given share of rows (of tokens, for rules on tokens); presets and
+other rules as they are. A row counts as rejected when it lost a token. Beside the measured rate of TRM-Max stands 1 - (1 - p)^T, what
+tokens that violate independently with the measured probability p would reject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from benchmarks.mask_rate_figure import draw
+from benchmarks.short_run import record_run, starting_checkpoint
+from benchmarks.table import Row, report
+from moe_trm import corrections
+from moe_trm.corrections import BoundRule, Evidence
+from moe_trm.diagnostics.bounds import acceptance_probability
+from moe_trm.errors import MoeTrmError
+from moe_trm.learner.protocol import Learner
+from moe_trm.minibatch import gather_minibatch
+from moe_trm.rollout.scores import ScoredUpdate
+from moe_trm.whatif.offline import RecordedLearner
+from moe_trm.whatif.recording import load
+
+RATES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+QUOTED = (0.01, 0.05, 0.1)
+DECILES = 10
+FIXED: Mapping[str, Mapping[str, float | str]] = {"ln_trm": {"delta": 0.01}}
+"""Thresholds that are not calibrated and have no default."""
+PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
+"""Rules that need thresholds by hand: the presets and the rules they are made of show them."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rule (or preset) at one setting does, pooled over all updates.
+
+    Attributes:
+        rule, setting: its name and thresholds; target: the reject rate they were chosen for, None where they were given.
+        rows, tokens: rejected shares; ess: effective sample size of the weights over all tokens, (sum w)^2 / (n sum w^2).
+        deciles: rejected share of rows by decile of length, short to long; NaN where a decile is empty.
+        positive, negative, correct, wrong: rejected share of rows by sign of the advantage, by reward above 0.
+    """
+
+    rule: str
+    setting: Mapping[str, float | str]
+    target: float | None
+    rows: float
+    tokens: float
+    ess: float
+    deciles: tuple[float, ...]
+    positive: float
+    negative: float
+    correct: float
+    wrong: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Rows that TRM-Max rejects at one threshold, measured and as (1 - p)^T has it, overall and by decile of length."""
+
+    max_kl: float
+    violation_probability: float
+    measured: float
+    predicted: float
+    measured_deciles: tuple[float, ...]
+    predicted_deciles: tuple[float, ...]
+
+
+def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
+    """Each update's whole minibatch."""
+    recording = RecordedLearner()
+    learner, found = cast(Learner, recording), []
+    for update in updates:
+        part = recording.hold(update)
+        found.append(gather_minibatch(part, learner.score(part.batches, part.sources), learner).evidence)
+    return found
+
+
+class Strata:
+    """Rows of all updates by length, sign of the advantage and reward. Rows without sampled tokens count nowhere."""
+
+    def __init__(self, found: Sequence[Evidence]) -> None:
+        self.some = _rows(found, lambda e: e.mask.any(1)).astype(bool)
+        self.length = _rows(found, lambda e: e.mask.sum(1))[self.some]
+        self.advantage = _rows(found, lambda e: (e.advantages * e.mask).sum(1))[self.some]
+        self.reward = _rows(found, lambda e: e.rewards)[self.some]
+        edges = np.quantile(self.length, np.linspace(0, 1, DECILES + 1)[1:-1])
+        self.decile = np.searchsorted(edges, self.length, side="left")
+
+    def by_decile(self, values: np.ndarray) -> tuple[float, ...]:
+        """Mean of `values` of the rows of each decile."""
+        return tuple(_mean(values[self.decile == place]) for place in range(DECILES))
+
+    def lengths(self) -> tuple[float, ...]:
+        """Mean length of each decile."""
+        return self.by_decile(self.length)
+
+
+def rates(
+    name: str, bound: Sequence[BoundRule], found: Sequence[Evidence], strata: Strata, target: float | None
+) -> Rates:
+    """What the rules `bound` do together."""
+    joint = corrections.compose(bound, whole_minibatch=True)
+    decided = [joint(evidence) for evidence in found]
+    lost = np.concatenate([(~one.keep & e.mask).any(1).numpy() for one, e in zip(decided, found, strict=True)])[
+        strata.some
+    ]
+    kept = np.concatenate([one.keep[e.mask].numpy() for one, e in zip(decided, found, strict=True)])
+    weights = np.concatenate(
+        [(one.weights * one.keep)[e.mask].double().numpy() for one, e in zip(decided, found, strict=True)]
+    )
+    square = float((weights**2).mean())
+    setting = {
+        f"{one.rule.name}.{key}": value for one in bound for key, value in one.thresholds.items() if value is not None
+    }
+    return Rates(
+        name, setting, target,
+        rows=_mean(lost), tokens=1 - _mean(kept), ess=float(weights.mean()) ** 2 / square if square else 0.0,
+        deciles=strata.by_decile(lost),
+        positive=_mean(lost[strata.advantage > 0]), negative=_mean(lost[strata.advantage < 0]),
+        correct=_mean(lost[strata.reward > 0]), wrong=_mean(lost[strata.reward <= 0]),
+    )  # fmt: skip
+
+
+def all_rates(found: Sequence[Evidence], strata: Strata) -> list[Rates]:
+    """Every rule over its grid, every rule without a score at its defaults, every preset."""
+    results = []
+    for name in corrections.names():
+        rule, fixed = corrections.get(name), FIXED.get(name, {})
+        if rule.calibrate is not None:
+            window = [corrections.scores(rule, evidence, **fixed) for evidence in found]
+            for rate in RATES:
+                results.append(rates(name, [corrections.calibrate(rule, window, rate, **fixed)], found, strata, rate))
+        elif name not in PLAIN:
+            results.append(rates(name, [rule.bind()], found, strata, None))
+    for name, preset in corrections.presets.items():
+        bound = [corrections.get(rule).bind(**thresholds) for rule, thresholds in preset.rules]
+        results.append(rates(name, bound, found, strata, None))
+    return results
+
+
+def predictions(found: Sequence[Evidence], strata: Strata) -> list[Prediction]:
+    """TRM-Max at the thresholds of the grid, beside what independent tokens would reject."""
+    rule, results = corrections.get("trm_max"), []
+    window = [corrections.scores(rule, evidence) for evidence in found]
+    scores = np.concatenate([one.double().numpy() for one in window])
+    token_scores = np.concatenate([(e.ratios.total.detach()[e.mask].double() ** 2 / 2).numpy() for e in found])
+    for rate in RATES:
+        max_kl = float(cast(float, corrections.calibrate(rule, window, rate).thresholds["max_kl"]))
+        p = float((token_scores > max_kl).mean())
+        expected = np.array([1 - acceptance_probability(int(length), p) for length in strata.length])
+        lost = scores > max_kl
+        results.append(
+            Prediction(max_kl, p, _mean(lost), _mean(expected), strata.by_decile(lost), strata.by_decile(expected))
+        )
+    return results
+
+
+def table(results: Sequence[Rates], predicted: Sequence[Prediction]) -> list[Row]:
+    """Rules at the quoted rates, then everything that has no grid, then TRM-Max against its prediction."""
+    lines: list[Row] = []
+    for one in results:
+        if one.target is None or one.target in QUOTED:
+            shown = {k.split(".")[1]: v for k, v in one.setting.items()} if one.target is not None else {}
+            threshold = ", ".join(
+                f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in shown.items()
+            )
+            lines.append(
+                {
+                    "rule": one.rule,
+                    "thresholds": threshold or "as published",
+                    "target": "-" if one.target is None else f"{one.target:.0%}",
+                    "rows": one.rows,
+                    "tokens": one.tokens,
+                    "shortest": one.deciles[0],
+                    "longest": one.deciles[-1],
+                    "adv > 0": one.positive,
+                    "adv < 0": one.negative,
+                    "correct": one.correct,
+                    "wrong": one.wrong,
+                    "ess": one.ess,
+                }
+            )
+    for two in predicted:
+        lines.append(
+            {
+                "trm_max, max_kl": two.max_kl,
+                "p of a token": two.violation_probability,
+                "rows": two.measured,
+                "1-(1-p)^T": two.predicted,
+                "longest": two.measured_deciles[-1],
+                "longest, predicted": two.predicted_deciles[-1],
+            }
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.mask_rate", description=__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--bundle", type=Path, help="a recorded run, or a dump that moe-trm whatif reads")
+    source.add_argument("--checkpoint", type=Path, help="Hugging Face folder to run on (default: the quickstart's)")
+    parser.add_argument("--steps", type=int, default=6, help="steps of the run that is made (default: 6)")
+    parser.add_argument("--json", type=Path, help="write the rows, the whole grid and the predictions here")
+    parser.add_argument("--picture", type=Path, help="write an SVG here")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run that is made")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            made = None
+            if args.bundle is None:
+                checkpoint = starting_checkpoint(args.checkpoint, Path(scratch))
+                made = record_run(checkpoint, Path(scratch), args.steps, args.overrides)
+            recording = load(made or args.bundle)
+    except MoeTrmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    found = evidences(update for updates in recording.steps.values() for update in updates)
+    strata = Strata(found)
+    results, predicted = all_rates(found, strata), predictions(found, strata)
+    what = f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths {strata.length.min():.0f} to {strata.length.max():.0f}"
+    details = {
+        "grid": [vars(one) for one in results],
+        "trm_max": [vars(one) for one in predicted],
+        "decile_lengths": strata.lengths(),
+    }
+    report(f"Rejected shares, {what}", table(results, predicted), args.json, details)
+    if args.picture:
+        args.picture.write_text(draw(results, predicted, strata.lengths()), encoding="utf-8")
+    return 0
+
+
+def _rows(found: Sequence[Evidence], of: object) -> np.ndarray:
+    return np.concatenate([of(evidence).double().numpy() for evidence in found])  # type: ignore[operator]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else float("nan")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""How far two engines are apart on the same tokens, and how much of it is routing.
+
+`python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE] [--picture FILE]`
+
+Side A samples answers (SGLang by decoding; the others score what Hugging Face samples), side B scores the same tokens twice: with its own
+routes and, where it can, with those of A replayed and proved. Reported: how often expert sets differ, by layer, position and
+router margin; the log-prob differences with and without replay; 95% bootstrap intervals over prompts. The cause is what the sides differ
+in: engine, dtype, layout, sequences computed together, or (with --versions) the age of the weights. Router margins are always those of
+the Hugging Face model in float32 with B's weights.
+
+Shape letters: N scored tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.engines.compare import Comparison, compare
+from benchmarks.engines.hf import HFScorer, sample
+from benchmarks.engines.megatron import MegatronScorer
+from benchmarks.engines.scored import Scorer, Setting
+from benchmarks.engines.sglang import serving
+from benchmarks.families import FAMILIES
+from benchmarks.route_flip_figure import draw
+from benchmarks.short_run import starting_checkpoint
+from benchmarks.table import Row, report
+from moe_trm.config.schema import TaskConfig
+from moe_trm.errors import MoeTrmError
+from moe_trm.tasks.build import build_task
+
+ENGINES = ("sglang", "megatron", "hf")
+
+
+def measure(a: Setting, b: Setting, *, prompts: int, group_size: int, max_new_tokens: int, seed: int = 0) -> Comparison:
+    """Sample with `a`, score with both, compare.
+
+    Raises:
+        MoeTrmError: an engine failed; `ReplayProofError`: B did not compute with the routes it was given.
+    """
+    task = build_task(TaskConfig(eval_size=0), str(a.checkpoint), seed)
+    questions, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
+    with ExitStack() as stack:
+        if a.engine == "sglang":
+            with serving(a) as server:
+                texts, left = server.sample(questions, group_size, max_new_tokens, stop)
+        else:
+            texts = sample(replace(a, engine="hf", dtype="float32"), questions, group_size, max_new_tokens)
+            left = _scorer(a, stack).score(texts)
+        scorer = _scorer(b, stack)
+        native = scorer.score(texts)
+        replayed = None if b.engine == "sglang" else scorer.score(texts, [one.routes for one in left])
+        local_flips = scorer.local_flips
+    margins = HFScorer(replace(b, engine="hf", dtype="float32", together=16)).score(texts)
+    return compare(texts, left, native, replayed, margins, local_flips)
+
+
+def _scorer(setting: Setting, stack: ExitStack) -> Scorer:
+    if setting.engine == "sglang":
+        return stack.enter_context(serving(setting))
+    return HFScorer(setting) if setting.engine == "hf" else MegatronScorer(setting)
+
+
+def table(compared: Comparison) -> list[Row]:
+    """Pooled figures with intervals, then strata."""
+    rows: list[Row] = [
+        {"figure": name, "value": one.value, "low": one.low, "high": one.high} for name, one in compared.pooled.items()
+    ]
+    rows.append({"figure": "expert_delta", "value": compared.expert_delta})
+    if compared.local_flips is not None:
+        rows.append({"figure": "local_flip_rate (replayed against own)", "value": compared.local_flips})
+    if compared.gate_weight_shift is not None:
+        rows.append({"figure": "gate_weight_shift (experts of both)", "value": compared.gate_weight_shift})
+    for kind, strata in compared.strata.items():
+        rows += [{kind: name, "flip rate": rate, "token-layers": count} for name, (rate, count) in strata.items()]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.route_flip", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder (default: the quickstart's)")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="instead: tiny random weights of this family")
+    parser.add_argument(
+        "--versions", type=Path, nargs=2, metavar=("DIR_A", "DIR_B"), help="two checkpoints of one model: staleness"
+    )
+    parser.add_argument("--a", choices=ENGINES, default="sglang", help="side A (default: sglang)")
+    parser.add_argument("--b", choices=ENGINES, default="megatron", help="side B (default: megatron)")
+    parser.add_argument(
+        "--dtype", nargs=2, choices=("float32", "bfloat16"), default=("bfloat16", "float32"), metavar=("A", "B")
+    )
+    parser.add_argument(
+        "--together", type=int, nargs=2, default=(32, 16), metavar=("A", "B"), help="sequences computed together"
+    )
+    parser.add_argument("--layout", nargs="*", default=(), metavar="SIZE", help="of Megatron, e.g. expert=2 tensor=2")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts (default: 32)")
+    parser.add_argument("--group-size", type=int, default=4, help="answers to each (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--picture", type=Path, help="write an SVG here")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            folders = args.versions
+            if not folders:
+                made = FAMILIES[args.family](Path(scratch) / args.family) if args.family else None
+                folders = [made or starting_checkpoint(args.checkpoint, Path(scratch))] * 2
+            a, b = (
+                Setting(engine, folder, dtype, together, tuple(args.layout) if engine == "megatron" else ())
+                for engine, folder, dtype, together in zip(
+                    (args.a, args.b), folders, args.dtype, args.together, strict=True
+                )
+            )
+            compared = measure(
+                a, b, prompts=args.prompts, group_size=args.group_size, max_new_tokens=args.max_new_tokens
+            )
+    except MoeTrmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    cause = "weights" if args.versions else "engine, arithmetic or layout"
+    title = f"A: {a}\nB: {b}\nthey differ in: {cause}; {compared.num_tokens} tokens of {args.prompts} prompts, {time.perf_counter() - started:.0f} s"
+    report(title, table(compared), args.json)
+    if args.picture:
+        args.picture.write_text(draw(compared, str(a), str(b)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

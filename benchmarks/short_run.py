@@ -1,0 +1,48 @@
+"""A short real run to measure on: the starting checkpoint, and training steps whose rollouts and scores are recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.job import run_job
+from moe_trm.errors import MoeTrmError
+from moe_trm.quickstart.checkpoint import make_checkpoint
+
+WARM = Path("runs/quickstart-start")
+SETTINGS = {
+    "name": "short-run",
+    "rollout": {"prompts_per_step": 16, "group_size": 8, "top_p": 0.95, "server": {"port": 0}},
+    "probe": {"every": 0},
+    "learner": {"parallel": {"expert": 2}},
+    "task": {"eval_size": 0},
+    "train": {"export": False},
+}
+
+
+def starting_checkpoint(given: Path | None, folder: Path) -> Path:
+    """The checkpoint to measure on: the one given, the quickstart's where it was made, else a tiny random one made in `folder`."""
+    if given is not None:
+        return given
+    if (WARM / "config.json").is_file():
+        return WARM
+    print(f"{WARM} does not exist yet (`make quickstart` makes it): measuring on random weights", flush=True)
+    make_checkpoint(folder / "random")
+    return folder / "random"
+
+
+def record_run(checkpoint: Path, folder: Path, steps: int, overrides: Sequence[str] = ()) -> Path:
+    """Train `steps` steps on sums with the real engines, recording into a bundle under `folder`, which is returned.
+
+    Raises:
+        MoeTrmError: the run failed; `ConfigError` and others where it was refused.
+    """
+    bundle = folder / "bundle"
+    settings = SETTINGS | {"run_dir": str(folder / "runs"), "model": {"checkpoint": str(checkpoint)}}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
+    code = run_job(str(path), [f"train.steps={steps}", f"record.bundle={bundle}", *overrides])
+    if code:
+        raise MoeTrmError(f"the run to measure on ended with exit code {code}", where=str(folder))
+    return bundle
