@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
-from moe_trm.learner.schedule import learning_rate
+from moe_trm.schedule import learning_rate
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -86,8 +86,22 @@ def _task(config: Config) -> Iterator[Problem]:
     task = config.task
     if task.name != "arithmetic" and not task.prompts:
         yield Problem(
-            "task.prompts", f"task {task.name} reads its prompts from a file", got="none", expected="a JSONL file"
+            "task.prompts",
+            f"task {task.name} reads its prompts from a file",
+            got="none",
+            expected="a JSONL or parquet file, or hf:NAME",
         )
+    for key, name, words in (
+        ("task.reward", task.reward, "exact, math_verify, "),
+        ("rollout.function", config.rollout.function, ""),
+    ):
+        if name is not None and name not in ("exact", "math_verify") and not _names_a_function(name):
+            yield Problem(
+                key,
+                "this names no function",
+                got=name,
+                expected=f"{words}package.module:function or path/to/file.py:function",
+            )
     if task.template is not None and "{prompt}" not in task.template:
         yield Problem(
             "task.template",
@@ -101,8 +115,13 @@ def _task(config: Config) -> Iterator[Problem]:
             "there is nothing to evaluate on",
             got=str(config.train.eval_every),
             expected="0",
-            fix="set task.eval_prompts to a JSONL file" if task.name != "arithmetic" else "set task.eval_size above 0",
+            fix="set task.eval_prompts" if task.name != "arithmetic" else "set task.eval_size above 0",
         )
+
+
+def _names_a_function(name: str) -> bool:
+    place, mark, function = name.rpartition(":")
+    return bool(mark and place) and function.isidentifier()
 
 
 def has_evaluation(config: Config) -> bool:
@@ -281,6 +300,8 @@ def _parallel(config: Config) -> Iterator[Problem]:
 def _idle_settings(config: Config) -> Iterator[str]:
     """Keys that were set while another setting makes them idle."""
     rollout, task = config.rollout, config.task
+    exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
+    plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
         ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
@@ -292,6 +313,15 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("task", "eval_prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "template", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "chat", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
+        ("task", "answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
+        ("task", "reward_weights", plain_reward and rollout.function is None, "the reward is one number"),
+        ("task", "reward_timeout_s", exact, "task.reward=exact takes no time"),
+        ("task", "reward_processes", exact, "task.reward=exact needs none"),
+        *(
+            ("rollout", key, rollout.function is None, "rollout.function is not set: every sample is one answer")
+            for key in ("function_timeout_s", "max_turns", "max_tokens")
+        ),
         ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
@@ -307,7 +337,12 @@ def _idle_settings(config: Config) -> Iterator[str]:
             ("optimizer", key, config.optimizer.schedule == "constant", "optimizer.schedule=constant")
             for key in ("min_lr", "decay_steps")
         ),
-        ("optimizer", "final_steps", config.optimizer.schedule != "wsd", "only optimizer.schedule=wsd has a final part"),
+        (
+            "optimizer",
+            "final_steps",
+            config.optimizer.schedule != "wsd",
+            "only optimizer.schedule=wsd has a final part",
+        ),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
         (
             "batch",

@@ -18,8 +18,10 @@ from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
-from moe_trm.learner.megatron.optimizer import GuardedOptimizer, wrap_model
+from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
 from moe_trm.learner.megatron.state import TrainingState
+from moe_trm.learner.parameter_groups import check_groups
+from moe_trm.schedule import learning_rate
 from routing.megatron import MegatronReplayer
 
 
@@ -35,6 +37,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     layout.check_layout(config, package_info.__version__, hf, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
+    check_groups(config.optimizer, checkpoint.names)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)
     cuda = device.type == "cuda"
@@ -42,9 +45,17 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     model_config = transformer_config(hf, config.learner, layers)
     chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
     load_weights(chunks, checkpoint, hf)
+    freeze(chunks, config.learner)
     is_distributed = config.learner.distributed_optimizer
     wrapped = wrap_model(chunks, model_config, distributed_optimizer=is_distributed)
-    optimizer = GuardedOptimizer(wrapped, config.optimizer, bf16=model_config.bf16, distributed=is_distributed)
+    optimizer = GuardedOptimizer(
+        chunks,
+        wrapped,
+        config.optimizer,
+        learning_rate(config),
+        bf16=model_config.bf16,
+        distributed=is_distributed,
+    )
     return MegatronLearner(
         chunks,
         wrapped,

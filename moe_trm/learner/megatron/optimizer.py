@@ -1,20 +1,27 @@
-"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are plain sums, and one guarded step."""
+"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are plain sums; parameter groups, and one guarded step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_trm.config.schema import OptimizerConfig
+from moe_trm.config.schema import LearnerConfig, OptimizerConfig
+from moe_trm.errors import ConfigError
+from moe_trm.learner.megatron import convert
+from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
+from moe_trm.schedule import LearningRate
 
 
 def wrap_model(
@@ -39,45 +46,53 @@ def _finalize_sums(model: list[Any], _num_tokens: Any = None, **options: Any) ->
     finalize_model_grads(model, None, **options)
 
 
-class GuardedOptimizer:
-    """AdamW with linear warm-up that refuses to apply non-finite gradients.
+def freeze(chunks: Sequence[PolicyModel], learner: LearnerConfig) -> None:
+    """Exclude what is not to be trained from gradients and optimizer. Call it before `wrap_model`."""
+    for name, parameter in global_parameters(chunks):
+        if all(is_frozen(hf_name, learner) for hf_name in convert.link(name).hf_names):
+            parameter.requires_grad_(False)
 
-    Weight decay acts on matrices only (Megatron's default: biases and norm weights are exempt). Step `t` (from 0) uses
-    `lr * min(1, (t + 1) / warmup_steps)`; a refused step does not advance `t`.
+
+class GuardedOptimizer:
+    """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
+
+    Args:
+        chunks: this rank's model.
+        wrapped: the same in Megatron's data-parallel wrapper.
+        settings: of the run.
+        rate: the learning rate of each step.
+        bf16: whether the model is bfloat16, so that the optimizer keeps float32 master weights.
+        distributed: shard the optimizer's state.
+
+    Raises:
+        ConfigError: an option that Megatron does not have, or parameter groups that cannot be.
     """
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], settings: OptimizerConfig, *, bf16: bool, distributed: bool
+        self,
+        chunks: Sequence[PolicyModel],
+        wrapped: Sequence[DistributedDataParallel],
+        settings: OptimizerConfig,
+        rate: LearningRate,
+        *,
+        bf16: bool,
+        distributed: bool,
     ) -> None:
-        self._chunks = chunks
-        self._settings = settings
+        self._wrapped, self._rate = wrapped, rate
         self.steps = 0
         """Steps that were applied."""
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=settings.lr,
-                min_lr=0.0,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.betas[0],
-                adam_beta2=settings.betas[1],
-                adam_eps=settings.eps,
-                clip_grad=settings.max_grad_norm,
-                bf16=bf16,
-                use_distributed_optimizer=distributed,
-            ),
-            list(chunks),
+            _options(settings, bf16=bf16, distributed=distributed), list(wrapped), _groups(chunks, settings)
         )
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        warmup = self._settings.warmup_steps
-        return self._settings.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._settings.lr
+        return self._rate.at(self.steps)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for chunk in self._chunks:
+        for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -88,7 +103,50 @@ class GuardedOptimizer:
         if not math.isfinite(norm):
             return UpdateResult(grad_norm=norm, lr=lr, applied=False)
         for group in self.megatron.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_mult"]
         applied, _, _ = self.megatron.step()
         self.steps += int(applied)
         return UpdateResult(grad_norm=norm, lr=lr, applied=bool(applied))
+
+
+def _options(settings: OptimizerConfig, *, bf16: bool, distributed: bool) -> MegatronOptimizerConfig:
+    own: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.betas[0],
+        "adam_beta2": settings.betas[1],
+        "adam_eps": settings.eps,
+        "clip_grad": settings.max_grad_norm,
+        "bf16": bf16,
+        "use_distributed_optimizer": distributed,
+    }
+    known = {field.name for field in fields(MegatronOptimizerConfig)}
+    for name in settings.extra:
+        if name not in known or name in own:
+            raise ConfigError(
+                "this option is set by a field of its own"
+                if name in own
+                else "Megatron's optimizer has no such option",
+                where="optimizer.extra",
+                got=name,
+                expected=", ".join(sorted(known - own.keys())),
+            )
+    return MegatronOptimizerConfig(**own, **settings.extra)
+
+
+def _groups(chunks: Sequence[PolicyModel], settings: OptimizerConfig) -> dict[ParamKey, Any]:
+    """One of Megatron's parameter groups for each combination of settings that occurs."""
+    chosen = {
+        parameter: settings_of(convert.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
+        for name, parameter in global_parameters(chunks)
+    }
+
+    def key(group: GroupSettings) -> ParamKey:
+        return ParamKey(predicate=ParamPredicate(str(group), lambda parameter: chosen[parameter] == group))
+
+    return {
+        key(group): {"lr_mult": group.lr_multiplier, "weight_decay": group.weight_decay}
+        for group in sorted(set(chosen.values()))
+    }

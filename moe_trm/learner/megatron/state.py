@@ -106,6 +106,8 @@ class TrainingState:
         for name, parameter in global_parameters(self._chunks):
             if not parameter.requires_grad:
                 continue  # frozen: as in the checkpoint that the run started from
+            if not parameter.requires_grad:
+                continue  # frozen: it is still as in the checkpoint that the run started from
             share, master = _share(name, parameter, self._hf), masters.get(parameter)
             weight = share.flat("weight", reader, parameter.numel())
             parameter.copy_(weight.view(parameter.shape))

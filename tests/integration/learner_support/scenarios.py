@@ -7,6 +7,7 @@ Nothing is asserted here: results are saved for the tests to judge.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from tests.integration.learner_support import optimizing
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
@@ -44,6 +46,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
                 "distributed_optimizer": options.get("distributed", "1") == "1",
                 "recompute": options.get("recompute", "none"),
                 "dtype": options.get("dtype", "float32"),
+                "freeze_router": options.get("freeze_router", "0") == "1",
             },
         }
     )
@@ -260,6 +263,19 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     save(out, "logprobs", named)
 
 
+def budget(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Gradients of one minibatch under a token budget."""
+    captured, shapes = optimizing.budget(partial(build, checkpoint), gradients, options)
+    save(out, "gradients", captured)
+    save(out, "shapes", shapes)
+
+
+def groups(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Frozen routers, parameter groups, a schedule."""
+    _, batches = my_batches(keep_mask=True)
+    save(out, "facts", optimizing.groups(partial(build, checkpoint), out, batches, objective(batches, [])))
+
+
 def misfit(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Build from a checkpoint that does not fit; save what the user is told."""
     try:
@@ -270,6 +286,17 @@ def misfit(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     (out / "message").write_text(message)
 
 
+SCENARIOS = {
+    "train": train,
+    "edges": edges,
+    "replay": replay,
+    "matrix": matrix,
+    "misfit": misfit,
+    "budget": budget,
+    "groups": groups,
+}
+
+
 def main() -> None:
     checkpoint, out, *runs = sys.argv[1:]
     dist.init_process_group("gloo")
@@ -278,7 +305,7 @@ def main() -> None:
         folder = Path(out) / run
         folder.mkdir(parents=True, exist_ok=True)
         chosen = dict(option.split("=", 1) for option in options)
-        scenario = {"train": train, "edges": edges, "replay": replay, "matrix": matrix, "misfit": misfit}[name]
+        scenario = SCENARIOS[name]
         scenario(str(Path(checkpoint).with_name(chosen.get("model", Path(checkpoint).name))), folder, chosen)
     close_learner()
 

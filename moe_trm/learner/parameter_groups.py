@@ -1,0 +1,75 @@
+"""Which learning rate and weight decay each parameter has, and which are not trained: by Hugging Face name, the same in every learner.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from moe_trm.config.schema import LearnerConfig, OptimizerConfig
+from moe_trm.errors import ConfigError
+
+ROUTER = re.compile(r"\.mlp\.gate\.weight$")
+
+
+@dataclass(frozen=True, order=True)
+class GroupSettings:
+    """`lr_multiplier` times the scheduled rate, and `weight_decay`."""
+
+    lr_multiplier: float
+    weight_decay: float
+
+
+def settings_of(hf_names: Sequence[str], *, is_matrix: bool, optimizer: OptimizerConfig) -> GroupSettings:
+    """The settings of one parameter that holds the tensors `hf_names`: those of the first group that matches.
+
+    Where no group says otherwise, weight decay acts on matrices only: norm weights and biases are exempt.
+
+    Raises:
+        ConfigError: tensors that the learner holds in one parameter under different settings.
+    """
+    found = {_settings_of(name, is_matrix, optimizer) for name in hf_names}
+    if len(found) > 1:
+        raise ConfigError(
+            "a parameter group takes part of a fused parameter",
+            where="optimizer.groups",
+            got=f"different settings for {', '.join(hf_names)}",
+            expected="one group for all of them",
+            fix="match all of them, e.g. `self_attn`, or none",
+        )
+    return found.pop()
+
+
+def check_groups(optimizer: OptimizerConfig, hf_names: Collection[str]) -> None:
+    """Raise `ConfigError` for a group that takes no parameter of the model, all of whose names are `hf_names`."""
+    taken = {_group_of(name, optimizer) for name in hf_names}
+    for index, group in enumerate(optimizer.groups):
+        if index not in taken:
+            raise ConfigError(
+                "a parameter group takes no parameter",
+                where=f"optimizer.groups.{index}.match",
+                got=group.match,
+                expected="a regular expression found in some name that no earlier group takes",
+                fix=f"names look like {min(hf_names, default='')}",
+            )
+
+
+def is_frozen(hf_name: str, learner: LearnerConfig) -> bool:
+    """Whether this tensor stays as the checkpoint has it."""
+    return learner.freeze_router and ROUTER.search(hf_name) is not None
+
+
+def _group_of(hf_name: str, optimizer: OptimizerConfig) -> int | None:
+    return next((i for i, group in enumerate(optimizer.groups) if re.search(group.match, hf_name)), None)
+
+
+def _settings_of(hf_name: str, is_matrix: bool, optimizer: OptimizerConfig) -> GroupSettings:
+    usual = optimizer.weight_decay if is_matrix else 0.0
+    index = _group_of(hf_name, optimizer)
+    if index is None:
+        return GroupSettings(1.0, usual)
+    group = optimizer.groups[index]
+    return GroupSettings(group.lr_multiplier, usual if group.weight_decay is None else group.weight_decay)
