@@ -1,7 +1,8 @@
 """The algorithm on one page. Every learner rank runs it; collective calls are in the same order on all of them.
 
 Synchronous training: the engine serves exactly the learner's weights while it samples, so the behaviour pass is the proximal pass
-(age 0), and the first update pass of a step must reproduce it bit for bit.
+(age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping `pipeline.mode` the controller samples
+what later steps train while this one does, and a push returns as soon as the engine has been given its files.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moe_trm.batch.collate import collate
+from moe_trm.anchors import Anchors
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, UpdateResult
@@ -17,13 +18,12 @@ from moe_trm.objective import Objective
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
-from moe_trm.passes import Anchored, ReplayMode, anchor_source, update_source
+from moe_trm.passes import ReplayMode
 from moe_trm.probe import Probe
 from moe_trm.push import Pusher
 from moe_trm.reference import Reference
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.scores import ScoreRecorder
-from moe_trm.types import TrainBatch
 from routing.replay import ReplayReport
 
 
@@ -41,7 +41,7 @@ def train(
     """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
     judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference = Reference(config, learner)
+    reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
@@ -65,8 +65,7 @@ def train(
             with phases.time("wait"):
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
-                anchored = score_anchors(learner, batch, mode, keep_mask=config.sampling_mask.mode == "keep")
-                anchored = reference.score(learner, anchored)
+                anchored = reference.score(learner, anchors.score(learner, batch))
             with phases.time("probe"):
                 probed = probe.run(step, learner, anchored, mode)
             with phases.time("update"):
@@ -100,19 +99,6 @@ def train(
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, state):
                 break
-
-
-def score_anchors(learner: Learner, batch: TrainBatch, mode: ReplayMode, *, keep_mask: bool) -> list[Anchored]:
-    """The behaviour pass over the whole step, in exactly the micro-batches that the updates will use."""
-    batches = [[collate(micro, keep_mask=keep_mask) for micro in mini.micro_batches] for mini in batch.mini_batches]
-    flat = [item for part in batches for item in part]
-    scores = iter(learner.score(flat, [anchor_source(mode, item) for item in flat]))
-    anchored = []
-    for mini, part in zip(batch.mini_batches, batches, strict=True):
-        own = [next(scores) for _ in part]
-        sources = [update_source(mode, item, score.recorded) for item, score in zip(part, own, strict=True)]
-        anchored.append(Anchored(mini, part, own, sources))
-    return anchored
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:

@@ -26,6 +26,7 @@ class WholeMinibatch:
 
     Attributes:
         rollout, anchor, current, advantages: `[N, T]`, 0 off `mask`.
+        behavior: `[N, T]` where it is not the anchor; `split`: whether it is known at all.
         mask: `[N, T]` bool.
         turn_ids: `[N, T]`; exact_kl: `[N, T]` or None; rewards, group_ids: `[N]`.
         own: for each micro-batch of this rank, the places of its rows, `[B]` int64 (none for a micro-batch of padding).
@@ -41,11 +42,18 @@ class WholeMinibatch:
     rewards: Tensor
     group_ids: Tensor
     own: tuple[Tensor, ...]
+    behavior: Tensor | None = None
+    split: bool = True
+
+    def ratios(self, current: Tensor) -> LogRatios:
+        """The decomposition at `current` `[N, T]`."""
+        behavior = (self.anchor if self.behavior is None else self.behavior) if self.split else None
+        return LogRatios(self.rollout, behavior, current, self.mask, self.anchor)
 
     @property
     def evidence(self) -> Evidence:
         """What corrections look at."""
-        ratios = LogRatios(self.rollout, self.anchor, self.current, self.mask)
+        ratios = self.ratios(self.current)
         return Evidence(ratios, self.advantages, turn_ids=self.turn_ids, exact_kl=self.exact_kl, rewards=self.rewards)
 
     def inputs(self, index: int, current_logprobs: Tensor, mask: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
@@ -59,7 +67,7 @@ class WholeMinibatch:
         rank = self.own[index].argsort()
         lent = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
         current = self.current.masked_scatter(own, lent)
-        ratios = LogRatios(self.rollout, self.anchor, current, self.mask)
+        ratios = self.ratios(current)
         return LossInputs(
             ratios,
             current,
@@ -120,6 +128,8 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         own=tuple(
             torch.tensor([place[number] for number in own], dtype=torch.int64, device=mask.device) for own in ids
         ),
+        behavior=None if part.behavior is None else tokens(part.behavior),
+        split=part.recovery != "merged",
     )
 
 

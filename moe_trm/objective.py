@@ -61,6 +61,11 @@ class Objective:
         self._thresholds.restore(state["thresholds"], learner)
 
     @property
+    def whole(self) -> bool:
+        """Whether rules or loss look at the whole minibatch before its update."""
+        return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
@@ -76,8 +81,7 @@ class Objective:
         self._num_updates += 1
 
         def loss_of(index: int, current: Scores) -> Tensor:
-            batch, anchor = part.batches[index], part.scores[index]
-            ratios = LogRatios(batch.rollout_logprobs, anchor.logprobs, current.logprobs, batch.mask)
+            batch, ratios = part.batches[index], part.ratios(index, current.logprobs)
             evidence = Evidence(
                 ratios, batch.advantages, batch.turn_ids, batch.versions, current.exact_kl, batch.rewards
             )
@@ -117,7 +121,7 @@ class Objective:
                     **correction.metrics,
                     **diagnostics.metrics(evidence),
                     **diagnostics.acceptance(evidence, correction),
-                    **_first_update(ratios, first),
+                    **_first_update(ratios, first and part.scored),
                 }
             )
             return torch.stack([*shares.values()]).sum()
@@ -201,7 +205,7 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool) -> 
     """
     if not (chosen.whole_rules or chosen.whole_loss):
         return PartialJudge(chosen)
-    moved = chosen.moves and not first
+    moved = chosen.moves and not (first and part.scored)
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
         return WholeJudge(chosen, gather_minibatch(part, current, learner))

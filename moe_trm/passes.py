@@ -1,21 +1,25 @@
 """Whose routes each pass uses: the table of replay modes, and how `auto` chooses among them.
 
-| mode | behaviour and proximal pass | update passes and their recompute | native probe |
-|---|---|---|---|
-| none | native | native | native |
-| R2   | native, recorded | the recorded routes, the first update included | native |
-| R3   | the rollout's routes | the rollout's routes | native |
+| mode | behaviour pass | proximal pass | update passes and their recompute | native probe |
+|---|---|---|---|---|
+| none | native | native | native | native |
+| R2   | native | native, recorded | the recorded routes, the first update included | native |
+| R3   | the rollout's routes | the rollout's routes | the rollout's routes | native |
+
+At age 0 the behaviour pass is the proximal pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
+from moe_trm.config.schema import Recovery
 from moe_trm.learner.protocol import Scores
+from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
 
@@ -24,7 +28,10 @@ ReplayMode = Literal["none", "R2", "R3"]
 
 @dataclass(frozen=True)
 class Anchored:
-    """One minibatch with its anchor: padded micro-batches, their behaviour scores, and whose routes the updates use.
+    """One minibatch with its anchors: padded micro-batches, their proximal scores, and whose routes the updates use.
+
+    `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights that sampled;
+    `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of the learner's weights.
 
     `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the coefficient in the loss.
     """
@@ -35,6 +42,43 @@ class Anchored:
     sources: Sequence[RouteSource]
     reference: Sequence[Tensor] | None = None
     kl_coef: float = 0.0
+    behavior: Sequence[Tensor] | None = None
+    recovery: Recovery = "same"
+    version: int = 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether `scores` come from a pass at the learner's weights."""
+        return bool(self.scores) and self.recovery not in ("interpolate", "bypass")
+
+    def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
+        """The same with log-probs under the weights that sampled."""
+        return replace(self, behavior=behavior)
+
+    def ratios(self, index: int, current_logprobs: Tensor) -> LogRatios:
+        """The decomposition for micro-batch `index` at `current_logprobs` `[B, R]`."""
+        batch = self.batches[index]
+        if self.recovery == "interpolate":
+            proximal = interpolated(batch, current_logprobs, self.version)
+            return LogRatios(batch.rollout_logprobs, None, current_logprobs, batch.mask, proximal)
+        if not self.scores:
+            return LogRatios(batch.rollout_logprobs, current_logprobs.detach(), current_logprobs, batch.mask)
+        proximal = self.scores[index].logprobs
+        if self.recovery == "merged":
+            return LogRatios(batch.rollout_logprobs, None, current_logprobs, batch.mask, proximal)
+        behavior = proximal if self.behavior is None else self.behavior[index]
+        return LogRatios(batch.rollout_logprobs, behavior, current_logprobs, batch.mask, proximal)
+
+
+def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> Tensor:
+    """A-3PO's anchor without a pass: `[B, R]` rollout + alpha (sg[current] - rollout) in log-probs, alpha = age / (age + 1).
+
+    The age is `version`, that of the learner's weights at the step's start, minus the one that sampled the token: 0 keeps the rollout's
+    log-prob, and the older a token, the nearer its anchor is to the policy in training.
+    """
+    age = (version - batch.versions).clamp(min=0).to(current_logprobs)
+    rollout = batch.rollout_logprobs.to(current_logprobs)
+    return rollout + age / (age + 1) * (current_logprobs.detach() - rollout)
 
 
 def resolve_mode(
@@ -65,8 +109,13 @@ def resolve_mode(
     return "none", "auto chose none: one optimizer step per fresh rollout batch is on-policy"
 
 
+def behavior_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
+    """Routes of a pass under older weights."""
+    return ReplayRecords(batch.routes) if mode == "R3" else Native()
+
+
 def anchor_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
-    """Routes of the behaviour pass, which at age 0 is the proximal pass as well."""
+    """Routes of the proximal pass, which at age 0 is the behaviour pass as well."""
     if mode == "R3":
         return ReplayRecords(batch.routes)
     return Record() if mode == "R2" else Native()

@@ -57,7 +57,9 @@ class Probe:
         groups = [[row.record.group_id for row in micro.rows] for part in anchored for micro in part.mini.micro_batches]
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = (
-            anchors if mode == "R3" else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
+            anchors
+            if mode == "R3" and all(part.scored for part in anchored)
+            else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
         )
         tokens = _join([_compare(learner, *item) for item in zip(batches, groups, native, replayed, strict=True)])
         if self._config.save and learner.leads:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     text: str = ""
     answer: str = ""
-    extra: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RolloutRecord:
         sampling_mask: kept ids of each of the `S` sampled tokens, or None when masks were not asked for.
         finish_reason: `stop`, `length` or `abort`.
         reward: set by the task; None until then.
+        reward_parts: what the reward is the weighted sum of, by name; empty when it is one number.
     """
 
     sample_id: int
@@ -75,6 +77,7 @@ class RolloutRecord:
     sampling_mask: SamplingMask | None
     finish_reason: str
     reward: float | None = None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -121,11 +124,15 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """One rank's share of one training step: the minibatches, and the facts of the whole step that metrics need."""
+    """One rank's share of one training step: the minibatches, and the facts of the whole step that metrics need.
+
+    `versions`: the weight versions that sampled anything in the whole step, ascending.
+    """
 
     step: int
     mini_batches: tuple[MiniBatch, ...]
     metrics: Mapping[str, float]
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,10 @@ class BatchConfig(Section):
     """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`; when that is reached the step trains what it has. 1: nothing is refilled."""
 
 
+Recovery = Literal["same", "snapshot", "interpolate", "merged", "bypass"]
+"""What is known of the weights that sampled: they are the learner's (`same`), or `pipeline.behavior`."""
+
+
 class PipelineConfig(Section):
     """How generation and training overlap."""
 
@@ -207,6 +211,16 @@ class PipelineConfig(Section):
 
     partial: Literal["wait", "interrupt"] = "wait"
     """What a weight push does to samples that are being generated: `wait` for them, or `interrupt` them and continue each with the new weights from where it was. Interrupted samples span versions; every token keeps its own, and the routes of the weights that sampled it. Pays where answers differ much in length."""
+
+    behavior: Literal["snapshot", "interpolate", "merged", "bypass"] = "snapshot"
+    """How log-probs under older weights are recovered. `snapshot`: by a pass under each version that sampled, kept in host memory; engine mismatch and lag are known apart. `merged`: not at all; the two are one ratio. `interpolate` (A-3PO): no anchor pass either, the anchor lies between rollout and current, nearer to current the older the token. `bypass`: the rollout's own log-probs are the anchor. No effect with `mode=sync`."""
+    snapshot_gib: Annotated[float, Field(gt=0)] = 64.0
+    """`behavior=snapshot`: host memory for weights on one rank, GiB. They take `max_staleness` + 1 times the rank's share of the weights; the run stops before its first update if that is more."""
+
+    @property
+    def recovery(self) -> Recovery:
+        """`behavior` where samples may be stale, else `same`."""
+        return self.behavior if self.staleness_limit else "same"
 
     @property
     def staleness_limit(self) -> int:

@@ -73,8 +73,8 @@ class Learner(Protocol):
         under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
         """
 
-    def snapshot(self, name: str) -> None:
-        """Keep the present weights in host memory under `name`, in place of an older copy of that name."""
+    def snapshot(self, name: str) -> int:
+        """Keep the present weights in host memory under `name`, in place of an older copy of that name; the bytes it takes on this rank."""
 
     def forget(self, name: str) -> None:
         """Free the snapshot `name`. Raises `LearnerError` when there is none."""

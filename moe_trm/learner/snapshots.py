@@ -30,10 +30,11 @@ class Snapshots:
         """The names held, oldest first."""
         return tuple(self._held)
 
-    def take(self, name: str) -> None:
-        """Keep the weights as they are now under `name`, in place of an older copy of that name."""
+    def take(self, name: str) -> int:
+        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes."""
         self._held.pop(name, None)
         self._held[name] = self._copy()
+        return sum(tensor.nbytes for tensor in self._held[name])
 
     def forget(self, name: str) -> None:
         """Free the copy `name`. Raises `LearnerError` when there is none."""

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
+from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring, on_device
@@ -34,6 +36,7 @@ class DeepSpeedLearner:
         replayer: attached to the model; None for a dense one.
         exporter: writes weights in Hugging Face form.
         snapshots: named copies of the weights.
+        training: saves and restores weights and optimizer.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model computes.
     """
@@ -45,13 +48,14 @@ class DeepSpeedLearner:
         replayer: HFReplayer | None,
         exporter: HfExporter,
         snapshots: Snapshots,
+        training: TrainingState,
         *,
         temperature: float,
         device: torch.device,
     ) -> None:
         self._engine, self._optimizer, self._replayer = engine, optimizer, replayer
         self._exporter, self._snapshots, self._report = exporter, snapshots, ReplayReport()
-        self._temperature, self._device = temperature, device
+        self._training, self._temperature, self._device = training, temperature, device
         assert dist.group.WORLD is not None, "torch.distributed must be initialised"
         self._data = DataGroup(dist.group.WORLD, device)
         self.data_rank, self.data_size, self.leads = self._data.rank, self._data.size, True
@@ -73,9 +77,9 @@ class DeepSpeedLearner:
         with self._snapshots.using(weights):
             return [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
 
-    def snapshot(self, name: str) -> None:
+    def snapshot(self, name: str) -> int:
         """See `Learner.snapshot`."""
-        self._snapshots.take(name)
+        return self._snapshots.take(name)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
@@ -138,6 +142,14 @@ class DeepSpeedLearner:
     def export_checkpoint(self, directory: str) -> None:
         """See `Learner.export_checkpoint`; all ranks must see `directory`. Weights are in the learner's dtype."""
         self._exporter.write_checkpoint(Path(directory))
+
+    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
+        """See `Learner.state`."""
+        return self._training.save()
+
+    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """See `Learner.restore`."""
+        self._training.load(reader, counters)
 
     def _verify(self) -> None:
         """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""

@@ -95,9 +95,9 @@ class MegatronLearner:
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
         ]
 
-    def snapshot(self, name: str) -> None:
+    def snapshot(self, name: str) -> int:
         """See `Learner.snapshot`."""
-        self._snapshots.take(name)
+        return self._snapshots.take(name)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
