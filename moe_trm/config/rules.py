@@ -183,6 +183,14 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 def _pipeline(config: Config) -> Iterator[Problem]:
     pipeline = config.pipeline
+    if config.rollout.colocate and pipeline.mode != "sync":
+        yield Problem(
+            "rollout.colocate",
+            "an engine that lends its memory to the learner cannot sample meanwhile",
+            got=f"true with pipeline.mode={pipeline.mode}",
+            expected="pipeline.mode=sync",
+            fix="give the engine GPUs of its own, or train synchronously",
+        )
     given, fixed = pipeline.max_staleness, {"sync": 0, "one_step": 1}.get(pipeline.mode)
     if given is not None and fixed is not None and given != fixed:
         yield Problem(
@@ -303,6 +311,7 @@ def _idle_settings(config: Config) -> Iterator[str]:
     exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
     plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
+        ("rollout", "colocate", rollout.engine == "bundle", "rollout.engine=bundle holds no memory"),
         ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),

@@ -137,6 +137,8 @@ class RolloutConfig(Section):
     """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
     max_tokens: Positive | None = None
     """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what the model's positions allow."""
+    colocate: bool = False
+    """The engine shares its GPUs with the learner: while the learner works, the engine's weights and KV cache leave device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
     concurrency: Positive = 128
     """Requests in flight."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0

@@ -91,22 +91,19 @@ class FunctionHost:
         self._hello = Hello(function, adapter, key, limit_s)
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
-        self._turn: asyncio.Semaphore | None = None
-        self.ready: Ready | None = None
-        """Facts about the function, once it has been loaded."""
+        self._closed = False
 
     async def start(self) -> Ready:
         """Load the function. Raises `ConfigError` when that fails."""
         async with self._starting:
             if self._process is None or self._process.ended:
+                if self._process is not None:
+                    await self._process.close()
                 self._process = await _Process.start(self._hello)
-                self.ready = self._process.ready
-                if not self.ready.concurrent and self._turn is None:
-                    self._turn = asyncio.Semaphore(1)
             return self._process.ready
 
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
-        """What the function returns for `payload`.
+        """What the function returns for `payload`. One call at a time, unless the function is `concurrent`.
 
         Args:
             payload: plain data.
@@ -116,13 +113,6 @@ class FunctionHost:
             FunctionFailed: see there.
             Exception: whatever the answerer raised, but `Refused`.
         """
-        await self.start()
-        if self._turn is None:
-            return await self._call(payload, answers)
-        async with self._turn:
-            return await self._call(payload, answers)
-
-    async def _call(self, payload: Any, answers: Callable[[], Answerer] | None) -> Any:
         while True:
             await self.start()
             assert self._process is not None
@@ -130,12 +120,14 @@ class FunctionHost:
                 return await self._process.call(payload, answers() if answers else None)
             except _ProcessEnded:
                 # Every ended process has failed at least one call for good, so this comes to an end.
-                continue
+                if self._closed:
+                    raise FunctionFailed("crash", "the run is over") from None
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, and what it does."""
+        self._closed = True
         if self._process is not None:
-            await self._process.end(frozenset(), "closed")
+            await self._process.close()
 
 
 class _Process:
@@ -152,6 +144,7 @@ class _Process:
     async def start(cls, hello: Hello) -> _Process:
         with tempfile.TemporaryFile() as cell:
             os.ftruncate(cell.fileno(), SIZE)
+            board = Board(cell.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "moe_trm.functions.worker", str(cell.fileno())),
                 stdin=asyncio.subprocess.PIPE,
@@ -159,18 +152,20 @@ class _Process:
                 pass_fds=(cell.fileno(),),
                 start_new_session=True,
             )
+        first = None
+        try:
             assert process.stdin is not None
-            board = Board(cell.fileno())
             process.stdin.write(pack(hello))
-            try:
-                first = await asyncio.wait_for(_message(process), STARTUP_S)
-            except TimeoutError:
-                first = None
+            first = await asyncio.wait_for(_message(process), STARTUP_S)
+        except TimeoutError:
+            pass
+        finally:
+            if not isinstance(first, Ready):
+                _kill(process)
+                await process.wait()
+                board.close()
         if isinstance(first, Ready):
             return cls(process, board, first, hello.limit_s)
-        _kill(process)
-        await process.wait()
-        board.close()
         if isinstance(first, Broken):
             raise ConfigError(
                 first.what, where=first.where, got=first.got, expected=first.expected or None, fix=first.fix
@@ -201,20 +196,21 @@ class _Process:
                 task.cancel()
 
     async def end(self, culprits: frozenset[int], reason: str, text: str = "") -> None:
-        """Kill the process. Calls of `culprits` fail; the others are told to begin again."""
-        if self.ended:
-            return
-        self.ended = True
-        _kill(self._process)
-        for number, call in self._open.items():
-            if not call.result.done():
-                call.result.set_exception(FunctionFailed(reason, text) if number in culprits else _ProcessEnded())
+        """Kill the process, unless that has been done, and wait until it is gone. Calls of `culprits` fail; the others are told to begin again."""
+        if not self.ended:
+            self.ended = True
+            _kill(self._process)
+            for number, call in self._open.items():
+                if not call.result.done():
+                    call.result.set_exception(FunctionFailed(reason, text) if number in culprits else _ProcessEnded())
         await self._process.wait()
-        current = asyncio.current_task()
+
+    async def close(self) -> None:
+        """End it and release what belongs to it."""
+        await self.end(frozenset(), "crash")
         for task in self._tasks:
-            if task is not current:
-                task.cancel()
-        await asyncio.gather(*(task for task in self._tasks if task is not current), return_exceptions=True)
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._board.close()
 
     async def _receive(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from typing import Any
 
 Asker = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -25,3 +26,8 @@ class Hosted:
     batched: bool = False
     concurrent: bool = True
     errors: Mapping[str, type[Exception]] = field(default_factory=dict)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` gives something to await: an async function, or an object with an async `__call__`."""
+    return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)

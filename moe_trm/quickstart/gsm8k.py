@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
 from moe_trm.quickstart.checkpoint import SPECIAL, UNK, TinyShape, save, tiny_model, wrap
-from moe_trm.tasks.jsonl import read_examples
+from moe_trm.tasks.examples import read_examples
 
 
 def byte_pair_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

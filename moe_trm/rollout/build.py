@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from moe_trm.config.schema import Config
+import sys
+
+from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
+from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.bundle import BundleEngine
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.dialogue import Limits
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.function_sampler import ADAPTER, FunctionSampler, RecordedSampler
+from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.sglang_client import SglangEngine
 from moe_trm.tasks.build import build_task
+from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams
 
 MASK_LIMIT = 4096
@@ -21,17 +28,33 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     engine: RolloutEngine
     if config.rollout.engine == "bundle":
         assert config.rollout.bundle is not None
-        engine = BundleEngine(config.rollout.bundle)
+        engine = BundleEngine(config.rollout.bundle, prompts_grow=config.rollout.function is not None)
     else:
         engine = SglangEngine(config, api_key)
+    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     try:
+        await task.start()
+        sampler = await _sampler(config.rollout, engine, task, params, keep_changed=config.replay.missing == "native")
         await engine.start()
     except MoeTrmError:
+        await task.close()
         await engine.close()
         raise
-    return RolloutController(
-        config, engine, task, sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
-    )
+    return RolloutController(config, engine, task, params, sampler)
+
+
+async def _sampler(
+    rollout: RolloutConfig, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+) -> Sampler:
+    """How one sample is made. A function of the user's own is loaded here; raises `ConfigError` when that fails."""
+    if rollout.function is None:
+        return SingleTurn(engine, task, params)
+    if rollout.engine == "bundle":
+        return RecordedSampler(engine, task, params)
+    host = FunctionHost(rollout.function, adapter=ADAPTER, key="rollout.function", limit_s=rollout.function_timeout_s)
+    await host.start()
+    limits = Limits(rollout.max_turns, rollout.max_tokens or task.tokens.max_positions or sys.maxsize)
+    return FunctionSampler(host, engine, task, params, limits, keep_changed=keep_changed)
 
 
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:

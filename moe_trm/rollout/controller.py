@@ -20,6 +20,7 @@ from moe_trm.rollout.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.sampling_mask.metrics import mask_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
@@ -51,13 +52,14 @@ class RolloutController:
         sampler: Sampler | None = None,
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
+        self._sampler = sampler or SingleTurn(engine, task, params)
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
         self._store = GroupStore(
             self._ledger, eta, refills=int((config.batch.refill_limit - 1) * rollout.prompts_per_step)
         )
         self._producer = Producer(
-            sampler or SingleTurn(engine, task, params),
+            self._sampler,
             PromptOrder(task, rollout.prompts_per_step),
             self._store,
             self._ledger,
@@ -119,7 +121,10 @@ class RolloutController:
             micro_batch_tokens=learner.micro_batch_tokens,
         )
         metrics = self._metrics(records) | age_metrics(records, self._version, queue_ages)
-        return [TrainBatch(step, tuple(share), metrics) for share in plan]
+        versions = tuple(sorted({int(version) for record in records for version in record.versions}))
+        if self._config.rollout.colocate:
+            await self._engine.lend_memory()
+        return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
         """Greedy accuracy and answer length on the held-out prompts, with the weights the engine has now.
@@ -132,7 +137,7 @@ class RolloutController:
         greedy = replace(self._params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
         answers = await self._engine.generate_greedy(prompts, greedy)
         rewards = [
-            score_answer(self._task, prompt, ids, finished=bool(ids))
+            await score_answer(self._task, prompt, ids, finished=bool(ids))
             for prompt, ids in zip(prompts, answers, strict=True)
         ]
         return {
@@ -154,7 +159,8 @@ class RolloutController:
     async def close(self) -> None:
         """Give up what is in flight and release engine and task."""
         await self._producer.close()
-        self._task.close()
+        await self._sampler.close()
+        await self._task.close()
         await self._engine.close()
 
     def _admit(self, version: int) -> None:
@@ -196,6 +202,7 @@ class RolloutController:
             "rollout/tokens_per_s": float(lengths.sum() / busy_s),
             "time/rollout_s": busy_s,
             "time/rollout_idle_s": idle_s,
+            **turn_metrics(records),
             **mask_metrics(records, self._params),
             **self._ledger.metrics(),
         }

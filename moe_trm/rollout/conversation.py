@@ -139,21 +139,21 @@ def parse_answer(
 ) -> RolloutRecord:
     """The record of a sample of one answer. Raises `RecordRejected` as `parse_turn` and `Conversation.record` do, naming the sample."""
     conversation = Conversation(prompt)
-    with naming(sample_id):
+    with naming(f"sample {sample_id}"):
         conversation.add(parse_turn(body, prompt.token_ids, model, wanted))
         return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=wanted.missing == "native")
 
 
 @contextmanager
-def naming(sample_id: int) -> Iterator[None]:
-    """Put the sample in front of the place that a rejection names."""
+def naming(place: str) -> Iterator[None]:
+    """Put `place`, e.g. the sample, in front of the place that a rejection names."""
     try:
         yield
     except RecordRejected as rejection:
         raise RecordRejected(
             rejection.reason,
             rejection.what,
-            where=", ".join(part for part in (f"sample {sample_id}", rejection.where) if part),
+            where=", ".join(part for part in (place, rejection.where) if part),
             got=rejection.got,
             expected=rejection.expected,
             fix=rejection.fix,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.tasks.protocol import Task
-from moe_trm.tasks.rewards import score
+from moe_trm.tasks.rewards import Reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 
@@ -19,6 +19,14 @@ class Sampler(Protocol):
 
         Raises `RecordRejected`, whose reason is counted; anything else stops the run.
         """
+
+    async def close(self) -> None:
+        """Release helper processes."""
+
+
+def rewarded(record: RolloutRecord, reward: Reward) -> RolloutRecord:
+    """The record with its reward and the reward's named parts."""
+    return replace(record, reward=reward.total, reward_parts=reward.parts)
 
 
 class SingleTurn:
@@ -36,4 +44,7 @@ class SingleTurn:
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
-        return replace(record, reward=score(self._task, prompt, record))
+        return rewarded(record, await score(self._task, prompt, record))
+
+    async def close(self) -> None:
+        """Nothing to release."""

@@ -89,7 +89,7 @@ class SglangEngine:
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         """Sample one continuation. Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none."""
         conversation = Conversation(prompt)
-        with naming(sample_id):
+        with naming(f"sample {sample_id}"):
             conversation.add(await self.turn(prompt.token_ids, params))
             return conversation.record(
                 sample_id=sample_id, group_id=group_id, keep_changed=self._wanted.missing == "native"
@@ -141,6 +141,10 @@ class SglangEngine:
         self._shares = version, shares
         await self._fleet.update(version)
 
+    async def lend_memory(self) -> None:
+        """Every server in service releases its weights and cache; it takes the memory back around the next load."""
+        await asyncio.gather(*(server.lend_memory() for server in self._fleet.servers if not server.fenced))
+
     def metrics(self) -> dict[str, float]:
         """`rollout/reissued` samples asked for again, `rollout/recoveries` of servers, `rollout/servers` in service; totals since the start."""
         return self._fleet.metrics()
@@ -153,12 +157,14 @@ class SglangEngine:
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it."""
+        await server.reclaim_memory("weights")
         if self._shares is not None:
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
             await load_folder(server.http, push, expected)
             server.version = push.version
+        await server.reclaim_memory("kv_cache")
 
     async def _receive(self, server: RemoteServer, version: int, shares: Sequence[Share]) -> None:
         if server.fenced:

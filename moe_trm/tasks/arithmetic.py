@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from moe_trm.errors import ConfigError
 from moe_trm.tasks.problems import Problem, draw
-from moe_trm.tasks.rewards import exact
+from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.tasks.scorer import Scorer
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt
 
@@ -15,8 +16,17 @@ from moe_trm.types import Prompt
 class ArithmeticTask:
     """See `moe_trm.tasks.protocol.Task`."""
 
-    def __init__(self, tokens: Tokens, *, seed: int, max_digits: int, eval_size: int) -> None:
-        self.tokens = tokens
+    def __init__(
+        self,
+        tokens: Tokens,
+        scorer: Scorer,
+        *,
+        seed: int,
+        max_digits: int,
+        eval_size: int,
+        reward_weights: Mapping[str, float],
+    ) -> None:
+        self.tokens, self.reward_weights, self._scorer = tokens, reward_weights, scorer
         self._seed, self._max_digits = seed, max_digits
         self._eval = tuple(self._prompt(problem) for problem in held_out_problems(max_digits, eval_size))
 
@@ -27,11 +37,14 @@ class ArithmeticTask:
     def eval_prompts(self) -> tuple[Prompt, ...]:
         return self._eval
 
-    def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
-        return exact(self.tokens.decode(token_ids), prompt.answer)
+    async def start(self) -> None:
+        await self._scorer.start()
 
-    def close(self) -> None:
-        """Nothing to release."""
+    async def reward(self, sample: RewardInput) -> object:
+        return await self._scorer(sample)
+
+    async def close(self) -> None:
+        await self._scorer.close()
 
     def _prompt(self, problem: Problem) -> Prompt:
         token_ids = self.tokens.encode(problem.prompt)

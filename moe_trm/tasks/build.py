@@ -2,56 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from moe_trm.config.schema import TaskConfig
 from moe_trm.errors import CheckpointError
 from moe_trm.tasks.arithmetic import ArithmeticTask
+from moe_trm.tasks.examples import Example, Fields, read_examples
+from moe_trm.tasks.file_task import FileTask
 from moe_trm.tasks.gsm8k import TEMPLATE, read_gsm8k
-from moe_trm.tasks.jsonl import FileTask, read_examples
 from moe_trm.tasks.protocol import Task
-from moe_trm.tasks.reward_math import MathVerify
-from moe_trm.tasks.rewards import exact
+from moe_trm.tasks.reward_function import FunctionReward
+from moe_trm.tasks.rewards import exact_reward
+from moe_trm.tasks.scorer import Comparison, Scorer
 from moe_trm.tasks.tokens import Tokens
+
+MATH_VERIFY = "moe_trm.tasks.math_reward:math_verify"
 
 
 def build_task(config: TaskConfig, checkpoint: str, seed: int) -> Task:
     """Files are read and checked here, before anything is started.
 
     Raises:
-        ConfigError: a prompt file that is missing or has a bad line.
+        ConfigError: a prompt file that is missing or has a bad row.
         CheckpointError: no checkpoint, or a tokenizer that does not fit the model or the task.
     """
     tokens = Tokens(checkpoint)
+    scorer = _scorer(config)
     if config.name == "arithmetic":
-        task: Task = ArithmeticTask(tokens, seed=seed, max_digits=config.max_digits, eval_size=config.eval_size)
-        probe = "0123456789+-=#,~b"
-        if tokens.decode(tokens.encode(probe)).replace(" ", "") != probe:
-            raise CheckpointError(
-                "the tokenizer cannot write the arithmetic task",
-                where=checkpoint,
-                got=repr(tokens.decode(tokens.encode(probe))),
-                expected=probe,
-                fix="use a checkpoint made by moe_trm.quickstart, or another task",
-            )
-        return task
-    read, template = (read_gsm8k, TEMPLATE) if config.name == "gsm8k" else (read_examples, "{prompt}")
+        _check_characters(tokens, checkpoint)
+        return ArithmeticTask(
+            tokens,
+            scorer,
+            seed=seed,
+            max_digits=config.max_digits,
+            eval_size=config.eval_size,
+            reward_weights=config.reward_weights,
+        )
     assert config.prompts is not None, "moe_trm.config.rules demands it"
-    reward, close = _reward(config)
+    template = TEMPLATE if config.name == "gsm8k" else "{prompt}"
     return FileTask(
         tokens,
-        read(config.prompts),
-        read(config.eval_prompts)[: config.eval_size] if config.eval_prompts else (),
+        scorer,
+        _examples(config, config.prompts),
+        _examples(config, config.eval_prompts)[: config.eval_size] if config.eval_prompts else (),
         seed=seed,
         template=config.template if config.template is not None else template,
         chat=config.chat,
-        reward=reward,
-        close=close,
+        reward_weights=config.reward_weights,
     )
 
 
-def _reward(config: TaskConfig) -> tuple[Callable[[str, str], float], Callable[[], None]]:
-    if (config.reward or ("math_verify" if config.name == "gsm8k" else "exact")) == "math_verify":
-        math_verify = MathVerify()
-        return math_verify, math_verify.close
-    return exact, lambda: None
+def _examples(config: TaskConfig, source: str) -> list[Example]:
+    if config.name == "gsm8k":
+        return read_gsm8k(source)
+    own_reward = config.reward is not None and ":" in config.reward
+    return read_examples(source, Fields(config.prompt_field, config.answer_field, need_answer=not own_reward))
+
+
+def _scorer(config: TaskConfig) -> Scorer:
+    name = config.reward or ("math_verify" if config.name == "gsm8k" else "exact")
+    if name == "exact":
+        return Comparison(exact_reward)
+    return FunctionReward(
+        MATH_VERIFY if name == "math_verify" else name,
+        timeout_s=config.reward_timeout_s,
+        processes=config.reward_processes,
+    )
+
+
+def _check_characters(tokens: Tokens, checkpoint: str) -> None:
+    probe = "0123456789+-=#,~b"
+    if tokens.decode(tokens.encode(probe)).replace(" ", "") != probe:
+        raise CheckpointError(
+            "the tokenizer cannot write the arithmetic task",
+            where=checkpoint,
+            got=repr(tokens.decode(tokens.encode(probe))),
+            expected=probe,
+            fix="use a checkpoint made by moe_trm.quickstart, or another task",
+        )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moe_trm.errors import ConfigError
-from moe_trm.tasks.jsonl import Example, read_examples
+from moe_trm.tasks.examples import Example, read_examples
 
 TEMPLATE = "Question: {prompt}\nAnswer:"
 _MARK = "####"

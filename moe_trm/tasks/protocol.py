@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
+from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt
 
@@ -16,14 +17,21 @@ class Task(Protocol):
     def tokens(self) -> Tokens:
         """The checkpoint's tokenizer, vocabulary size and stop tokens."""
 
+    @property
+    def reward_weights(self) -> Mapping[str, float]:
+        """Weights of named rewards; a name that is not there has weight 1."""
+
+    async def start(self) -> None:
+        """Load what rewards need. Raises `ConfigError` for a reward function that cannot be loaded."""
+
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         """The prompts of a training step: a function of seed, step and count alone, so a resumed run sees the same ones."""
 
     def eval_prompts(self) -> tuple[Prompt, ...]:
         """Held-out prompts, the same for every seed and step; () when there are none."""
 
-    def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
-        """Score of a finished answer, given without its stop token. Called through `moe_trm.tasks.rewards.score`, which guards it."""
+    async def reward(self, sample: RewardInput) -> object:
+        """A number, or a dict of named numbers. Called through `moe_trm.tasks.rewards.score`, which checks it. Raises `RecordRejected`."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Release helper processes."""

@@ -1,17 +1,29 @@
-"""From an answer to a number. A reward that fails, or is no finite number, rejects its record instead of becoming one."""
+"""From a sample to a number. A reward that fails, or is no finite number, rejects its sample instead of becoming one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from moe_trm.errors import MoeTrmError, RecordRejected
+import numpy as np
+
+from moe_trm.errors import RecordRejected
+from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.types import Prompt, RolloutRecord
 
 if TYPE_CHECKING:
     from moe_trm.tasks.protocol import Task
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A sample's reward, and what it is the weighted sum of when it has named parts."""
+
+    total: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def exact(text: str, answer: str) -> float:
@@ -20,63 +32,91 @@ def exact(text: str, answer: str) -> float:
     return float(bool(mark) and tail.strip() == answer.strip())
 
 
-def score(task: Task, prompt: Prompt, record: RolloutRecord) -> float:
-    """The reward of a record: of its sampled tokens without the stop token; an answer that did not stop by itself is worth 0.
+def exact_reward(sample: RewardInput) -> float:
+    """`exact` of the last answer; 0 when the policy did not come to an end by itself."""
+    return exact(sample.completion, sample.answer) if sample.finished else 0.0
+
+
+async def score(task: Task, prompt: Prompt, record: RolloutRecord) -> Reward:
+    """The task's reward of a record.
 
     Raises:
-        RecordRejected: `reward_error` (the reward function raised), `reward_type` (no number), `reward_nan` (not finite).
+        RecordRejected: `reward_error` (the reward function raised), `reward_timeout`, `reward_crash` (it ended its process),
+            `reward_type` (no number), `reward_shape` (not one for each sample), `reward_nan` (not finite).
     """
-    if record.finish_reason != "stop":
-        return 0.0
-    answer = [int(token) for token in record.tokens[record.sampled]]
-    if answer and answer[-1] in task.tokens.stop_token_ids:
-        answer.pop()
-    return guarded(task.reward, prompt, answer)
+    return read_reward(await task.reward(reward_input(task, prompt, record)), task.reward_weights, prompt.prompt_id)
 
 
-def score_answer(task: Task, prompt: Prompt, token_ids: Sequence[int], *, finished: bool) -> float:
+def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInput:
+    """What the reward function gets to see."""
+    tokens, last = record.tokens, record.turn_ids[record.sampled].max(initial=0)
+    completion = tokens[record.sampled & (record.turn_ids == last)].tolist()
+    finished = record.finish_reason == "stop"
+    if finished and completion and completion[-1] in task.tokens.stop_token_ids:
+        completion.pop()
+    return RewardInput(
+        prompt_id=prompt.prompt_id,
+        prompt=prompt.text,
+        answer=prompt.answer,
+        completion=task.tokens.decode(completion),
+        completion_ids=tuple(completion),
+        transcript=task.tokens.decode(tokens[len(prompt.token_ids) :].tolist()),
+        num_turns=int(last) + 1,
+        finish_reason="stop" if finished else "length",
+        extra=prompt.extra,
+    )
+
+
+async def score_answer(task: Task, prompt: Prompt, token_ids: Sequence[int], *, finished: bool) -> float:
     """As `score`, for an evaluation's answer, which comes without its stop token."""
-    return guarded(task.reward, prompt, token_ids) if finished else 0.0
+    answer, nothing = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
+    tokens = np.concatenate([np.array(prompt.token_ids, np.int32), answer])
+    record = RolloutRecord(
+        sample_id=-1,
+        group_id=-1,
+        prompt_id=prompt.prompt_id,
+        tokens=tokens,
+        sampled=np.arange(len(tokens)) >= len(prompt.token_ids),
+        turn_ids=np.zeros(len(tokens), np.int16),
+        rollout_logprobs=nothing,
+        full_logprobs=nothing,
+        versions=nothing.astype(np.int32),
+        routes=None,
+        sampling_mask=None,
+        finish_reason="stop" if finished else "length",
+    )
+    return (await score(task, prompt, record)).total
 
 
-def guarded(reward: Callable[[Prompt, Sequence[int]], float], prompt: Prompt, token_ids: Sequence[int]) -> float:
-    """Call a reward function that may be a user's. Raises `RecordRejected` as `score` does."""
-    where = f"prompt {prompt.prompt_id}"
-    try:
-        value: object = reward(prompt, token_ids)
-    except RecordRejected:
-        raise
-    except (
-        MoeTrmError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise RecordRejected(
-            "reward_error",
-            "the reward function raised",
-            where=where,
-            got=f"{type(error).__name__}: {error}",
-            expected="a number",
-            fix="make the reward function total",
-        ) from error
-    if isinstance(value, bool):
-        value = float(value)
+def read_reward(value: object, weights: Mapping[str, float], where: str, prefix: str = "reward") -> Reward:
+    """A number, or a dict of named numbers, whose weighted sum counts (a name without a weight has weight 1).
+
+    Raises:
+        RecordRejected: `<prefix>_type`, `<prefix>_nan`.
+    """
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(name, str) for name in value):
+            raise _not_a_number(value, where, prefix)
+        parts = {name: _number(part, f"{where}, {name}", prefix) for name, part in value.items()}
+        return Reward(math.fsum(weights.get(name, 1.0) * part for name, part in parts.items()), parts)
+    return Reward(_number(value, where, prefix))
+
+
+def _number(value: object, where: str, prefix: str) -> float:
     if not isinstance(value, Real):
-        raise RecordRejected(
-            "reward_type",
-            "the reward is not a number",
-            where=where,
-            got=f"{value!r} ({type(value).__name__})",
-            expected="a float",
-        )
+        raise _not_a_number(value, where, prefix)
     if not math.isfinite(float(value)):
         raise RecordRejected(
-            "reward_nan", "the reward is not finite", where=where, got=value, expected="a finite float"
+            f"{prefix}_nan", "the reward is not finite", where=where, got=value, expected="a finite float"
         )
     return float(value)
+
+
+def _not_a_number(value: object, where: str, prefix: str) -> RecordRejected:
+    return RecordRejected(
+        f"{prefix}_type",
+        "the reward is not a number",
+        where=where,
+        got=f"{value!r} ({type(value).__name__})",
+        expected="a float, or a dict of named floats",
+    )

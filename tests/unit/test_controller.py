@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.tasks import RewardInput
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.unit.records import LAYERS, make_record
 
@@ -36,9 +37,13 @@ class FakeTokens:
     vocab_size = 32
     stop_token_ids = (2,)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
 
 class FakeTask:
     tokens = FakeTokens()
+    reward_weights: Mapping[str, float] = {}
 
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         return [Prompt(f"{step}-{i}", (1, 5, 6, 7)) for i in range(count)]
@@ -46,12 +51,14 @@ class FakeTask:
     def eval_prompts(self) -> tuple[Prompt, ...]:
         return tuple(Prompt(f"eval-{i}", (1, 2)) for i in range(4))
 
-    def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
-        if 31 in token_ids:
-            raise ValueError("no reward for this")
-        return float(sum(token_ids) % 2)
+    async def reward(self, sample: RewardInput) -> float:
+        if not sample.finished:
+            return 0.0
+        if 31 in sample.completion_ids:
+            raise RecordRejected("reward_error", "no reward for this")
+        return float(sum(sample.completion_ids) % 2)
 
-    def close(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 class FakeEngine:
@@ -200,7 +207,7 @@ def test_ranks_get_their_shares_over_the_socket(
 ) -> None:
     endpoint, engine = f"ipc://{tmp_path}/s", FakeEngine()
     thread = serve(engine, endpoint, checkpoint)
-    clients = [connect(endpoint, "right key", data_rank=rank, data_size=2) for rank in range(2)]
+    clients = [connect(endpoint, "right key", ranks=(rank, 2), data=(rank, 2)) for rank in range(2)]
     directory = tmp_path / "push"
     entries = [
         write_shard(directory / f"shard-{rank}.safetensors", [(f"tensor.{rank}", torch.ones(2))], "float32")
@@ -237,8 +244,8 @@ def test_a_wrong_key_is_refused_and_the_service_stays_up(
     endpoint = f"ipc://{tmp_path}/s"
     thread = serve(FakeEngine(), endpoint, checkpoint)
     with pytest.raises(ControllerError, match="wrong controller key"):
-        connect(endpoint, "guessed key", data_rank=0, data_size=1).evaluate(0)
-    client = connect(endpoint, "right key", data_rank=0, data_size=1)
+        connect(endpoint, "guessed key", ranks=(0, 1), data=(0, 1)).evaluate(0)
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1))
     assert client.evaluate(0)
     client._ask("stop")
     thread.join(10)
@@ -249,7 +256,7 @@ def test_a_refused_push_reaches_the_rank_as_an_error(
 ) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     serve(FakeEngine(refuse_push=True), endpoint, checkpoint)
-    client = connect(endpoint, "right key", data_rank=0, data_size=1)
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1))
     (tmp_path / "push").mkdir()
     with pytest.raises(ControllerError, match="SyncError: checksums differ"):
         client.push(0, (), directory=str(tmp_path / "push"))

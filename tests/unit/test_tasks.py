@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,13 @@ from moe_trm.errors import CheckpointError, ConfigError, RecordRejected
 from moe_trm.quickstart.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, make_checkpoint
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.build import build_task
+from moe_trm.tasks.examples import read_examples
 from moe_trm.tasks.gsm8k import read_gsm8k
-from moe_trm.tasks.jsonl import read_examples
+from moe_trm.tasks.math_reward import math_verify
 from moe_trm.tasks.problems import Problem, draw
 from moe_trm.tasks.protocol import Task
-from moe_trm.tasks.reward_math import MathVerify
-from moe_trm.tasks.rewards import exact, guarded, score, score_answer
+from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.tasks.rewards import exact, read_reward, reward_input, score, score_answer
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord
 
@@ -40,13 +41,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def arithmetic(checkpoint: Path) -> Task:
     return build_task(TaskConfig(), str(checkpoint), seed=3)
-
-
-@pytest.fixture(scope="module")
-def math_verify() -> Iterator[MathVerify]:
-    verifier = MathVerify(timeout_s=1)
-    yield verifier
-    verifier.close()
 
 
 def record(tokens: Sequence[int], num_prompt: int, finish_reason: str = "stop") -> RolloutRecord:
@@ -114,21 +108,32 @@ def test_score_reads_the_sampled_tokens_without_the_stop_token(arithmetic: Task)
     answer = arithmetic.tokens.encode(f"junk#{prompt.answer}")[1:]
     tokens = [*prompt.token_ids, *answer, EOS]
     num_prompt = len(prompt.token_ids)
-    assert score(arithmetic, prompt, record(tokens, num_prompt)) == 1.0
-    assert score(arithmetic, prompt, record(tokens[:-1], num_prompt, "length")) == 0.0
-    assert score(arithmetic, replace(prompt, answer="12345"), record(tokens, num_prompt)) == 0.0
-    seen: list[Sequence[int]] = []
 
-    class Recorder(type(arithmetic)):  # type: ignore[misc]
-        def reward(self, prompt: Prompt, token_ids: Sequence[int]) -> float:
-            seen.append(tuple(token_ids))
-            return 0.5
+    def scored(prompt: Prompt, record: RolloutRecord) -> float:
+        return asyncio.run(score(arithmetic, prompt, record)).total
 
-    recorder = Recorder(arithmetic.tokens, seed=0, max_digits=3, eval_size=1)
-    assert score(recorder, prompt, record(tokens, num_prompt)) == 0.5
-    assert seen == [tuple(answer)]
-    assert score_answer(arithmetic, prompt, answer, finished=True) == 1.0
-    assert score_answer(arithmetic, prompt, answer, finished=False) == 0.0
+    assert scored(prompt, record(tokens, num_prompt)) == 1.0
+    assert scored(prompt, record(tokens[:-1], num_prompt, "length")) == 0.0
+    assert scored(replace(prompt, answer="12345"), record(tokens, num_prompt)) == 0.0
+    seen = reward_input(arithmetic, replace(prompt, extra={"level": 3}), record(tokens, num_prompt))
+    assert seen.completion_ids == tuple(answer)
+    assert (seen.completion, seen.prompt, seen.answer) == (f"junk#{prompt.answer}", prompt.text, prompt.answer)
+    assert (seen.transcript, seen.num_turns, seen.finished, seen.extra) == (seen.completion, 1, True, {"level": 3})
+    assert asyncio.run(score_answer(arithmetic, prompt, answer, finished=True)) == 1.0
+    assert asyncio.run(score_answer(arithmetic, prompt, answer, finished=False)) == 0.0
+
+
+def test_the_last_answer_of_several_is_scored_and_the_transcript_has_them_all(arithmetic: Task) -> None:
+    prompt = arithmetic.train_prompts(1, 1)[0]
+    first, tool, last = (arithmetic.tokens.encode_plain(text) for text in ("1+1=", "2", f"#{prompt.answer}"))
+    several = record([*prompt.token_ids, *first, *tool, *last, EOS], len(prompt.token_ids))
+    turn_ids, sampled = np.zeros(several.num_tokens, np.int16), several.sampled.copy()
+    tool_start = len(prompt.token_ids) + len(first)
+    turn_ids[tool_start:], sampled[tool_start : tool_start + len(tool)] = 1, False
+    seen = reward_input(arithmetic, prompt, replace(several, turn_ids=turn_ids, sampled=sampled))
+    assert seen.completion == f"#{prompt.answer}"
+    assert seen.transcript == f"1+1=2#{prompt.answer}"
+    assert seen.num_turns == 2
 
 
 @pytest.mark.parametrize(
@@ -146,25 +151,28 @@ def test_exact(text: str, value: float) -> None:
         (float("inf"), "reward_nan"),
         ("1", "reward_type"),
         (None, "reward_type"),
-        (ZeroDivisionError("x"), "reward_error"),
-        (KeyError("x"), "reward_error"),
+        ([1.0], "reward_type"),
+        ({}, "reward_type"),
+        ({"a": "x"}, "reward_type"),
+        ({"a": 1.0, "b": float("nan")}, "reward_nan"),
     ],
 )
-def test_a_bad_reward_rejects_the_record(value: object, reason: str) -> None:
-    def reward(prompt: Prompt, token_ids: Sequence[int]) -> float:
-        if isinstance(value, BaseException):
-            raise value
-        return value  # type: ignore[return-value]
-
+def test_what_is_no_number_rejects_the_sample(value: object, reason: str) -> None:
     with pytest.raises(RecordRejected) as caught:
-        guarded(reward, Prompt("p7", (1,)), (2,))
+        read_reward(value, {}, "prompt p7")
     assert caught.value.reason == reason
     assert "p7" in str(caught.value)
 
 
 def test_numbers_of_other_libraries_and_booleans_are_rewards() -> None:
     for value in (np.float32(0.5), True, 1):
-        assert guarded(lambda prompt, ids, value=value: value, Prompt("p", ()), ()) == float(value)
+        assert read_reward(value, {}, "").total == float(value)
+
+
+def test_named_rewards_are_summed_by_weight() -> None:
+    reward = read_reward({"right": 1, "short": 0.5}, {"short": -2.0, "unused": 9.0}, "")
+    assert reward.total == 0.0
+    assert reward.parts == {"right": 1.0, "short": 0.5}
 
 
 def lines(path: Path, *rows: object) -> str:
@@ -189,7 +197,7 @@ def test_jsonl_task(checkpoint: Path, tmp_path: Path) -> None:
     assert sorted(second) == sorted(epoch)
     assert second != epoch
     prompt = task.train_prompts(1, 1)[0]
-    assert task.reward(prompt, task.tokens.encode(f"x # {prompt.answer}")) == 1.0
+    assert asyncio.run(score_answer(task, prompt, task.tokens.encode(f"x # {prompt.answer}"), finished=True)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -199,6 +207,10 @@ def test_jsonl_task(checkpoint: Path, tmp_path: Path) -> None:
         ([1], "not an object"),
         ({"text": "x", "answer": "y"}, "no prompt"),
         ({"prompt": 3, "answer": "y"}, "no prompt"),
+        ({"prompt": "", "answer": "y"}, "no prompt"),
+        ({"prompt": [], "answer": "y"}, "no prompt"),
+        ({"prompt": ["x"], "answer": "y"}, "no prompt"),
+        ({"prompt": [{"role": "user"}], "answer": "y"}, "no prompt"),
         ({"prompt": "x"}, "no answer"),
         ({"prompt": "x", "answer": ["y"]}, "no answer"),
         ({"question": "x", "answer": True}, "no answer"),
@@ -225,58 +237,49 @@ def test_gsm8k_task(checkpoint: Path, tmp_path: Path) -> None:
         prompts=lines(tmp_path / "g.jsonl", {"question": "How many?", "answer": "9 * 2 = <<9*2=18>>18\n#### 1,018"}),
     )
     task = build_task(config, str(checkpoint), seed=0)
-    try:
-        prompt = task.train_prompts(1, 1)[0]
-        assert prompt.text == "Question: How many?\nAnswer:"
-        assert task.eval_prompts() == ()
-        assert task.reward(prompt, task.tokens.encode(" 2 * 509\n#### 1018")) == 1.0
-        assert task.reward(prompt, task.tokens.encode("#### 1019")) == 0.0
-    finally:
-        task.close()
+
+    async def work() -> list[float]:
+        try:
+            prompt = task.train_prompts(1, 1)[0]
+            assert prompt.text == "Question: How many?\nAnswer:"
+            assert task.eval_prompts() == ()
+            answers = (" 2 * 509\n#### 1018", "#### 1019")
+            return [await score_answer(task, prompt, task.tokens.encode(text), finished=True) for text in answers]
+        finally:
+            await task.close()
+
+    assert asyncio.run(work()) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("text", "answer", "value"),
     [
-        ("#### 18.00", "18", 1.0),
-        ("#### $18", "18", 1.0),
-        ("so it is 36/2", "18", 1.0),
-        ("#### \\frac{1}{2}", "0.5", 1.0),
-        ("#### 19", "18", 0.0),
-        ("", "18", 0.0),
-        ("#### 1,8", "18", 0.0),
-        ("#### 81", "18", 0.0),
+        ("#### 18.00", "18", True),
+        ("#### $18", "18", True),
+        ("so it is 36/2", "18", True),
+        ("#### \\frac{1}{2}", "0.5", True),
+        ("#### 19", "18", False),
+        ("", "18", False),
+        ("#### 1,8", "18", False),
+        ("#### 81", "18", False),
+        ("9**9**9**9", "18", False),
     ],
 )
-def test_math_reward(math_verify: MathVerify, text: str, answer: str, value: float) -> None:
-    assert math_verify(text, answer) == value
+def test_math_reward(text: str, answer: str, value: bool) -> None:
+    assert math_verify(sample(text, answer)) == float(value)
 
 
-def test_math_reward_never_hangs_and_works_off_the_main_thread(math_verify: MathVerify) -> None:
-    found: list[float] = []
-    thread = threading.Thread(
-        target=lambda: found.extend([math_verify("9**9**9**9", "18"), math_verify("#### 18", "18")])
-    )
-    thread.start()
-    thread.join(60)
-    assert found == [0.0, 1.0]
+def test_math_reward_of_an_unfinished_answer_and_of_an_impossible_question() -> None:
+    assert math_verify(replace(sample("#### 18", "18"), finish_reason="length")) == 0.0
+    with pytest.raises(ValueError, match="not mathematical"):
+        math_verify(sample("3", "hello world"))
 
 
-def test_math_reward_without_a_decision_rejects_and_recovers() -> None:
-    verifier = MathVerify(timeout_s=30, patience_s=0.5)
-    try:
-        assert verifier("#### 18", "18") == 1.0
-        with pytest.raises(RecordRejected) as caught:
-            verifier("9**9**9**9", "18")
-        assert caught.value.reason == "reward_timeout"
-        assert verifier("#### 18", "18") == 1.0
-        with pytest.raises(RecordRejected, match="not mathematical"):
-            verifier("3", "hello world")
-    finally:
-        verifier.close()
+def sample(text: str, answer: str) -> RewardInput:
+    return RewardInput("p", "", answer, text, (), text, 1, "stop")
 
 
-def test_gsm8k_gold_answers_are_worth_1_and_changed_ones_0(math_verify: MathVerify) -> None:
+def test_gsm8k_gold_answers_are_worth_1_and_changed_ones_0() -> None:
     if not GSM8K.is_file():
         pytest.skip("GSM8K's test.jsonl is not beside this checkout (../shared/data/gsm8k)")
     rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
@@ -285,8 +288,8 @@ def test_gsm8k_gold_answers_are_worth_1_and_changed_ones_0(math_verify: MathVeri
     for row, example in zip(rows, examples, strict=True):
         working, mark, number = row["answer"].rpartition("#### ")
         changed = str(int(number.replace(",", "")) + 1)
-        assert math_verify(row["answer"], example.answer) == 1.0, row
-        assert math_verify(working + mark + changed, example.answer) == 0.0, row
+        assert math_verify(sample(row["answer"], example.answer)) == 1.0, row
+        assert math_verify(sample(working + mark + changed, example.answer)) == 0.0, row
 
 
 def test_checkpoints_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
@@ -308,11 +311,6 @@ def test_checkpoints_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         Tokens(tmp_path)
-
-
-def test_chat_needs_a_template(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="chat template"):
-        Tokens(checkpoint).encode_chat("hello")
 
 
 def test_draw_covers_all_lengths() -> None:

@@ -1,0 +1,85 @@
+"""From a row to an example: which fields are the question, the answer, and what only a reward or a tool wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_trm.errors import ConfigError
+from moe_trm.tasks.rows import Row, read_rows
+
+QUESTION_FIELDS = ("prompt", "question")
+"""Where a question is looked for when `task.prompt_field` does not say."""
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row: `name` tells source and number. `question` is a text, or messages of a chat; `extra` has the fields that are neither."""
+
+    name: str
+    question: str | tuple[Message, ...]
+    answer: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Names of the fields: `prompt`, or none: the first of `QUESTION_FIELDS` that is there. `answer` may be missing when `need_answer` is off."""
+
+    prompt: str | None = None
+    answer: str = "answer"
+    need_answer: bool = True
+
+
+def read_examples(source: str | Path, fields: Fields | None = None) -> list[Example]:
+    """Every row of a source (`rows.read_rows`).
+
+    Raises:
+        ConfigError: as `read_rows`; no rows; a row whose question is neither text nor messages, or whose answer is missing.
+    """
+    examples = [_example(row, fields or Fields()) for row in read_rows(source)]
+    if not examples:
+        raise ConfigError("prompt file is empty", where=str(source), got="no rows", expected="at least one row")
+    return examples
+
+
+def _example(row: Row, fields: Fields) -> Example:
+    candidates = (fields.prompt,) if fields.prompt else QUESTION_FIELDS
+    key = next((name for name in candidates if name in row.fields), None)
+    question = _question(row.fields[key]) if key else None
+    if question is None or key is None:
+        raise ConfigError(
+            "a row of the prompt file has no prompt",
+            where=row.where,
+            got=f"fields {sorted(row.fields)}",
+            expected=f"text, or messages with role and content, under {' or '.join(candidates)}",
+            fix="name the field with task.prompt_field",
+        )
+    answer = row.fields.get(fields.answer)
+    missing = answer is None or answer == ""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None) or (missing and fields.need_answer):
+        raise ConfigError(
+            "a row of the prompt file has no answer",
+            where=row.where,
+            got=repr(answer),
+            expected=f"text or a number under {fields.answer}",
+            fix="name the field with task.answer_field; only a reward of your own can do without",
+        )
+    extra = {name: value for name, value in row.fields.items() if name not in (key, fields.answer)}
+    return Example(row.name, question, "" if missing else str(answer), extra)
+
+
+def _question(value: object) -> str | tuple[Message, ...] | None:
+    if isinstance(value, str):
+        return value or None
+    if not isinstance(value, Sequence) or not value:
+        return None
+    messages = [message for message in value if isinstance(message, Mapping)]
+    texts = [message.get(part) for message in messages for part in ("role", "content")]
+    if len(messages) != len(value) or not all(isinstance(text, str) for text in texts):
+        return None
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)

@@ -1,0 +1,84 @@
+"""A task whose prompts are read from a file or a data set."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from moe_trm.errors import ConfigError
+from moe_trm.tasks.examples import Example
+from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.tasks.scorer import Scorer
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt
+
+
+class FileTask:
+    """Prompts from examples; see `moe_trm.tasks.protocol.Task`.
+
+    Args:
+        tokens: the checkpoint's tokenizer.
+        scorer: gives the rewards.
+        train: training examples, at least one; every epoch runs through all of them in an order of its own.
+        evaluation: held-out examples.
+        seed: of the order.
+        template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.
+        chat: give the text as the user's message of the chat template. Messages always go through it.
+        reward_weights: see `Task.reward_weights`.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        scorer: Scorer,
+        train: Sequence[Example],
+        evaluation: Sequence[Example],
+        *,
+        seed: int,
+        template: str,
+        chat: bool,
+        reward_weights: Mapping[str, float],
+    ) -> None:
+        self.tokens, self.reward_weights, self._scorer = tokens, reward_weights, scorer
+        self._train, self._seed = train, seed
+        self._template, self._chat = template, chat
+        self._eval = tuple(self._prompt(example) for example in evaluation)
+
+    async def start(self) -> None:
+        await self._scorer.start()
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        first = (step - 1) * count
+        return [self._prompt(self._train[self._index(position)]) for position in range(first, first + count)]
+
+    def eval_prompts(self) -> tuple[Prompt, ...]:
+        return self._eval
+
+    async def reward(self, sample: RewardInput) -> object:
+        return await self._scorer(sample)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, len(self._train))
+        order = list(range(len(self._train)))
+        random.Random(f"order-{self._seed}-{epoch}").shuffle(order)
+        return order[place]
+
+    def _prompt(self, example: Example) -> Prompt:
+        question = example.question
+        if isinstance(question, str):
+            text = self._template.replace("{prompt}", question)
+            if not self._chat:
+                return Prompt(example.name, self.tokens.encode(text), text, example.answer, example.extra)
+            question = ({"role": "user", "content": text},)
+        elif self._template != "{prompt}":
+            raise ConfigError(
+                "task.template is for prompts that are text",
+                where=example.name,
+                got="a list of messages",
+                expected="no task.template",
+            )
+        text = self.tokens.render(question)
+        return Prompt(example.name, self.tokens.encode_plain(text), text, example.answer, example.extra)

@@ -1,0 +1,48 @@
+"""Mathematical equality of an answer with the expected one, decided by math-verify; runs as a reward function in a process of its own.
+
+math-verify bounds its own running time with `signal.alarm`, which works on a main thread only and would disturb a server's own signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from math_verify import parse, verify
+
+from moe_trm.tasks.reward_input import RewardInput
+
+STEP_S = 3
+"""Limit for each of math-verify's own steps."""
+LONGEST = 400
+"""Characters of an answer that are looked at, from its end; nobody writes a final answer longer than that."""
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+def math_verify(sample: RewardInput) -> float:
+    """1 when what follows the last `#` (the whole answer without one) equals the expected answer; 0 when not, or when it has no end.
+
+    Raises:
+        ValueError: the expected answer is not mathematical.
+    """
+    if not sample.finished:
+        return 0.0
+    text = sample.completion
+    final = text.rpartition("#")[2].strip().partition("\n")[0] if "#" in text else text
+    return float(equal(sample.answer, final[-LONGEST:]))
+
+
+def equal(answer: str, text: str) -> bool:
+    """Whether `text` means the same as `answer`. Raises `ValueError` as `math_verify` does."""
+    logging.disable(logging.WARNING)
+    gold = parse(_plain(answer, anchored=True), parsing_timeout=STEP_S)
+    if not gold:
+        raise ValueError(f"the expected answer {answer!r} is not mathematical: correct it, or set task.reward=exact")
+    return bool(verify(gold, parse(_plain(text, anchored=False), parsing_timeout=STEP_S), timeout_seconds=STEP_S))
+
+
+def _plain(text: str, *, anchored: bool) -> str:
+    """Without the commas of thousands; a LaTeX answer between dollar signs, where math-verify looks for LaTeX."""
+    text = _THOUSANDS.sub("", text.strip())
+    return f"${text}$" if anchored and "\\" in text and "$" not in text else text
