@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, Recovery
 from moe_trm.errors import BundleError
 from moe_trm.learner.protocol import Scores
 from moe_trm.passes import Anchored
@@ -39,15 +39,18 @@ class ScoredBatch:
 
     Attributes:
         mask: bool, tokens that were scored.
-        rollout_logprobs, behavior_logprobs, current_logprobs, advantages: float32.
+        rollout_logprobs, current_logprobs, advantages: float32.
         turn_ids, versions: integers.
         sample_ids, group_ids: `[B]` int64, -1 on a row of padding; rewards: `[B]` float32.
-        exact_kl, anchor_exact_kl: float32 KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
+        anchor_logprobs: under the weights at the start of the step; None where the update's own forward was the anchor.
+        behavior_logprobs: under older weights that sampled, where they were scored; None elsewhere.
+        reference_logprobs: under the frozen reference, with a KL term; None without.
+        exact_kl, anchor_exact_kl: KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
+        entropy: of the policy, where an update computed it.
     """
 
     mask: Tensor
     rollout_logprobs: Tensor
-    behavior_logprobs: Tensor
     current_logprobs: Tensor
     advantages: Tensor
     turn_ids: Tensor
@@ -55,25 +58,35 @@ class ScoredBatch:
     sample_ids: Tensor
     group_ids: Tensor
     rewards: Tensor
+    anchor_logprobs: Tensor | None = None
+    behavior_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
     exact_kl: Tensor | None = None
     anchor_exact_kl: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ScoredUpdate:
-    """One optimizer step: micro-batches, and the denominators of the global minibatch."""
+    """One optimizer step: micro-batches, the denominators of the global minibatch, and the rest of `passes.Anchored`."""
 
     batches: tuple[ScoredBatch, ...]
     num_sequences: int
     num_tokens: int
+    recovery: Recovery = "same"
+    version: int = 0
+    kl_coef: float = 0.0
 
 
 class UpdateHeader(msgspec.Struct):
-    """Of one update: `[B, R]` of each micro-batch and the global denominators."""
+    """Of one update: `[B, R]` of each micro-batch, and the rest as in `ScoredUpdate`."""
 
     shapes: list[tuple[int, int]]
     num_sequences: int
     num_tokens: int
+    recovery: Recovery
+    version: int
+    kl_coef: float
 
 
 class ScoresHeader(CheckedHeader, kw_only=True):
@@ -111,8 +124,9 @@ class ScoreRecorder:
 
         def watched(index: int, current: Scores) -> Tensor:
             # Detached: the graph of a whole step must not stay in memory.
-            kl = current.exact_kl
-            seen[index] = Scores(current.logprobs.detach(), exact_kl=None if kl is None else kl.detach())
+            seen[index] = Scores(
+                current.logprobs.detach(), exact_kl=_detached(current.exact_kl), entropy=_detached(current.entropy)
+            )
             return objective(index, current)
 
         return watched
@@ -127,19 +141,21 @@ class ScoreRecorder:
         write_scores(self._folder, step, scored, data_rank=self._rank, data_size=self._size)
 
 
+def _detached(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach()
+
+
 def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
     batches = []
-    for index, (micro, batch, anchor) in enumerate(
-        zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-    ):
+    for index, (micro, batch) in enumerate(zip(part.mini.micro_batches, part.batches, strict=True)):
         assert batch.rewards is not None, "rows that train have rewards"
         assert batch.group_ids is not None, "rows that train have groups"
         current, ids = seen[index], [row.record.sample_id for row in micro.rows]
+        anchor = part.scores[index] if part.scores else None
         batches.append(
             ScoredBatch(
                 mask=batch.mask,
                 rollout_logprobs=batch.rollout_logprobs,
-                behavior_logprobs=anchor.logprobs,
                 current_logprobs=current.logprobs,
                 advantages=batch.advantages,
                 turn_ids=batch.turn_ids,
@@ -147,11 +163,16 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
                 sample_ids=torch.tensor(ids or [-1], dtype=torch.int64),
                 group_ids=batch.group_ids,
                 rewards=batch.rewards,
+                anchor_logprobs=None if anchor is None else anchor.logprobs,
+                behavior_logprobs=None if part.behavior is None else part.behavior[index],
+                reference_logprobs=None if part.reference is None else part.reference[index],
                 exact_kl=current.exact_kl,
-                anchor_exact_kl=anchor.exact_kl,
+                anchor_exact_kl=None if anchor is None else anchor.exact_kl,
+                entropy=current.entropy,
             )
         )
-    return ScoredUpdate(tuple(batches), part.mini.num_sequences, part.mini.num_tokens)
+    mini = part.mini
+    return ScoredUpdate(tuple(batches), mini.num_sequences, mini.num_tokens, part.recovery, part.version, part.kl_coef)
 
 
 def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, data_rank: int, data_size: int) -> None:
@@ -172,7 +193,14 @@ def write_scores(folder: Path, step: int, updates: Sequence[ScoredUpdate], *, da
         data_rank=data_rank,
         data_size=data_size,
         updates=[
-            UpdateHeader([(*batch.mask.shape,) for batch in one.batches], one.num_sequences, one.num_tokens)
+            UpdateHeader(
+                [(*batch.mask.shape,) for batch in one.batches],
+                one.num_sequences,
+                one.num_tokens,
+                one.recovery,
+                one.version,
+                one.kl_coef,
+            )
             for one in updates
         ],
     )
@@ -207,7 +235,13 @@ class ScoresReader:
         try:
             return Config.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise damaged(path, str(error)) from error
+            raise BundleError(
+                "the recorded configuration is damaged or of another version of moe-trm",
+                where=str(path),
+                got=str(error),
+                expected="the config.json that the recording run wrote",
+                fix="Copy it again from the run directory of the recorded run, or record the run again.",
+            ) from error
 
     def read(self, step: int) -> list[ScoredUpdate]:
         """The updates of one step, micro-batches of all ranks together, rank after rank."""
@@ -230,9 +264,7 @@ class ScoresReader:
             )
         ranks = [self._read(files[rank], rank, size) for rank in range(size)]
         return [
-            ScoredUpdate(
-                tuple(batch for part in parts for batch in part.batches), parts[0].num_sequences, parts[0].num_tokens
-            )
+            replace(parts[0], batches=tuple(batch for part in parts for batch in part.batches))
             for parts in zip(*ranks, strict=True)
         ]
 
@@ -261,7 +293,9 @@ def _unpacked(header: UpdateHeader, arrays: Arrays, prefix: str) -> ScoredUpdate
             for name, values in parts.items()
         }
         batches.append(ScoredBatch(mask=mask, **own))
-    return ScoredUpdate(tuple(batches), header.num_sequences, header.num_tokens)
+    return ScoredUpdate(
+        tuple(batches), header.num_sequences, header.num_tokens, header.recovery, header.version, header.kl_coef
+    )
 
 
 def _spread(packed: Tensor, mask: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Shape letters: B rows and R columns of a micro-batch, S response tokens of one s
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,10 @@ def read(path: Path) -> Dump:
     if path.suffix == ".jsonl":
         raise _lacking(path, "verl's generation log has texts and scores only", _VERL_FIX)
     try:
-        with torch.serialization.safe_globals(_NUMPY):
+        with torch.serialization.safe_globals(_NUMPY), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
             data = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AssertionError, KeyError) as error:
         raise BundleError(
             "this file cannot be read without executing what is in it, or is damaged",
             where=str(path),
@@ -188,7 +190,7 @@ def _batch(rows: Sequence[Row], start: int) -> ScoredBatch:
     return ScoredBatch(
         mask=mask,
         rollout_logprobs=spread("rollout_logprobs"),
-        behavior_logprobs=learner,
+        anchor_logprobs=learner,
         current_logprobs=learner,
         advantages=spread("advantages"),
         turn_ids=torch.zeros(shape, dtype=torch.int16),

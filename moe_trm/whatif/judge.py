@@ -56,32 +56,40 @@ def judge(candidate: Candidate, config: Config, recorded: Steps) -> Outcome:
     """Apply `candidate` to every recorded update. `config` says the rest: calibration steps, lengths."""
     config = config.model_copy(update={"correction": candidate.correction, "loss": candidate.loss})
     try:
-        objective, chosen = Objective(config), recipe(config)
+        return _judged(candidate.name, config, recorded)
     except ConfigError as error:
         return Outcome(candidate.name, refused=error.what)
+
+
+def _judged(name: str, config: Config, recorded: Steps) -> Outcome:
+    objective, chosen = Objective(config), recipe(config)
     recording, weights, says, verdict = RecordedLearner(), EffectiveWeights(), Judge(), ""
     learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
     steps: dict[int, Mapping[str, float]] = {}
     for step, updates in recorded.items():
         for place, update in enumerate(updates):
-            part = recording.hold(update)
+            part = recording.hold(update, whole=objective.whole)
             loss_of = objective.bind(part, learner, first=place == 0)
             for index, batch in enumerate(update.batches):
                 scores = current(batch)
                 scores.logprobs.requires_grad_()
-                plain = -batch.advantages * scores.logprobs
-                sizes = {
-                    "num_sequences": update.num_sequences,
-                    "num_tokens": update.num_tokens,
-                    "horizon": chosen.horizon,
-                }
-                baseline = aggregate(plain, batch.mask, batch.mask, chosen.aggregation, **sizes)
-                slopes = [_slope(loss, scores.logprobs)[batch.mask] for loss in (loss_of(index, scores), baseline)]
-                weights.add(*slopes)
+                plain = aggregate(
+                    -batch.advantages * scores.logprobs,
+                    batch.mask,
+                    batch.mask,
+                    chosen.aggregation,
+                    num_sequences=update.num_sequences,
+                    num_tokens=update.num_tokens,
+                    horizon=chosen.horizon,
+                )
+                slope, plain_slope = (
+                    _slope(loss, scores.logprobs)[batch.mask] for loss in (loss_of(index, scores), plain)
+                )
+                weights.add(slope, plain_slope)
         steps[step] = objective.take(learner)
         verdict = says.say(steps[step])["verdict"]
     pooled = summable.finalize(recording.total) | weights.summary()
-    return Outcome(candidate.name, "", steps, pooled, weights.histogram(), verdict)
+    return Outcome(name, "", steps, pooled, weights.histogram(), verdict)
 
 
 def _slope(loss: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -31,17 +31,29 @@ class RecordedLearner:
         self.total: summable.Summable = {}
         self._update: ScoredUpdate | None = None
 
-    def hold(self, update: ScoredUpdate) -> Anchored:
-        """Answer for `update` from now on; returns its minibatch as the objective wants it."""
+    def hold(self, update: ScoredUpdate, *, whole: bool) -> Anchored:
+        """Answer for `update` from now on; returns its minibatch as the objective wants it.
+
+        `whole`: anchors are needed before the update, also where its own forward had been the anchor.
+        """
         self._update = update
-        anchors = [Scores(batch.behavior_logprobs, exact_kl=batch.anchor_exact_kl) for batch in update.batches]
         micro = tuple(
             MicroBatch(tuple(_row(number) for number in batch.sample_ids.tolist() if number >= 0))
             for batch in update.batches
         )
-        mini = MiniBatch(micro, update.num_sequences, update.num_tokens)
         batches = [_token_batch(batch) for batch in update.batches]
-        return Anchored(mini, batches, anchors, [Native() for _ in batches])
+        anchors = [_anchor(batch) for batch in update.batches]
+        return Anchored(
+            MiniBatch(micro, update.num_sequences, update.num_tokens),
+            batches,
+            anchors if whole or update.batches[0].anchor_logprobs is not None else [],
+            [Native() for _ in batches],
+            reference=_all([batch.reference_logprobs for batch in update.batches]),
+            kl_coef=update.kl_coef,
+            behavior=_all([batch.behavior_logprobs for batch in update.batches]),
+            recovery=update.recovery,
+            version=update.version,
+        )
 
     def score(
         self,
@@ -67,7 +79,19 @@ class RecordedLearner:
 
 def current(batch: ScoredBatch) -> Scores:
     """The recorded scores of the update pass, as a new leaf without gradient."""
-    return Scores(batch.current_logprobs.clone(), exact_kl=batch.exact_kl)
+    return Scores(batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy)
+
+
+def _anchor(batch: ScoredBatch) -> Scores:
+    """At the start of the step; the update's own forward where that was the anchor."""
+    if batch.anchor_logprobs is None:
+        return current(batch)
+    return Scores(batch.anchor_logprobs, exact_kl=batch.anchor_exact_kl)
+
+
+def _all(values: Sequence[Tensor | None]) -> list[Tensor] | None:
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
 
 
 def _token_batch(batch: ScoredBatch) -> TokenBatch:

@@ -1,0 +1,108 @@
+"""Candidates on recorded updates: literal figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_trm.cli import main
+from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
+from moe_trm.rollout.scores import CONFIG_FILE, ScoredBatch, ScoredUpdate, write_scores
+from moe_trm.whatif.gradient import EffectiveWeights
+from moe_trm.whatif.judge import Candidate, Outcome, judge
+
+CONFIG = Config.model_validate({"model": {"checkpoint": "none"}})
+ENGINE_RATIOS = torch.tensor([[1.0, 4.0, 1.0, 0.0], [0.2, 1.0, 0.0, 0.0]])
+"""Behaviour over rollout of 3 + 2 tokens."""
+
+
+def recorded(advantages: tuple[float, float] = (1.0, -1.0)) -> ScoredUpdate:
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    rollout = torch.where(mask, -2.0, 0.0)
+    behavior = torch.where(mask, rollout + ENGINE_RATIOS.clamp(min=1e-3).log(), 0.0)
+    batch = ScoredBatch(
+        mask=mask,
+        rollout_logprobs=rollout,
+        anchor_logprobs=behavior,
+        current_logprobs=behavior,
+        advantages=torch.tensor(advantages)[:, None] * mask,
+        turn_ids=torch.zeros(2, 4, dtype=torch.int16),
+        versions=torch.zeros(2, 4, dtype=torch.int32),
+        sample_ids=torch.tensor([0, 1]),
+        group_ids=torch.tensor([0, 0]),
+        rewards=torch.tensor([1.0, 0.0]),
+    )
+    return ScoredUpdate((batch,), num_sequences=2, num_tokens=5)
+
+
+def outcome(correction: dict[str, object], loss: dict[str, object] | None = None) -> Outcome:
+    candidate = Candidate("it", CorrectionConfig.model_validate(correction), LossConfig.model_validate(loss or {}))
+    return judge(candidate, CONFIG, {1: [recorded()]})
+
+
+def test_a_token_rule_keeps_what_it_keeps() -> None:
+    found = outcome({"rules": [{"name": "icepop", "thresholds": {"low": 0.5, "high": 5.0}}]}, {"name": "reinforce"})
+    assert found.steps is not None
+    assert found.pooled is not None
+    assert found.histogram is not None
+    assert found.steps[1]["correction/kept_fraction"] == 4 / 5
+    assert found.pooled["correction/kept_sequence_fraction"] == 1 / 2
+    # Weights 1, 4, 1, 0, 1 of five tokens.
+    assert found.pooled["gradient/trained_fraction"] == 4 / 5
+    assert found.pooled["gradient/weight_mean"] == pytest.approx(7 / 5)
+    assert found.pooled["gradient/eff_sample_size"] == pytest.approx(49 / (5 * 19))
+    assert found.histogram["0"] == pytest.approx(0.2)
+    assert found.histogram["to 1.25"] == pytest.approx(0.6)
+    assert found.histogram["to 4"] + found.histogram["above 4"] == pytest.approx(0.2)
+    assert found.verdict.startswith("The two engines disagree")
+
+
+def test_clipping_shows_in_the_gradient_and_not_in_what_rules_keep() -> None:
+    moved = recorded()
+    batch = moved.batches[0]
+    up = replace(
+        batch,
+        current_logprobs=torch.where(
+            batch.mask, batch.rollout_logprobs + ENGINE_RATIOS.clamp(min=1e-3).log() + math.log(1.5), 0.0
+        ),
+    )
+    candidate = Candidate("clip", CorrectionConfig(), LossConfig(name="ppo_clip"))
+    found = judge(candidate, CONFIG, {1: [moved, replace(moved, batches=(up,))]})
+    assert found.pooled is not None
+    assert found.pooled["correction/kept_fraction"] == 1.0
+    # The first update trains all five tokens; in the second, the three with a positive advantage are clipped.
+    assert found.pooled["gradient/trained_fraction"] == 7 / 10
+
+
+def test_a_candidate_that_cannot_run_says_why() -> None:
+    assert "entropy" in outcome({}, {"name": "espo"}).refused
+
+
+def test_tokens_without_advantage_have_no_weight() -> None:
+    weights = EffectiveWeights()
+    weights.add(torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.0, 1.0, 1.0]))
+    assert weights.summary()["gradient/weight_mean"] == 0.5
+    assert weights.histogram()["below 0"] == 0.5
+    assert EffectiveWeights().summary() == EffectiveWeights().histogram() == {}
+
+
+def test_the_command_tries_everything_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
+    assert main(["whatif", str(tmp_path), "--json", str(tmp_path / "out.json")]) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    names = [one["name"] for one in document["candidates"]]
+    assert names[0] == "as trained"
+    assert {"preset decoupled_geo_rs_seq_tis", "loss gspo", "loss espo"} <= set(names)
+    assert [one["name"] for one in document["candidates"] if one["refused"]] == ["loss espo"]
+    text = capsys.readouterr().out
+    assert "verdict: The two engines disagree" in text
+    assert main(["whatif", str(tmp_path), "--rules", "[{nam: icepop}]"]) == 2
+    assert main(["whatif", str(tmp_path / "nowhere")]) == 2
+    (tmp_path / CONFIG_FILE).write_text("{")
+    assert main(["whatif", str(tmp_path)]) == 2
