@@ -69,7 +69,9 @@ def run(config: Config, interruption: Interruption) -> None:
     )
     torch.manual_seed(config.seed)
     mode, why = resolve_mode(
-        config.replay.mode, minibatches=config.learner.minibatches * config.learner.epochs, max_age=0
+        config.replay.mode,
+        minibatches=config.learner.minibatches * config.learner.epochs,
+        max_age=config.pipeline.staleness_limit,
     )
     run_dir = Path(config.run_dir) / config.name
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -12,10 +12,14 @@ from moe_trm.sync.distributed import Sender, announce
 
 
 class Pusher(Protocol):
-    """Makes the rollout engine serve the learner's weights. Every rank calls it; nobody returns before it is proved."""
+    """Makes the rollout engine serve the learner's weights. Every rank calls it.
+
+    Synchronously nobody returns before the push is proved. Where sampling overlaps training, ranks return when the weights are in
+    files and the push before is proved; nothing is sampled with weights that are not.
+    """
 
     def push(self, version: int) -> None:
-        """Raises `ControllerError` when the push could not be proved."""
+        """Raises `ControllerError` when this push, or the one before, could not be proved."""
 
     def close(self) -> None:
         """Leave nothing behind."""

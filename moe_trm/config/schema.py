@@ -52,7 +52,9 @@ class TaskConfig(Section):
     answer_field: str = "answer"
     """Name of the field with the expected answer, which only a reward function of your own can do without."""
     eval_size: Count = 256
-    """Held-out prompts per evaluation."""
+    """Held-out prompts per evaluation, of each set."""
+    eval_sets: dict[str, str] = {}
+    """Further held-out sets by name, from the same kinds of source as `task.eval_prompts`; their metrics are `eval/NAME/...`."""
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """`arithmetic`: digits of the larger operand."""
     reward: str | None = None
@@ -113,6 +115,8 @@ class RolloutConfig(Section):
     """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
     bundle: str | None = None
     """`engine=bundle`: folder written by `record.bundle`."""
+    bundle_delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline overlaps without an engine."""
     server: ServerConfig = ServerConfig()
     """The server to start."""
     prompts_per_step: Positive = 16
@@ -475,13 +479,30 @@ class SyncConfig(Section):
     """Compare the engine's checksum of every loaded tensor with what the learner meant to send."""
 
 
+class EvalConfig(Section):
+    """What an evaluation on held-out prompts measures beside the greedy accuracy. It changes nothing in training."""
+
+    samples: Count = 0
+    """Sampled answers to each held-out prompt, for `eval/avg_at_K` and `eval/pass_at_K`; 0: the greedy answer alone."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of the sampled answers."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the sampled answers: the most probable ids up to this mass; 1: all."""
+    max_new_tokens: Positive | None = None
+    """Tokens of an answer at most; none: `rollout.max_new_tokens`."""
+    keep_best: bool = True
+    """Keep the weights of the best evaluation as a Hugging Face checkpoint in `runs/NAME/checkpoints/best`, from the first that beats the start."""
+    best_metric: str = "eval/accuracy"
+    """What is best: the metric that an evaluation has to raise, e.g. `eval/pass_at_8`."""
+
+
 class TrainConfig(Section):
     """Length of the run and what it leaves behind."""
 
     steps: Positive = 40
     """Training steps: one rollout batch each."""
     eval_every: Count = 0
-    """Training steps between greedy evaluations on held-out prompts; 0: only before the first and after the last."""
+    """Training steps between evaluations on held-out prompts; 0: only before the first and after the last."""
     export: bool = True
     """Write the final weights as a Hugging Face checkpoint to `runs/NAME/checkpoints/final`."""
     max_restarts: Count = 0
@@ -566,6 +587,8 @@ class Config(Section):
     """Training engine."""
     sync: SyncConfig = SyncConfig()
     """Weight transfer to the rollout engine."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out prompts."""
     train: TrainConfig = TrainConfig()
     """Length of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()

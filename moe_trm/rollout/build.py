@@ -28,7 +28,12 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     engine: RolloutEngine
     if config.rollout.engine == "bundle":
         assert config.rollout.bundle is not None
-        engine = BundleEngine(config.rollout.bundle, prompts_grow=config.rollout.function is not None)
+        engine = BundleEngine(
+            config.rollout.bundle,
+            prompts_grow=config.rollout.function is not None,
+            waits=config.pipeline.mode != "sync",
+            delay_s=config.rollout.bundle_delay_s,
+        )
     else:
         engine = SglangEngine(config, api_key)
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)

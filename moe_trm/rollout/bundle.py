@@ -7,6 +7,7 @@ encoded routes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,8 @@ from routing import RouteError, decode, encode
 
 FORMAT = "moe-trm-bundle"
 FORMAT_VERSION = 3
+KEPT_STEPS = 8
+"""Steps held in memory: where sampling runs ahead of training, samples of several steps are asked for in turn."""
 _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
@@ -109,15 +112,20 @@ class BundleEngine:
 
     Args:
         folder: a bundle.
+        prompts_grow: a rollout function may have put more behind a prompt before anything was sampled.
+        waits: a sample may be asked for before the weights that sampled it exist; it is given once they are pushed.
+        delay_s: seconds until each answer, to try a pipeline without an engine.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, prompts_grow: bool = False, waits: bool = False, delay_s: float = 0.0) -> None:
+        self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()
+        self._prompts_grow = prompts_grow
         self._reader = BundleReader(folder)
         self._folder = folder
         self._step_of: dict[int, int] = {}
         self._rejected: dict[int, str] = {}
         self._last_group = -1
-        self._loaded: tuple[int, dict[int, RolloutRecord]] = (-1, {})
+        self._loaded: dict[int, dict[int, RolloutRecord]] = {}
         self._version = -1
 
     async def start(self) -> None:
@@ -153,7 +161,11 @@ class BundleEngine:
             reason = self._rejected.get(sample_id, "not_recorded")
             raise RecordRejected(reason, "the recorded run rejected this sample", where=f"sample {sample_id}")
         record = self._records(step)[sample_id]
+        while self._waits and int(record.versions.max()) > self._version:
+            self._pushed.clear()
+            await self._pushed.wait()
         self._check_same_run(record, prompt, group_id)
+        await asyncio.sleep(self._delay_s)
         return record
 
     async def turn(
@@ -162,28 +174,35 @@ class BundleEngine:
         """A recording answers with whole samples only."""
         raise BundleError("a recorded run samples nothing", where=self._folder, expected="a call of `generate`")
 
-    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
-        """A recording has no evaluations: every answer is () (not finished)."""
-        return [()] * len(prompts)
-
     async def load_weights(self, push: WeightPush) -> None:
         """Only the version number advances."""
         self._version = push.version
+        self._pushed.set()
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """A recording receives nothing: nobody would answer the senders."""
         raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")
 
+    async def lend_memory(self) -> None:
+        """It has none."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing happens to it."""
+        return {}
+
     async def close(self) -> None:
         """Nothing is held open."""
 
     def _records(self, step: int) -> dict[int, RolloutRecord]:
-        if self._loaded[0] != step:
-            self._loaded = step, {record.sample_id: record for record in self._reader.read(step)}
-        return self._loaded[1]
+        if step not in self._loaded:
+            self._loaded[step] = {record.sample_id: record for record in self._reader.read(step)}
+            if len(self._loaded) > KEPT_STEPS:
+                del self._loaded[min(self._loaded)]
+        return self._loaded[step]
 
     def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
-        recorded_prompt = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
+        before = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
+        recorded_prompt = before[: len(prompt.token_ids)] if self._prompts_grow else before
         if recorded_prompt != tuple(prompt.token_ids) or record.group_id != group_id:
             raise BundleError(
                 "the recording was made with other prompts",

@@ -5,6 +5,7 @@ It lives in its own process beside the learner ranks (`rollout.service`), so tha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,23 +70,30 @@ class RolloutController:
             concurrency=rollout.concurrency,
         )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
-        self._version = -1
+        self._version, self._push_s = -1, 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether samples are made while the learner trains."""
+        return self._config.pipeline.mode != "sync"
 
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
-        self._version = push.version
+        self._version, started = push.version, time.perf_counter()
         await self._engine.load_weights(push)
+        self._push_s = time.perf_counter() - started
         self._admit(push.version)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """The same by broadcast from the learner ranks, which send while this runs."""
-        self._version = version
+        self._version, started = version, time.perf_counter()
         await self._engine.receive_weights(version, shares)
+        self._push_s = time.perf_counter() - started
         self._admit(version)
 
     async def plan(self, step: int, data_size: int) -> list[TrainBatch]:
         """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank."""
-        if self._config.pipeline.mode == "sync":
+        if not self.overlaps:
             self._producer.admit_steps(step)
         queue_ages = self._store.ages(self._version)
         groups = await self._producer.take(self._version)
@@ -164,9 +172,10 @@ class RolloutController:
         await self._engine.close()
 
     def _admit(self, version: int) -> None:
-        """In overlapping modes new weights admit one more step's groups, eta steps ahead; synchronously the step itself asks."""
-        if self._config.pipeline.mode != "sync":
-            self._producer.admit_steps(version + self._config.pipeline.staleness_limit + 1)
+        """Where sampling overlaps training, new weights admit one more step's groups, eta steps ahead; else the step itself asks."""
+        if self.overlaps:
+            ahead = version + self._config.pipeline.staleness_limit + 1
+            self._producer.admit_steps(min(ahead, self._config.train.steps))
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
         """Write what this step took, and what was dropped since the last: a repeated run drops it again."""
@@ -202,6 +211,8 @@ class RolloutController:
             "rollout/tokens_per_s": float(lengths.sum() / busy_s),
             "time/rollout_s": busy_s,
             "time/rollout_idle_s": idle_s,
+            "time/push_s": self._push_s,
+            **self._engine.metrics(),
             **turn_metrics(records),
             **mask_metrics(records, self._params),
             **self._ledger.metrics(),

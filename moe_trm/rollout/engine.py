@@ -31,14 +31,17 @@ class RolloutEngine(Protocol):
         Raises as `generate` does.
         """
 
-    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
-        """Greedy continuations for evaluation: token ids without the stop token, one per prompt; () when not finished."""
-
     async def load_weights(self, push: WeightPush) -> None:
         """Make the engine serve `push.version`; verified by the engine's own checksums, prefix cache flushed. Raises `SyncError`."""
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """As `load_weights`, by broadcast: every sender of `shares` is waiting or sending meanwhile. Raises `SyncError`."""
+
+    async def lend_memory(self) -> None:
+        """Give the device memory to the learner until the next weights come; nothing may be in flight."""
+
+    def metrics(self) -> dict[str, float]:
+        """What happened to it since the run began, such as servers lost; totals."""
 
     async def close(self) -> None:
         """Release connections."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from moe_trm.errors import EngineError
 from moe_trm.rollout.http import EngineHttp, EngineLost
 
+MEMORY_TAGS = ("weights", "kv_cache")
+"""What a server can lend, in the order in which it is taken back: weights are loaded before there is a cache."""
 ABORT_PAUSE_S = 0.2
 """Pause between two requests to abort: one that was on its way at the first is met by the second."""
 
@@ -21,12 +23,13 @@ class RemoteServer:
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
         fenced: it was lost, and takes no samples until it has been proved again.
+        lent: its device memory is the learner's until it is given weights.
     """
 
     def __init__(self, http: EngineHttp) -> None:
         self.http = http
         self.version: int | None = None
-        self.updating = self.fenced = False
+        self.updating = self.fenced = self.lent = False
         self._asking: set[asyncio.Task[bytes]] = set()
         self._heard = time.monotonic()
 
@@ -67,14 +70,27 @@ class RemoteServer:
     async def abort(self) -> None:
         """End what is in flight: each request is answered with as much as was sampled. Returns when nothing is in flight."""
         while self._asking:
-            await self.http.post("/abort_request", {"rid": "", "abort_all": True})
+            await self.http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
             await asyncio.wait(self._asking, timeout=ABORT_PAUSE_S)
 
     def fence(self) -> None:
         """Take it out of service and give up what is in flight."""
         self.fenced = True
+        self.lent = False  # one that comes back was started anew
         for task in self._asking:
             task.cancel()
+
+    async def lend_memory(self) -> None:
+        """Release the device memory of weights and cache, once nothing is in flight; their contents are lost."""
+        await self.drained()
+        await self.http.post("/release_memory_occupation", {"tags": [*MEMORY_TAGS]})
+        self.lent = True
+
+    async def reclaim_memory(self, tag: str) -> None:
+        """Take the memory of `weights` or `kv_cache` back, if it was lent."""
+        if self.lent:
+            await self.http.post("/resume_memory_occupation", {"tags": [tag]})
+            self.lent = tag != MEMORY_TAGS[-1]
 
     async def alive(self, timeout_s: float) -> bool:
         """Whether its front door answers; says nothing of the engine behind it, and so holds during a weight update too."""

@@ -83,6 +83,7 @@ class ControllerService:
         self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
         self._shards: dict[int, dict[int, Request]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
+        self._loading: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
 
     async def serve(self) -> None:
@@ -133,7 +134,15 @@ class ControllerService:
         await socket.send_multipart([identity, *wire.encode(reply)])
 
     async def _batch(self, request: Request) -> Reply:
-        shares = await self._once("batch", request.step, lambda: self._controller.plan(request.step, request.data_size))
+        planned = asyncio.ensure_future(
+            self._once("batch", request.step, lambda: self._controller.plan(request.step, request.data_size))
+        )
+        if self._loading is not None:
+            # A push that fails would leave the plan waiting for samples of weights that never come.
+            await asyncio.wait({planned, self._loading}, return_when=asyncio.FIRST_COMPLETED)
+            if self._loading.done():
+                self._loading.result()
+        shares = await planned
         return Reply(batch=rank_share(shares[request.data_rank], request.layer_ids))
 
     async def _push(self, request: Request) -> Reply:
@@ -143,8 +152,21 @@ class ControllerService:
         if len(shards) == request.num_ranks:
             complete.set()
         await complete.wait()
-        await self._once("push", request.version, lambda: self._load(request))
+        await self._once("push", request.version, lambda: self._start_load(request))
         return Reply()
+
+    async def _start_load(self, request: Request) -> None:
+        """Load, and prove. Where sampling overlaps training the ranks go on meanwhile: what fails here stops their next request."""
+        first = self._loading is None
+        await self._settled()
+        self._loading = asyncio.ensure_future(self._load(request))
+        if first or request.meeting is not None or not self._controller.overlaps:
+            await self._settled()
+
+    async def _settled(self) -> None:
+        """The newest push has arrived, proved; raises what became of it."""
+        if self._loading is not None:
+            await asyncio.shield(self._loading)
 
     async def _load(self, request: Request) -> None:
         shards = [shard for _, shard in sorted(self._shards.pop(request.version).items())]
@@ -156,6 +178,7 @@ class ControllerService:
         await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
 
     async def _evaluate(self, request: Request) -> Reply:
+        await self._settled()
         return Reply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
     async def _state(self, request: Request) -> Reply:

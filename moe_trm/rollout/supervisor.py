@@ -138,6 +138,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         }
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
         flags += ["--sleep-on-idle", "--skip-server-warmup"]
+    elif config.rollout.colocate:
+        flags += ["--enable-memory-saver"]
     arguments = [str(part) for pair in options.items() for part in pair]
     return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
 
