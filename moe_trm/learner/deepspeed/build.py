@@ -14,6 +14,7 @@ from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
+from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.learner.hf_export import HfExporter
@@ -41,12 +42,14 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         replayer = HFReplayer(
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
+    optimizer = GuardedOptimizer(engine, config.optimizer)
     return DeepSpeedLearner(
         engine,
-        GuardedOptimizer(engine, config.optimizer),
+        optimizer,
         replayer,
         HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
         (PartitionSnapshots if partitioned else Snapshots)([policy]),
+        TrainingState(policy.causal, engine, optimizer),
         temperature=config.rollout.temperature,
         device=device,
     )

@@ -35,13 +35,14 @@ class GuardedOptimizer:
 
     def __init__(self, engine: Any, settings: OptimizerConfig) -> None:
         self._engine, self._settings = engine, settings
-        self._steps = 0
+        self.steps = 0
+        """Steps that were applied."""
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         warmup = self._settings.warmup_steps
-        return self._settings.lr * min(1.0, (self._steps + 1) / warmup) if warmup else self._settings.lr
+        return self._settings.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._settings.lr
 
     def step(self) -> UpdateResult:
         """Apply the accumulated gradients, unless their norm is not finite, and forget them."""
@@ -50,5 +51,5 @@ class GuardedOptimizer:
             group["lr"] = lr
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
-        self._steps += int(applied)
+        self.steps += int(applied)
         return UpdateResult(grad_norm=float(self._engine.get_global_grad_norm()), lr=lr, applied=applied)

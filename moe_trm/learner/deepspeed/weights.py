@@ -44,10 +44,15 @@ class PartitionSnapshots(Snapshots):
 
     def _tensors(self) -> Iterator[Tensor]:
         for module in self._modules:
-            parameter: Any
-            for parameter in module.parameters():
-                # A whole copy left over from the last forward would outlive the exchange of its partition.
-                if parameter.ds_status.name == "AVAILABLE":
-                    parameter.partition()
-                yield parameter.ds_tensor
+            yield from map(own_partition, module.parameters())
             yield from module.buffers()
+
+
+def own_partition(parameter: Any) -> Tensor:
+    """What this rank holds of the model's parameter: its flat partition under ZeRO-3, else the parameter itself. Write it to change the weight."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter  # type: ignore[no-any-return]
+    # A whole copy left over from the last forward would outlive a change of the partition.
+    if parameter.ds_status.name == "AVAILABLE":
+        parameter.partition()
+    return parameter.ds_tensor  # type: ignore[no-any-return]

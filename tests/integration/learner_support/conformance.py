@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.config.schema import Config
 from moe_trm.errors import LearnerError
 from moe_trm.learner.build import build_learner
@@ -25,7 +26,7 @@ from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from routing.replay_pass import ReplayPass
-from tests.integration.learner_support.tiny import random_routes
+from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 
@@ -58,11 +59,32 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
     )
 
 
+def work(learner: Learner) -> tuple[list[TokenBatch], list[ReplayRecords], list[int]]:
+    """This rank's micro-batches, routes that no router chose, and the micro-batches' global numbers."""
+    numbers = list(range(learner.data_rank, NUM_BATCHES, learner.data_size))
+    batches = [global_batch(number) for number in numbers]
+    routes = [random_routes(batch, learner.moe_layer_ids, seed=n) for n, batch in zip(numbers, batches, strict=True)]
+    return batches, [ReplayRecords(rows) for rows in routes], numbers
+
+
+def with_entropy(
+    batches: list[TokenBatch], seen: list[Tensor], entropies: list[Tensor]
+) -> Callable[[int, Scores], Tensor]:
+    """The objective with an entropy bonus."""
+    loss = objective(batches, seen)
+
+    def value(index: int, current: Scores) -> Tensor:
+        assert current.entropy is not None
+        entropies.append(current.entropy.detach().clone())
+        return loss(index, current) - 1e-3 * current.entropy.sum()
+
+    return value
+
+
 def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Score, snapshot, replay, train and export; then everything that must be refused."""
     learner = build(checkpoint, options)
-    numbers = list(range(learner.data_rank, NUM_BATCHES, learner.data_size))
-    batches = [global_batch(i) for i in numbers]
+    batches, random, numbers = work(learner)
     dense = [global_batch(i, keep_mask=False) for i in numbers]
     native = [Native()] * len(batches)
     found: dict[str, Tensor] = {}
@@ -83,10 +105,6 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("kl", present([score.exact_kl for score in recorded]))
     keep("full", logprobs(learner.score(dense, native)))
     keep("r2", logprobs(learner.score(batches, [ReplayRecorded(s.recorded) for s in recorded if s.recorded])))
-    random = [
-        ReplayRecords(random_routes(batch, learner.moe_layer_ids, seed=number))
-        for number, batch in zip(numbers, batches, strict=True)
-    ]
     keep("r3", logprobs(learner.score(batches, random)))
     facts = report(learner, "score")
 
@@ -99,16 +117,13 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("moved", logprobs(learner.score(batches, native)))
     keep("start", logprobs(learner.score(batches, native, weights="start")))
     keep("back", logprobs(learner.score(batches, native)))
+    pieces, _ = learner.state()
+    (out / "state").mkdir(exist_ok=True)
+    write_pieces(out / "state" / f"rank-{dist.get_rank()}.safetensors", pieces)
 
-    seen, entropies = [], []
-    loss = objective(batches, seen)
-
-    def with_entropy(index: int, current: Scores) -> Tensor:
-        assert current.entropy is not None
-        entropies.append(current.entropy.detach().clone())
-        return loss(index, current) - 1e-3 * current.entropy.sum()
-
-    second = learner.update(batches, random, with_entropy, entropy=True)
+    seen = []
+    entropies: list[Tensor] = []
+    second = learner.update(batches, random, with_entropy(batches, seen, entropies), entropy=True)
     keep("r3_update", seen)
     keep("entropy", entropies)
     facts |= report(learner, "update") | {"first_norm": first.grad_norm, "second_norm": second.grad_norm}
@@ -122,8 +137,26 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
     facts |= refusals(learner, batches, random)
     learner.export_shard(str(out / "refused"), "float32")
+
+    dist.barrier()
+    resumed = take_over(checkpoint, out, out, options)
+    # Rank 0 has nothing to train: it keeps the others company.
+    mine = [make_batch(1, rows=1, length=2)] if learner.data_rank == 0 else batches[:1]
+    padding = resumed.update(mine, native[:1], objective(mine, []))
+    facts |= {"padding_applied": padding.applied, "padding_norm": padding.grad_norm}
     save(out, "facts", facts)
     save(out, "scores", found)
+
+
+def take_over(checkpoint: str, saved: Path, out: Path, options: dict[str, str]) -> Learner:
+    """Restore what the run in `saved` was after its first step, and repeat its second."""
+    learner = build(checkpoint, options)
+    learner.restore(PieceReader(sorted((saved / "state").glob("*.safetensors"))), {"optimizer_steps": 1})
+    learner.export_shard(str(out / "restored"), "float32")
+    batches, random, _ = work(learner)
+    learner.update(batches, random, with_entropy(batches, [], []), entropy=True)
+    learner.export_shard(str(out / "resumed"), "float32")
+    return learner
 
 
 def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRecords]) -> dict[str, Any]:
@@ -180,7 +213,10 @@ def main() -> None:
         options = dict(option.split("=", 1) for option in run.split(":"))
         folder = Path(out) / run
         folder.mkdir(parents=True, exist_ok=True)
-        conform(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
+        if "from" in options:
+            take_over(checkpoint, Path(out) / f"backend={options['backend']}:stage={options['from']}", folder, options)
+        else:
+            conform(checkpoint, folder, options)
     dist.destroy_process_group()
 
 

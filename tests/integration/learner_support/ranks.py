@@ -1,4 +1,4 @@
-"""Runs scenarios of `scenarios.py` on real ranks under torchrun and reads back what they saved."""
+"""Runs scenarios on real ranks under torchrun and reads back what they saved."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ def _disjoint(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def run_ranks(folder: Path, checkpoint: Path, num_ranks: int, *runs: str, limit_s: float = 120.0) -> Ranks:
-    """Do `runs` on `num_ranks` ranks one after the other; fails with their output when one of them fails."""
+def run_ranks(
+    folder: Path, checkpoint: Path, num_ranks: int, *runs: str, script: Path = SCENARIOS, limit_s: float = 120.0
+) -> Ranks:
+    """Do `runs` of `script` on `num_ranks` ranks one after the other; fails with their output when one of them fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(SCENARIOS), str(checkpoint), str(folder), *runs]
+    command += [str(script), str(checkpoint), str(folder), *runs]
     root = SCENARIOS.parents[3]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(root)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)

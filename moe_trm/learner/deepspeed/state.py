@@ -1,0 +1,151 @@
+"""A DeepSpeed learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any stage and number of ranks.
+
+`weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
+moments. NAME is the parameter's in the model of transformers. No rank gathers anything: each saves what its part of the optimizer updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
+from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
+from moe_trm.learner.deepspeed.weights import own_partition
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What this rank's optimizer updates of one parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        start: place of the fragment's first element in the flattened parameter.
+        numel: elements of the fragment.
+        flat: the float32 tensor that the optimizer steps, holding fragments of many parameters.
+        offset: place of the fragment's first element in `flat`.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    numel: int
+    flat: Tensor
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The fragment's elements of `flat` or of a moment like it."""
+        return flat.detach().narrow(0, self.offset, self.numel)
+
+    def piece(self, name: str, flat: Tensor) -> Piece:
+        """The fragment's elements of `flat` as what is saved under `name`."""
+        return Piece(Place(name, self.shape, (0,) * len(self.shape), self.shape, self.start), to_host(self.of(flat)))
+
+
+class TrainingState:
+    """The state of one rank's model and optimizer.
+
+    Args:
+        model: the model of transformers.
+        engine: DeepSpeed's engine around it.
+        optimizer: counts the steps.
+    """
+
+    def __init__(self, model: nn.Module, engine: Any, optimizer: GuardedOptimizer) -> None:
+        self._model, self._zero, self._optimizer = model, engine.optimizer, optimizer
+
+    def save(self) -> tuple[list[Piece], dict[str, int]]:
+        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        pieces = [whole(f"{_random()}/{name}", state) for name, state in _random_states().items()]
+        for name, _, fragment in self._fragments():
+            if fragment is not None:
+                pieces.append(fragment.piece(f"weight/{name}", fragment.flat))
+                state = self._zero.optimizer.state.get(fragment.flat, {})
+                pieces += [fragment.piece(f"{kind}/{name}", state[kind]) for kind in MOMENTS if kind in state]
+        return pieces, {"optimizer_steps": self._optimizer.steps}
+
+    @torch.no_grad()
+    def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """Take over what any stage saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
+        steps = counters["optimizer_steps"]
+        for name, parameter, fragment in self._fragments():
+            weight = reader.read(f"weight/{name}", _shape(parameter)).flatten()
+            own = own_partition(parameter)
+            if own is parameter:
+                parameter.copy_(weight.view(parameter.shape))
+            else:
+                first = own.numel() * dist.get_rank()
+                share = weight[first : first + own.numel()]
+                own.copy_(F.pad(share, (0, own.numel() - share.numel())))
+            if fragment is None:
+                continue
+            part = slice(fragment.start, fragment.start + fragment.numel)
+            fragment.of(fragment.flat).copy_(weight[part])
+            if steps:
+                state = self._moments(fragment.flat, steps)
+                for kind in MOMENTS:
+                    fragment.of(state[kind]).copy_(reader.read(f"{kind}/{name}", fragment.shape).flatten()[part])
+        self._optimizer.steps = steps
+        if f"{_random()}/torch" in reader:
+            prefix = f"{_random()}/"
+            _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
+
+    def _moments(self, flat: Tensor, steps: int) -> dict[str, Tensor]:
+        """Adam's state of `flat`, made where no step has made it yet."""
+        state: dict[str, Tensor] = self._zero.optimizer.state[flat]
+        if not state:
+            state |= {kind: torch.zeros_like(flat.detach()) for kind in MOMENTS}
+        state["step"] = torch.tensor(float(steps))
+        return state
+
+    def _fragments(self) -> Iterator[tuple[str, nn.Parameter, Fragment | None]]:
+        """The trained parameters, with what this rank updates of each; None where it is nothing."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter, self._fragment(parameter)
+
+    def _fragment(self, parameter: Any) -> Fragment | None:
+        shape = _shape(parameter)
+        if hasattr(parameter, "ds_tensor"):
+            group, offset, size = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            start = size * dist.get_rank()
+            # The last rank's share ends in padding.
+            numel = min(size, math.prod(shape) - start)
+            return (
+                Fragment(shape, start, numel, self._zero.fp32_partitioned_groups_flat[group], offset)
+                if numel > 0
+                else None
+            )
+        link = parameter._hp_mapping
+        if link is None:
+            return None
+        flat = self._zero.single_partition_of_fp32_groups[link.param_group_index]
+        whole_part, flat_part = link.lp_fragment_address, link.hp_fragment_address
+        return Fragment(shape, whole_part.start, whole_part.numel, flat, flat_part.start)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _random() -> str:
+    return f"random/rank-{dist.get_rank():05d}"
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,242 @@
+"""One suite for every learner: Megatron-Core and DeepSpeed's three stages do the same work on two real ranks, and are compared with
+transformers in float64 and with one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_trm.learner.protocol import Scores
+from routing.hf import HFReplayer
+from routing.replay import ReplayRecords
+from tests.integration.learner_support.ranks import Ranks, run_ranks
+from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes
+from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
+
+MEGATRON = "backend=megatron:expert=2"
+ZERO_1, ZERO_2, ZERO_3 = (f"backend=deepspeed:stage={stage}" for stage in (1, 2, 3))
+OTHER_STAGE = "backend=deepspeed:stage=2:from=3"
+RECOMPUTE_2, RECOMPUTE_3 = (f"backend=deepspeed:stage={stage}:recompute=full" for stage in (2, 3))
+OFFLOAD_2, OFFLOAD_3 = (f"backend=deepspeed:stage={stage}:offload=1" for stage in (2, 3))
+BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for stage in (2, 3))
+FEW = [MEGATRON, ZERO_1, ZERO_2, ZERO_3]
+MORE = [RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD_3]
+EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)]
+WITH_BFLOAT16 = [*EVERY, *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3))]
+
+SCRIPT = Path(__file__).parent / "learner_support" / "conformance.py"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("conformance") / "main")
+
+
+class Finished:
+    """Runs by name, each done when it is first asked for; runs of one backend that are asked for together share their processes."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
+
+    def __getitem__(self, run: str) -> Ranks:
+        if not (self.folder / run).exists():
+            together = [ZERO_1, ZERO_2, ZERO_3, OTHER_STAGE]
+            group = [run] if run == MEGATRON else together if run in together else [*MORE, BFLOAT16_2, BFLOAT16_3]
+            run_ranks(self.folder, self.checkpoint, 2, *group, script=SCRIPT, limit_s=300.0)
+        return Ranks(self.folder, 2)
+
+
+@pytest.fixture(scope="module")
+def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(tmp_path_factory.mktemp("learners"), checkpoint)
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """What the learners must say and do, from transformers in float64: scores by kind and batch, and the gradient under checkpoint names."""
+    model = load_reference(checkpoint).double()
+    model.set_experts_implementation("eager")
+    replayer = HFReplayer(model, max_local_flip_rate=1.0)
+    scores: dict[str, Tensor] = {}
+    for number in range(NUM_BATCHES):
+        batch = global_batch(number)
+        assert batch.kept_ids is not None
+        assert batch.kept_offsets is not None
+        routes = ReplayRecords(random_routes(batch, replayer.layer_ids, seed=number))
+        with torch.no_grad(), replayer.use(routes, batch.input_ids, batch.target_ids, batch.valid):
+            scores[f"r3.{number}"] = masked(model, batch)[0]
+        replayer.detach()
+        logprobs, mass, full, entropy = masked(model, batch)
+        torch.autograd.backward(objective([batch], [])(0, Scores(logprobs)))
+        scores |= {f"score.{number}": logprobs, f"mass.{number}": mass, f"full.{number}": full, f"H.{number}": entropy}
+        replayer = HFReplayer(model, max_local_flip_rate=1.0)
+    replayer.detach()
+    return {"scores": {k: v.detach() for k, v in scores.items()}, "gradient": in_checkpoint_form(model)}
+
+
+def masked(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`[B, R]` each: log-prob over the kept support, log kept mass, log-prob over the vocabulary, entropy; from plain logits."""
+    logits_NV = (model(input_ids=batch.input_ids, use_cache=False).logits / TEMPERATURE)[batch.mask]
+    everything_NV = logits_NV.log_softmax(-1)
+    kept_NV = torch.zeros_like(everything_NV, dtype=torch.bool)
+    kept_NV[torch.repeat_interleave(batch.kept_offsets.diff()), batch.kept_ids] = True
+    mass_N = everything_NV.masked_fill(~kept_NV, -torch.inf).logsumexp(-1)
+    full_N = everything_NV.gather(1, batch.target_ids[batch.mask][:, None])[:, 0]
+    entropy_N = -(everything_NV.exp() * everything_NV).sum(-1)
+    zeros = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    planes = [zeros.masked_scatter(batch.mask, values) for values in (full_N - mass_N, mass_N, full_N, entropy_N)]
+    return planes[0], planes[1], planes[2], planes[3]
+
+
+def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
+    """Gradients under the checkpoint's names; expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            for expert, rows in enumerate(parameter.grad):
+                found[f"{stem}{expert}.gate_proj.weight"], found[f"{stem}{expert}.up_proj.weight"] = rows.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            found |= {f"{stem}{expert}.down_proj.weight": rows for expert, rows in enumerate(parameter.grad)}
+        else:
+            found[name] = parameter.grad
+    return found
+
+
+def scores(ranks: Ranks, run: str) -> dict[str, Tensor]:
+    parts = [ranks.saved(run, "scores", rank) for rank in range(ranks.num_ranks)]
+    return {key: value for part in parts for key, value in part.items() if key != "gathered"}
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def worst_relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest error of any tensor, relative to the tensor's norm."""
+    assert got.keys() == expected.keys()
+    return max(float((got[k].double() - expected[k]).norm() / expected[k].norm()) for k in expected)
+
+
+def moved(ranks: Ranks, run: str) -> dict[str, Tensor]:
+    """What the first step did to each tensor."""
+    before = ranks.exported(run, "before")
+    return {name: value.double() - before[name] for name, value in ranks.exported(run, "after").items()}
+
+
+@pytest.mark.parametrize("run", EVERY)
+def test_weights_come_in_and_go_out_bit_for_bit(finished: Finished, checkpoint: Path, run: str) -> None:
+    ranks = finished[run]
+    assert same_bits(ranks.exported(run, "before"), load_file(checkpoint / "model.safetensors"))
+    weights = load_reference(ranks.folder / run / "final").state_dict()
+    after = ranks.exported(run, "after")
+    assert torch.equal(weights["lm_head.weight"], after["lm_head.weight"])
+    assert same_bits(ranks.exported(run, "final"), after)
+
+
+@pytest.mark.parametrize("run", EVERY)
+def test_scores_are_those_of_transformers_in_float64(finished: Finished, exact: Any, run: str) -> None:
+    got = scores(finished[run], run)
+    for kind in ("score", "full", "mass", "r3"):
+        for number in range(NUM_BATCHES):
+            expected = exact["scores"][f"{kind}.{number}"]
+            torch.testing.assert_close(got[f"{kind}.{number}"].double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("run", WITH_BFLOAT16)
+def test_passes_at_the_same_weights_and_routes_are_bit_identical(finished: Finished, run: str) -> None:
+    got = scores(finished[run], run)
+    for number in range(NUM_BATCHES):
+        for kind in ("update", "r2", "start"):
+            assert torch.equal(got[f"score.{number}"], got[f"{kind}.{number}"]), kind
+        assert torch.equal(got[f"moved.{number}"], got[f"back.{number}"])
+        assert not torch.equal(got[f"moved.{number}"], got[f"start.{number}"])
+
+
+@pytest.mark.parametrize("run", EVERY)
+def test_the_first_step_is_that_of_the_float64_gradient_of_the_sum(finished: Finished, exact: Any, run: str) -> None:
+    ranks = finished[run]
+    gradient = exact["gradient"]
+    # Adam's first step with lr = eps = 1.
+    expected = {name: -value / (value.abs() + 1) for name, value in gradient.items()}
+    assert worst_relative(moved(ranks, run), expected) < 1e-4
+    norm = torch.cat([value.flatten() for value in gradient.values()]).norm()
+    assert float(ranks.saved(run, "facts")["first_norm"]) == pytest.approx(float(norm), rel=1e-6)
+
+
+@pytest.mark.parametrize("run", EVERY[1:])
+def test_learners_agree(finished: Finished, run: str) -> None:
+    """Also after a step, on replayed routes, with entropy."""
+    one, other = scores(finished[MEGATRON], MEGATRON), scores(finished[run], run)
+    assert one.keys() == other.keys()
+    for name, expected in one.items():
+        torch.testing.assert_close(other[name], expected, atol=1e-4, rtol=0)
+    assert worst_relative(moved(finished[run], run), moved(finished[MEGATRON], MEGATRON)) < 1e-4
+
+
+@pytest.mark.parametrize("run", [ZERO_1, ZERO_3])
+def test_stages_give_the_same_losses(finished: Finished, run: str) -> None:
+    one, other = scores(finished[ZERO_2], ZERO_2), scores(finished[run], run)
+    for kind in ("update", "moved", "r3_update"):
+        ours, theirs = (
+            sum(objective([global_batch(i)], [])(0, Scores(found[f"{kind}.{i}"])) for i in range(NUM_BATCHES))
+            for found in (one, other)
+        )
+        assert float(ours) == pytest.approx(float(theirs), abs=1e-5)
+
+
+@pytest.mark.parametrize("run", WITH_BFLOAT16)
+def test_replay_is_counted_and_proved(finished: Finished, run: str) -> None:
+    facts = {name: float(value) for name, value in finished[run].saved(run, "facts").items()}
+    token_layers = facts["valid"] * facts["layers"]
+    assert facts["score_replayed"] == 2 * token_layers
+    assert facts["update_replayed"] == (2 if "recompute" in run else 1) * token_layers
+    assert facts["score_applied"] == facts["update_applied"] == 1.0
+    assert facts["update_flips"] > 0.8
+
+
+@pytest.mark.parametrize("run", WITH_BFLOAT16)
+def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: str) -> None:
+    ranks = finished[run]
+    for rank in range(2):
+        facts = ranks.saved(run, "facts", rank)
+        for kind in ("deaf", "shifted", "swapped", "unknown_snapshot"):
+            assert facts[kind] == 1.0, kind
+        assert facts["broken_applied"] == 0.0
+    assert same_bits(ranks.exported(run, "refused"), ranks.exported(run, "second"))
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_sums_extremes_and_values_of_all_ranks(finished: Finished, run: str) -> None:
+    for rank in range(2):
+        facts = finished[run].saved(run, "facts", rank)
+        assert facts["valid"] == sum(float(global_batch(i).valid.sum()) for i in range(NUM_BATCHES))
+        assert [float(facts[name]) for name in ("low:min", "high:max")] == [1.0, 1.0]
+        assert finished[run].saved(run, "scores", rank)["gathered"].tolist() == [0, 10, 11]
+
+
+@pytest.mark.parametrize("run", FEW)
+def test_a_micro_batch_of_padding_keeps_up(finished: Finished, run: str) -> None:
+    facts = finished[run].saved(run, "facts")
+    assert facts["padding_applied"] == 1.0
+    assert torch.isfinite(facts["padding_norm"])
+    assert facts["padding_norm"] > 0
+
+
+@pytest.mark.parametrize("run", WITH_BFLOAT16)
+def test_a_resumed_learner_repeats_the_next_step_bit_for_bit(finished: Finished, run: str) -> None:
+    ranks = finished[run]
+    assert same_bits(ranks.exported(run, "restored"), ranks.exported(run, "after"))
+    assert same_bits(ranks.exported(run, "resumed"), ranks.exported(run, "second"))
+
+
+def test_another_stage_resumes(finished: Finished) -> None:
+    ranks = finished[OTHER_STAGE]
+    assert same_bits(ranks.exported(OTHER_STAGE, "restored"), ranks.exported(ZERO_3, "after"))
+    assert worst_relative(ranks.exported(OTHER_STAGE, "resumed"), ranks.exported(ZERO_3, "second")) < 1e-6
