@@ -60,14 +60,17 @@ class Transcripts(Sink):
         run_dir: the run directory.
         checkpoint: whose tokenizer turns ids into text; it is read when there is something to write.
         every: steps between transcripts; rollouts: how many of them, of different prompts first.
+        decoder: instead of the checkpoint's tokenizer.
     """
 
-    def __init__(self, run_dir: Path, checkpoint: str, *, every: int, rollouts: int) -> None:
+    def __init__(
+        self, run_dir: Path, checkpoint: str, *, every: int, rollouts: int, decoder: Decoder | None = None
+    ) -> None:
         self._folder, self._checkpoint = run_dir / "transcripts", checkpoint
         self._every, self._most = every, rollouts
         self._due = True
         self._seen: dict[int, Transcript] = {}
-        self._decoder: Decoder | None = None
+        self._decoder = decoder
 
     def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
         """Keeps the first rows of each prompt, and a few more in case there are not enough prompts."""

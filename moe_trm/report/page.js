@@ -68,6 +68,13 @@
     svg.querySelector(".cursor").setAttribute("d", "");
   };
 
+  // A lifted finger leaves its figures standing, until another place is touched.
+  const dismissed = (element, hide) => {
+    element.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hide());
+    element.addEventListener("blur", hide);
+    document.addEventListener("pointerdown", (event) => element.contains(event.target) || hide(), { capture: true });
+  };
+
   for (const svg of document.querySelectorAll("svg.chart")) {
     const horizontal = scale(svg.dataset.x);
     const inside = (event) => {
@@ -81,8 +88,7 @@
     };
     svg.addEventListener("pointermove", follow);
     svg.addEventListener("pointerdown", follow);
-    svg.addEventListener("pointerleave", () => hide(svg));
-    svg.addEventListener("blur", () => hide(svg));
+    dismissed(svg, () => hide(svg));
     svg.addEventListener("keydown", (event) => {
       const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (event.key === "Escape") hide(svg);
@@ -126,8 +132,7 @@
     };
     block.addEventListener("pointermove", follow);
     block.addEventListener("pointerdown", follow);
-    block.addEventListener("pointerleave", leave);
-    block.addEventListener("blur", leave);
+    dismissed(block, leave);
     block.addEventListener("keydown", (event) => {
       const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (event.key === "Escape") leave();

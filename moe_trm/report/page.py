@@ -134,8 +134,8 @@ class Page:
         return f'<ul class="legend">{"".join(items)}</ul>'
 
     def _shades(self, chart: Heat, rows: Sequence[Series]) -> str:
-        top = chart.top if chart.top is not None else max((v for each in rows for _, v in each.finite), default=1.0)
-        return f'<p class="shades">0 <i></i> {number(top)}</p>'
+        most = max((value for each in rows for _, value in each.finite), default=1.0)
+        return f'<p class="shades">0 <i></i> {number(most) if chart.top is None else f"{chart.top:g}"}</p>'
 
     def _totals(self, chart: Totals, found: Sequence[tuple[str, str]]) -> str:
         self._shown |= {name for name, _ in found}
@@ -214,7 +214,11 @@ def _ribbon(run: Run, said: Sequence[Saying]) -> str:
 def _proofs(run: Run, *, many: bool) -> str:
     def row(check: Check) -> str:
         mark = {"good": "✓", "bad": "✗", "none": "–"}[check.state]
-        value = number(check.value) if check.value is not None else "not measured"
+        value = (
+            {"good": "yes", "bad": "no", "none": "not measured"}[check.state]
+            if check.value is None
+            else number(check.value)
+        )
         return f'<tr class="{check.state}"><td class="mark">{mark}</td><th scope="row">{escape(check.what)}</th><td>{value}</td></tr>'
 
     title = "Proofs and alarms" + (f": {run.name}" if many else "")
@@ -241,17 +245,27 @@ def _verdicts(runs: Sequence[Run]) -> str:
 
 def _compared(runs: Sequence[Run]) -> str:
     one, other = (flatten(run.config) for run in runs)
-    keys = different_keys(one, other)
-    if not keys:
-        return "<section><h2>Settings that differ</h2><p>None.</p></section>"
-    rows = "".join(
-        f"<tr><th scope=row><code>{escape(key)}</code></th>"
-        + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in (one, other))
-        + "</tr>"
-        for key in keys
+    keys = [key for key in different_keys(one, other) if key != "name"]
+    both = [key for key in keys if key in one and key in other]
+    lone = [key for key in keys if key not in both]
+    head = "<tr><th>setting</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+
+    def table(keys: Sequence[str]) -> str:
+        rows = "".join(
+            f"<tr><th scope=row><code>{escape(key)}</code></th>"
+            + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in (one, other))
+            + "</tr>"
+            for key in keys
+        )
+        return f'<div class="wide"><table class="rows">{head}{rows}</table></div>'
+
+    main = table(both) if both else "<p>None.</p>"
+    more = (
+        f"<details><summary>{len(lone)} settings that only one of them has</summary>{table(lone)}</details>"
+        if lone
+        else ""
     )
-    head = "<th>setting</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs)
-    return f'<section><h2>Settings that differ</h2><div class="wide"><table class="rows"><tr>{head}</tr>{rows}</table></div></section>'
+    return f"<section><h2>Settings that differ</h2>{main}{more}</section>"
 
 
 def _transcripts(run: Run) -> str:

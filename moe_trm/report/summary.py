@@ -34,7 +34,7 @@ def tiles() -> tuple[Tile, ...]:
 
 @dataclass(frozen=True)
 class Check:
-    """One property over all steps: `value` is the worst step's metric, None when it was never measured."""
+    """One property over all steps: `value` is the worst step's metric; None when it is none of one step, or was never measured."""
 
     what: str
     value: float | None
@@ -51,16 +51,15 @@ def checks(run: Run) -> list[Check]:
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0),
         _worst(run, "Samples rejected", "ledger/rejected", max, lambda v: v == 0.0),
     ]  # fmt: skip
-    unbalanced = [float(row["step"]) for row in run.rows if _balance(row) not in (None, 0.0)]
-    measured = any(_balance(row) is not None for row in run.rows)
-    state: Literal["good", "bad", "none"] = "none" if not measured else "bad" if unbalanced else "good"
-    what = (
-        "The sample ledger balances at every step"
-        if not unbalanced
-        else "First step whose sample ledger does not balance"
-    )
-    balance = Check(what, unbalanced[0] if unbalanced else 0.0 if measured else None, state)
-    return [*found, balance]
+    return [*found, _books(run)]
+
+
+def _books(run: Run) -> Check:
+    balances = {row["step"]: balance for row in run.rows if (balance := _balance(row)) is not None}
+    wrong = [step for step, balance in balances.items() if balance]
+    if wrong:
+        return Check("First step whose sample ledger does not balance", float(wrong[0]), "bad")
+    return Check("The sample ledger balances at every step", None, "good" if balances else "none")
 
 
 def _worst(

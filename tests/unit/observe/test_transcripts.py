@@ -1,0 +1,75 @@
+"""Transcripts hold the very numbers of record, ratio and correction, and mark what is whose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_trm.observe.transcripts import Transcripts, transcript
+from tests.unit.observe.made_transcripts import Letters, judged, made_transcripts, rows, sampled_places
+from tests.unit.report.page_reader import PageReader
+
+
+def test_every_number_is_that_of_record_ratio_and_correction(tmp_path: Path) -> None:
+    page = PageReader(made_transcripts(tmp_path).with_suffix(".html").read_text())
+    given = rows()
+    batch, evidence, correction = judged(given)
+    by_sample = {row.record.sample_id: (place, row) for place, row in enumerate(given)}
+    assert len(page.data["rollouts"]) == 3
+    for told in page.data["rollouts"]:
+        place, row = by_sample[told["sample_id"]]
+        own = sampled_places(row)
+        columns = [position - 1 for position in own]
+        assert told["ids"] == row.record.tokens.tolist()
+        assert [told["rollout_logprobs"][position] for position in own] == row.record.rollout_logprobs.tolist()
+        assert [told["log_ratio"][position] for position in own] == evidence.ratios.engine[place, columns].tolist()
+        assert [told["weight"][position] for position in own] == correction.weights[place, columns].tolist()
+        assert [told["keep"][position] for position in own] == correction.keep[place, columns].tolist()
+        others = set(range(row.record.num_tokens)) - set(own)
+        assert {told["log_ratio"][position] for position in others} == {None}
+        assert batch.mask[place].sum() == len(own)
+
+
+def test_different_prompts_come_first(tmp_path: Path) -> None:
+    page = PageReader(made_transcripts(tmp_path).with_suffix(".html").read_text())
+    assert [told["sample_id"] for told in page.data["rollouts"]] == [0, 3, 1]
+
+
+def test_given_tokens_are_visible_as_such(tmp_path: Path) -> None:
+    path = made_transcripts(tmp_path)
+    page = PageReader(path.with_suffix(".html").read_text())
+    tool = page.data["rollouts"][2]
+    assert tool["kinds"] == ["prompt"] * 4 + ["sampled"] * 4 + ["given"] * 4 + ["sampled"] * 18
+    assert path.with_suffix(".html").read_text().count('<span class="given">') == 4 + 1  # and the legend's
+    texts = path.with_suffix(".txt").read_text()
+    letters = "".join(tool["texts"][8:12])
+    assert "{" + letters + "}" in texts
+    assert "[-" in texts
+    assert "=== sample 1 of prompt prompt-0: reward 1" in texts
+
+
+def test_every_so_many_steps_and_the_first(tmp_path: Path) -> None:
+    sink = Transcripts(tmp_path, "nowhere", every=3, rollouts=1, decoder=Letters())
+    given = rows()
+    _, evidence, correction = judged(given)
+    sink.write(0, {})
+    for step in range(1, 8):
+        sink.judged(given, evidence, correction)
+        sink.write(step, {})
+    assert sorted(path.name for path in (tmp_path / "transcripts").glob("*.html")) == [
+        "step-000001.html",
+        "step-000003.html",
+        "step-000006.html",
+    ]
+
+
+def test_tokens_that_are_not_scored_have_no_ratio() -> None:
+    given = rows()[:1]
+    _, evidence, correction = judged(given)
+    evidence.ratios.mask[0, 5] = False
+    told = transcript(given[0], 0, evidence, correction)
+    assert told.log_ratio[6] is None
+    assert told.keep[6] is None
+    assert told.kinds[6] == "sampled"
+    assert told.log_ratio[5] == pytest.approx(float(evidence.ratios.engine[0, 4]))

@@ -1,0 +1,137 @@
+"""The pages in a real headless Chromium: no errors, nothing fetched, readable on a phone, exact values at the pointer.
+
+Needs a browser on the machine (Debian: `apt-get install chromium-headless-shell`); skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from moe_trm.report.commands import write
+from tests.unit.observe.made_transcripts import made_transcripts
+from tests.unit.report.made_run import make_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium-headless-shell")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=path)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    one = make_run(folder / "one", steps=30)
+    other = make_run(folder / ("a-name-" * 12), done=2, replay={"mode": "R2"})
+    return {
+        "run": write([one]),
+        "two": write([one, other]),
+        "transcripts": made_transcripts(folder).with_suffix(".html"),
+    }
+
+
+class Visit:
+    """An opened page and everything it complained about or asked for."""
+
+    def __init__(self, browser: Browser, path: Path, viewport: dict[str, int], scheme: str = "light") -> None:
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        context = browser.new_context(viewport=viewport, color_scheme=scheme, offline=True, has_touch=True)
+        self.page: Page = context.new_page()
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+
+def tip_lines(page: Page) -> list[str]:
+    return [line for line in page.locator("#tip").inner_text().split("\n") if line]
+
+
+@pytest.mark.parametrize("name", ["run", "two", "transcripts"])
+@pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_open_offline_without_errors_and_without_sideways_scrolling(
+    browser: Browser, pages: dict[str, Path], name: str, viewport: dict[str, int], scheme: str
+) -> None:
+    visit = Visit(browser, pages[name], viewport, scheme)
+    for details in visit.page.locator("details").all():
+        details.evaluate("element => { element.open = true; }")
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    paper = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, paper.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+    assert (brightness < 60) == (scheme == "dark")
+    assert visit.requests == [pages[name].as_uri()]
+    assert visit.complaints == []
+    visit.page.context.close()
+
+
+def test_letters_are_large_enough_on_a_phone(browser: Browser, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["run"], PHONE)
+    height = visit.page.evaluate("document.querySelector('svg.chart text').getBoundingClientRect().height")
+    assert height >= 9
+    visit.page.context.close()
+
+
+def test_the_pointer_and_the_arrow_keys_tell_exact_values(browser: Browser, pages: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in (pages["run"].parent / "metrics.jsonl").read_text().splitlines()]
+    visit = Visit(browser, pages["run"], DESK)
+    chart = visit.page.locator("svg.chart[aria-label='Reward and evaluation']")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    said = tip_lines(visit.page)
+    step = int(said[0].removeprefix("step "))
+    assert 10 < step < 20
+    assert f"reward/mean = {rows[step]['reward/mean']!r}" in said
+    chart.focus()
+    visit.page.keyboard.press("ArrowRight")
+    assert f"reward/mean = {rows[step + 1]['reward/mean']!r}" in tip_lines(visit.page)
+    visit.page.keyboard.press("Escape")
+    assert not visit.page.locator("#tip").is_visible()
+    heat = visit.page.locator("svg.chart[aria-label='Flips by layer: live router']")
+    heat.scroll_into_view_if_needed()
+    box = heat.bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 12 * box["width"] / 360)
+    said = tip_lines(visit.page)
+    layer = rows[int(said[0].removeprefix("step "))]["routing/local_flip_rate/layer_0"]
+    name, _, value = said[1].partition(" = ")
+    assert (name, float(value)) == ("routing/local_flip_rate/layer_0", layer)
+    assert visit.complaints == []
+    visit.page.context.close()
+
+
+def test_a_token_tells_its_figures(browser: Browser, pages: dict[str, Path]) -> None:
+    visit = Visit(browser, pages["transcripts"], PHONE)
+    data = json.loads(visit.page.locator("#data").inner_text())["rollouts"][0]
+    place = next(place for place, keep in enumerate(data["keep"]) if keep is False)
+    visit.page.locator(".tokens[data-rollout='0'] span").nth(place).tap()
+    said = tip_lines(visit.page)
+    assert f"id {data['ids'][place]}, turn 0, sampled" in said[0]
+    assert said[2].startswith("engine log-ratio ")
+    assert float(said[2].rpartition(" ")[2]) == data["log_ratio"][place]
+    assert said[3] == "weight 0, rejected"
+    visit.page.locator("h1").tap()
+    assert not visit.page.locator("#tip").is_visible()
+    assert visit.complaints == []
+    visit.page.context.close()
