@@ -157,4 +157,14 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     )
     assert "--enable-return-routed-experts" in cuda
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup"} & set(cuda)
+    assert "--enable-memory-saver" not in cuda
     assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
+
+
+@pytest.mark.parametrize(("device", "frees"), [("cuda", True), ("cpu", False)])
+def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str, frees: bool) -> None:
+    server = {"device": device, "port": 7}
+    shared = Config.model_validate(
+        {"model": {"checkpoint": str(tmp_path)}, "rollout": {"colocate": True, "server": server}}
+    )
+    assert ("--enable-memory-saver" in launch_command(shared, tmp_path, 7, "k.yaml")) is frees
