@@ -10,8 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from moe_trm.config import load
 from moe_trm.config.schema import ParallelConfig
@@ -30,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`. SIGTERM ends the job like Ctrl-C does: learner first, then the server."""
+    """`moe-trm train`. SIGTERM does what Ctrl-C does."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     return run_job(args.config, args.overrides, args.nproc_per_node)
 
@@ -64,17 +67,45 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
 
 
 def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
-    """The learner ranks on this host; the API key travels in the environment, never on a command line."""
-    environment = {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
-    command = [sys.executable, "-m", "launch.ranks", str(ranks), config_path, *overrides]
-    learner = subprocess.Popen(command, env=environment)
-    try:
+    """The learner ranks on this host; the API key travels in the environment, never on a command line.
+
+    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end, at the second they end at once.
+    """
+    # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
+    learner = subprocess.Popen(
+        learner_command(config_path, overrides, ranks), env=learner_environment(api_key), start_new_session=True
+    )
+    with passing_signals_to(learner):
         return learner.wait()
+
+
+def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> list[str]:
+    """The command line of `ranks` learner ranks on this host."""
+    return [sys.executable, "-m", "launch.ranks", str(ranks), config_path, *overrides]
+
+
+def learner_environment(api_key: str | None) -> dict[str, str]:
+    """Their environment, with the rollout server's key."""
+    return {**os.environ, **SINGLE_THREAD, **({API_KEY_VARIABLE: api_key} if api_key else {})}
+
+
+@contextmanager
+def passing_signals_to(learner: subprocess.Popen[bytes]) -> Iterator[None]:
+    """SIGINT and SIGTERM of this process are for `learner`, inside the `with`."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        print("asked to stop: the step in progress is finished and saved; once more ends it at once", flush=True)
+        learner.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
-        if learner.poll() is None:
-            # torchrun passes SIGTERM on to its ranks; killing it would leave them behind.
-            learner.terminate()
-            learner.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
