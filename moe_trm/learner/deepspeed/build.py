@@ -10,15 +10,18 @@ import torch.distributed as dist
 
 from moe_trm.config.schema import Config
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
-from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw
+from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
 from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.schedule import learning_rate
 from routing.hf import HFReplayer
 
 
@@ -26,15 +29,18 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     """Build this rank's learner. Collective; call it once per process, under torchrun.
 
     Raises:
-        ConfigError: replay of a dense model.
+        ConfigError: replay of a dense model, or parameter groups that cannot be.
         CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
     """
     folder = config.model.checkpoint
     hf = read_hf_config(folder)
     check_model(config, hf)
     check_vocabulary(folder, int(hf["vocab_size"]))
+    checkpoint = HfCheckpoint(folder)
+    check_groups(config.optimizer, checkpoint.names)
     device = _start_process_group()
-    policy = load_policy(folder, config.learner.dtype, recompute=config.learner.recompute == "full").to(device)
+    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full").to(device)
+    freeze(policy.causal, config.learner)
     partitioned = config.learner.deepspeed.zero_stage == 3
     engine = _initialize(policy, config)
     replayer = None
@@ -42,7 +48,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         replayer = HFReplayer(
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
-    optimizer = GuardedOptimizer(engine, config.optimizer)
+    optimizer = GuardedOptimizer(engine, learning_rate(config))
     return DeepSpeedLearner(
         engine,
         optimizer,
@@ -78,7 +84,7 @@ def _initialize(policy: HfPolicy, config: Config) -> object:
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     engine, *_ = load_deepspeed().initialize(
         model=policy,
-        optimizer=adamw(policy, config.optimizer),
+        optimizer=adamw(policy.causal, config.optimizer),
         config=zero_config(config),
         dist_init_required=False,
     )

@@ -1,54 +1,64 @@
-"""DeepSpeed's optimizer step, guarded: warm-up, and no step on gradients that are not finite."""
+"""DeepSpeed's optimizer step, guarded: parameter groups, a schedule, and no step on gradients that are not finite."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_trm.config.schema import OptimizerConfig
+from moe_trm.config.schema import LearnerConfig, OptimizerConfig
+from moe_trm.learner.deepspeed.weights import checkpoint_form
+from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
+from moe_trm.schedule import LearningRate
 
 
-def adamw(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model`, with weight decay on matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def freeze(causal: Any, learner: LearnerConfig) -> None:
+    """Exclude what is not to be trained from gradients and optimizer. Call it before DeepSpeed takes the model."""
+    for name, parameter in causal.named_parameters():
+        if all(is_frozen(hf_name, learner) for hf_name in checkpoint_form(causal, name, parameter)):
+            parameter.requires_grad_(False)
+
+
+def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of a model of transformers, in one group for each combination of settings that occurs."""
+    members: dict[GroupSettings, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in causal.named_parameters():
+        if parameter.requires_grad:
+            names = tuple(checkpoint_form(causal, name, parameter))
+            members[settings_of(names, is_matrix=parameter.dim() > 1, optimizer=settings)].append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": decay}
-        for matrices, decay in (
-            ([parameter for parameter in trained if parameter.dim() > 1], settings.weight_decay),
-            ([parameter for parameter in trained if parameter.dim() <= 1], 0.0),
-        )
-        if matrices
+        {"params": parameters, "weight_decay": group.weight_decay, "lr_multiplier": group.lr_multiplier}
+        for group, parameters in sorted(members.items(), key=lambda item: item[0])
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 class GuardedOptimizer:
-    """Step `t` (from 0) uses `lr * min(1, (t + 1) / warmup_steps)`; a step refused for non-finite gradients does not advance `t`.
+    """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
 
     Args:
         engine: DeepSpeed's engine, which clips by the global norm and refuses non-finite gradients on all ranks alike.
-        settings: of the run.
+        rate: the learning rate of each step.
     """
 
-    def __init__(self, engine: Any, settings: OptimizerConfig) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: Any, rate: LearningRate) -> None:
+        self._engine, self._rate = engine, rate
         self.steps = 0
         """Steps that were applied."""
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        warmup = self._settings.warmup_steps
-        return self._settings.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._settings.lr
+        return self._rate.at(self.steps)
 
     def step(self) -> UpdateResult:
         """Apply the accumulated gradients, unless their norm is not finite, and forget them."""
         lr = self.lr
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_multiplier"]
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         self.steps += int(applied)

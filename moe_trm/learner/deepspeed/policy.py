@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,13 +39,12 @@ class HfPolicy(nn.Module):
         return self.head(hidden_BRH, scoring)  # type: ignore[no-any-return]
 
 
-def load_policy(folder: str | Path, dtype: str, *, recompute: bool) -> HfPolicy:
-    """The checkpoint in `folder` on the CPU, every tensor of it used.
+def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool) -> HfPolicy:
+    """The model of `checkpoint` on the CPU, every tensor of it used.
 
     Raises:
-        CheckpointError: missing or damaged files, tensors that are lacking, left over or of another shape, an output layer with a bias.
+        CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
     """
-    checkpoint = HfCheckpoint(folder)
     if find_spec("moe_trm_sglang_cpu") is not None:
         from moe_trm_sglang_cpu.torchvision_ops import install
 
@@ -66,7 +64,7 @@ def load_policy(folder: str | Path, dtype: str, *, recompute: bool) -> HfPolicy:
         if loaded[problem]:
             raise CheckpointError(
                 f"the checkpoint does not fit its config.json: {problem.replace('_keys', ' tensors')}",
-                where=str(folder),
+                where=str(checkpoint.folder),
                 got=", ".join(sorted(map(str, loaded[problem]))[:5]),
                 expected="exactly the tensors of the model that config.json describes",
                 fix="Copy or download the checkpoint again, completely.",
@@ -74,7 +72,7 @@ def load_policy(folder: str | Path, dtype: str, *, recompute: bool) -> HfPolicy:
     if getattr(causal.get_output_embeddings(), "bias", None) is not None:
         raise CheckpointError(
             "output layer with a bias",
-            where=str(folder),
+            where=str(checkpoint.folder),
             got=type(causal).__name__,
             expected="logits that are hidden states times output weight",
             fix="Use another model: log-probs would be wrong.",

@@ -20,14 +20,20 @@ def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tens
     Whole weights are divided evenly over the ranks. Partitioned ones are all owned by the first rank: they are gathered one after the other, and ranks
     that each wait for a receiver of their own would wait for each other.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     zero, rank, size = load_deepspeed().zero, dist.get_rank(), dist.get_world_size()
     for index, (name, tensor) in enumerate(_distinct(causal)):
         owner = 0 if partitioned else index % size
         with zero.GatheredParameters([tensor], enabled=partitioned and isinstance(tensor, nn.Parameter)):
             if owner == rank:
-                yield from revert_weight_conversion(causal, {name: tensor.detach()}).items()
+                yield from checkpoint_form(causal, name, tensor).items()
+
+
+def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of the checkpoint that the model's whole `tensor` called `name` holds: transformers fuses the experts of a layer."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
+    return found
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
