@@ -184,6 +184,21 @@ def test_kl_to_the_reference() -> None:
     assert (draft.values["kl.coef"], draft.values["kl.estimator"]) == (0.02, "k3_is")
 
 
+def test_evaluation_and_dynamic_sampling() -> None:
+    flags = {
+        "rollout-batch-size": ["32"],
+        "over-sampling-batch-size": ["64"],
+        "dynamic-sampling-filter-path": ["slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"],
+        "eval-prompt-data": ["aime", "aime.jsonl", "math", "math.jsonl"],
+        "n-samples-per-eval-prompt": ["16"],
+        "partial-rollout": [],
+    }
+    values = slime.translate(flags, Draft()).values
+    assert values["task.eval_sets"] == {"aime": "aime.jsonl", "math": "math.jsonl"}
+    assert (values["eval.samples"], values["batch.zero_variance"], values["batch.refill_limit"]) == (16, "drop", 2.0)
+    assert (values["pipeline.mode"], values["pipeline.partial"]) == ("async", "interrupt")
+
+
 def test_words_of_other_programs_are_not_settings(tmp_path: Path) -> None:
     draft = _slime(tmp_path)
     assert "--head" not in draft.missing
@@ -200,6 +215,10 @@ def test_every_setting_that_can_be_written_exists(framework: str, tmp_path: Path
     draft = {"verl": _verl, "slime": _slime}[framework](tmp_path)
     targets = set(draft.values)
     targets |= {key for key, _ in slime._NUMBERS.values()} | set(slime._TEXTS.values())
+    for put in verl._DIRECT.values():
+        draft = Draft()
+        put(draft, 1, "any")
+        targets |= set(draft.values)
     assert [key for key in sorted(targets) if lookup(key) is None] == []
 
 
@@ -208,7 +227,7 @@ def test_the_command_prints_the_file_and_tells_what_is_missing(
 ) -> None:
     script = tmp_path / "run.sh"
     script.write_text(_SLIME_SCRIPT)
-    assert main(["config", "from-slime", str(script), "--colocate", "--mystery", "1"]) == 0
+    assert main(["config", "from-slime", str(script), "--mystery", "1"]) == 0
     printed = capsys.readouterr()
     assert 'checkpoint: "models/qwen3-moe"  # --hf-checkpoint' in printed.out
     assert "no equivalent: --mystery" in printed.err

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.config.translate.draft import Draft
-from moe_trm.config.translate.verl import kl_estimator
+from moe_trm.config.translate.verl import SCHEDULES, kl_estimator
 from moe_trm.config.translate.words import script_words, unread
 
 DEFAULTS: Mapping[str, str] = {
@@ -41,6 +41,12 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "adam-eps": ("optimizer.eps", float),
     "clip-grad": ("optimizer.max_grad_norm", float),
     "lr-warmup-iters": ("optimizer.warmup_steps", int),
+    "min-lr": ("optimizer.min_lr", float),
+    "lr-decay-iters": ("optimizer.decay_steps", int),
+    "n-samples-per-eval-prompt": ("eval.samples", int),
+    "eval-temperature": ("eval.temperature", float),
+    "eval-top-p": ("eval.top_p", float),
+    "eval-max-response-len": ("eval.max_new_tokens", int),
     "entropy-coef": ("loss.entropy_coef", float),
     "eps-clip": ("loss.clip_low", float),
     "eps-clip-high": ("loss.clip_high", float),
@@ -49,6 +55,8 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 _TEXTS: Mapping[str, str] = {
     "hf-checkpoint": "model.checkpoint",
     "prompt-data": "task.prompts",
+    "input-key": "task.prompt_field",
+    "label-key": "task.answer_field",
     "custom-rm-path": "task.reward",
     "recompute-granularity": "learner.recompute",
     "custom-generate-function-path": "rollout.function",
@@ -64,26 +72,20 @@ _ADVANTAGES: Mapping[str, tuple[str, str]] = {
 
 _MATH_REWARDS = ("math", "deepscaler", "dapo")
 
-_DEFAULT_HERE = {
-    "balance-data": "rows are always balanced over ranks",
-    "sequence-parallel": "tensor parallelism comes with it",
-    "rollout-shuffle": "prompts are always shuffled by the seed",
-    "apply-chat-template": "",
-    "accumulate-allreduce-grads-in-fp32": "always so",
-    "attention-softmax-in-fp32": "always so",
-    "use-tis": "",
-    "use-opsm": "",
-    "use-routing-replay": "",
-    "use-rollout-routing-replay": "",
-    "use-dynamic-batch-size": "",
-}
-"""Flags without a value that need no translation of their own."""
+_DEFAULT_HERE = (
+    "balance-data",
+    "sequence-parallel",
+    "rollout-shuffle",
+    "accumulate-allreduce-grads-in-fp32",
+    "attention-softmax-in-fp32",
+    "optimizer",
+)
+"""What is always so here and needs no setting."""
 
 _MACHINERY = (
     "actor-num",
     "rollout-num-gpus",
     "num-gpus",
-    "colocate",
     "offload",
     "train-env",
     "overlap-",
@@ -133,6 +135,9 @@ def translate(flags: Mapping[str, Sequence[str]], draft: Draft) -> Draft:
     _loss(draft, take)
     _batches(draft, take)
     _task(draft, take)
+    used.add("eval-prompt-data")
+    _evaluation(draft, flags.get("eval-prompt-data", ()))
+    _sampling(draft, take)
     _replay_and_correction(draft, take)
     _betas(draft, take)
     _kl(draft, take)
@@ -199,6 +204,39 @@ def _task(draft: Draft, take: Callable[[str], str | None]) -> None:
     if "rollout.function" in draft.values:
         draft.put("rollout.function", _function(draft.values["rollout.function"]), "--custom-generate-function-path")
         draft.remark("the rollout function's arguments differ: see docs/tasks.md")
+
+
+def _evaluation(draft: Draft, sets: Sequence[str]) -> None:
+    """`--eval-prompt-data NAME PATH [NAME PATH ...]`: one set is the held-out prompts, several keep their names."""
+    named = dict(zip(sets[::2], sets[1::2], strict=False))
+    if len(named) == 1:
+        draft.put("task.eval_prompts", sets[1], "--eval-prompt-data")
+    elif named:
+        draft.put("task.eval_sets", named, "--eval-prompt-data")
+
+
+def _sampling(draft: Draft, take: Callable[[str], str | None]) -> None:
+    """Dynamic sampling, over-sampling, partial rollouts, shared GPUs."""
+    filtered, more = take("dynamic-sampling-filter-path"), take("over-sampling-batch-size")
+    if filtered and "nonzero_std" in filtered:
+        draft.put("batch.zero_variance", "drop", "--dynamic-sampling-filter-path")
+    elif filtered:
+        draft.miss(
+            "--dynamic-sampling-filter-path", f"{filtered}: only groups without variance can be filtered by config"
+        )
+    prompts = draft.values.get("rollout.prompts_per_step")
+    if more and more.isdigit() and prompts:
+        draft.put("batch.refill_limit", max(1.0, int(more) / prompts), "--over-sampling-batch-size")
+    if take("colocate") is not None:
+        draft.put("rollout.colocate", True, "--colocate")
+    if take("partial-rollout") is not None:
+        draft.put("pipeline.mode", "async", "--partial-rollout")
+        draft.put("pipeline.partial", "interrupt", "--partial-rollout")
+    style = take("lr-decay-style")
+    if style in SCHEDULES:
+        draft.put("optimizer.schedule", SCHEDULES[style], "--lr-decay-style")
+    elif style:
+        draft.miss("--lr-decay-style", f"{style}: not a schedule of ours")
 
 
 def _function(path: str) -> str:
@@ -281,7 +319,7 @@ def _flags(words: Sequence[str], draft: Draft) -> dict[str, list[str]]:
             foreign, current = True, None
         elif word.endswith(("=", "train.py", "train_async.py")):
             foreign, current = False, None
-        elif foreign:
+        elif foreign or word.endswith("[@]}"):  # an array, whose words were read where it was written
             continue
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")

@@ -28,6 +28,10 @@ DEFAULTS: Mapping[str, Any] = {
 """What verl uses where nothing is said and where we would use something else."""
 
 
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+"""Megatron's names of learning-rate schedules, which slime uses too."""
+
+
 def _once(key: str) -> Callable[[Draft, Any, str], None]:
     return lambda draft, value, origin: draft.put(key, value, origin)
 
@@ -103,6 +107,14 @@ _DIRECT: Mapping[str, Callable[[Draft, Any, str], None]] = {
     f"{_MEGATRON}.use_distributed_optimizer": _once("learner.distributed_optimizer"),
     f"{_MEGATRON}.override_transformer_config.recompute_granularity": _once("learner.recompute"),
     "algorithm.norm_adv_by_std_in_grpo": _once("advantage.normalize_std"),
+    f"{_OPTIM}.lr_decay_style": _choice("optimizer.schedule", SCHEDULES, "not a schedule of ours"),
+    f"{_OPTIM}.min_lr": _once("optimizer.min_lr"),
+    f"{_OPTIM}.lr_decay_steps": _once("optimizer.decay_steps"),
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": _once("learner.freeze_router"),
+    "data.prompt_key": _once("task.prompt_field"),
+    "algorithm.filter_groups.enable": lambda draft, value, origin: draft.put(
+        "batch.zero_variance", "drop" if value else "keep", origin
+    ),
     f"{_ACTOR}.entropy_coeff": _once("loss.entropy_coef"),
     "trainer.total_training_steps": _once("train.steps"),
     "trainer.experiment_name": _once("name"),
@@ -174,6 +186,7 @@ def translate(settings: Mapping[str, Any], draft: Draft) -> Draft:
     _correction(draft, take)
     _kl(draft, take)
     _keeping(draft, take)
+    _evaluation(draft, take)
     _reward(draft, take)
     if "rollout.group_size" in draft.values and "task.prompts" in draft.values:
         draft.put("task.name", "jsonl", "data.train_files")
@@ -331,6 +344,16 @@ def _keeping(draft: Draft, take: Callable[[str], Any]) -> None:
     for name in loggers:
         if name not in (*TRACKERS, "console"):
             draft.miss("trainer.logger", f"{name}: trackers here are {', '.join(TRACKERS)}")
+
+
+def _evaluation(draft: Draft, take: Callable[[str], Any]) -> None:
+    """verl samples `n` answers to each held-out prompt; one answer at temperature 0 is our greedy evaluation."""
+    key = f"{_ROLLOUT}.val_kwargs"
+    samples, temperature, top_p = (take(f"{key}.{name}") for name in ("n", "temperature", "top_p"))
+    if samples and (samples > 1 or take(f"{key}.do_sample")):
+        draft.put("eval.samples", samples, f"{key}.n")
+        draft.put("eval.temperature", temperature or None, f"{key}.temperature")
+        draft.put("eval.top_p", top_p, f"{key}.top_p")
 
 
 def _reward(draft: Draft, take: Callable[[str], Any]) -> None:
