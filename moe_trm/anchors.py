@@ -93,7 +93,7 @@ class Anchors:
         found = [scores.logprobs for part in proximal for scores in part]
         for old in [number for number in batch.versions if number != version]:
             sources = [behavior_source(self._mode, item) for item in flat]
-            passed = learner.score(flat, sources, weights=_name(old))
+            passed = learner.score(flat, sources, weights=snapshot_name(old))
             found = [
                 torch.where(item.versions.to(own.device) == old, scores.logprobs, own)
                 for item, scores, own in zip(flat, passed, found, strict=True)
@@ -108,7 +108,7 @@ class Anchors:
         """Snapshots of the versions that may still come back as behaviour."""
         if self._recovery != "snapshot":
             return
-        num_bytes = learner.snapshot(_name(version))
+        num_bytes = learner.snapshot(snapshot_name(version))
         self._kept.append(version)
         needed = num_bytes * (self._pipeline.staleness_limit + 1) / GIB
         if needed > self._pipeline.snapshot_gib:
@@ -120,8 +120,9 @@ class Anchors:
                 fix="raise it, lower pipeline.max_staleness, or set pipeline.behavior to merged, interpolate or bypass",
             )
         while self._kept[0] < version - self._pipeline.staleness_limit:
-            learner.forget(_name(self._kept.pop(0)))
+            learner.forget(snapshot_name(self._kept.pop(0)))
 
 
-def _name(version: int) -> str:
+def snapshot_name(version: int) -> str:
+    """What the snapshot of the weights of `version` is called."""
     return f"behavior-{version}"

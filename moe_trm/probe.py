@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_trm.anchors import snapshot_name
 from moe_trm.config.schema import ProbeConfig
+from moe_trm.flip_causes import flip_causes
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
 from moe_trm.route_metrics import route_metrics
@@ -68,11 +70,23 @@ class Probe:
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
-        return summary | route_metrics(learner, batches, native)
+        older = {
+            version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
+            for version in _older(learner, anchored)
+        }
+        return summary | route_metrics(learner, batches, native) | flip_causes(learner, batches, native, older)
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(vars(tokens), self._folder / f"step-{step:06d}-rank{rank}.safetensors")
+
+
+def _older(learner: Learner, anchored: Sequence[Anchored]) -> list[int]:
+    """Older versions that sampled tokens of this step, on any rank, and whose weights are held. Collective."""
+    if anchored[0].recovery != "snapshot":
+        return []
+    versions = torch.cat([batch.versions[batch.mask] for part in anchored for batch in part.batches])
+    return sorted(set(learner.gather(torch.unique(versions).long()).tolist()) - {anchored[0].version})
 
 
 def _compare(

@@ -140,6 +140,12 @@ def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], le
     return flipped_BRL
 
 
+def sets_differ(a: Tensor, b: Tensor) -> Tensor:
+    """`[...]` bool, whether two expert sets `[..., K]` are not the same; False where either was not recorded (-1)."""
+    same = (a[..., :, None] == b[..., None, :]).any(-1).all(-1)
+    return ~same & (a >= 0).all(-1) & (b >= 0).all(-1)
+
+
 def strata(flipped_TL: np.ndarray | Tensor, values_T: np.ndarray | Tensor, edges: Sequence[float]) -> np.ndarray:
     """`[len(edges) + 1]` flip rate of rows by a value of theirs: position, router margin, age.
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from launch.job import free_port, run_job
+from moe_trm.cli import main as moe_trm
 from moe_trm.rollout.bundle import BundleReader, BundleWriter
+from moe_trm.rollout.scores import ScoresReader
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
+from tests.unit.report.page_reader import PageReader
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,48 @@ def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Pa
         assert {k: v for k, v in one.items() if not k.startswith("eval/")} == {
             k: v for k, v in two.items() if not k.startswith("eval/")
         }
+
+
+def test_report_and_transcripts_say_what_was_measured(live: Path, folder: Path) -> None:
+    """Every number of the pages is that of `metrics.jsonl`, of the recorded rollouts, or of the scores that the update saw."""
+    rows = metrics_of(live)
+    (told,) = PageReader((live / "report.html").read_text()).data["runs"]
+    assert told["metrics"].keys() >= {"reward/mean", "total/k3_kl", "routing/flip_rate/layer_0", "time/update_s"}
+    for name, series in told["metrics"].items():
+        assert series["steps"] == [row["step"] for row in rows if name in row]
+        assert series["values"] == [row[name] for row in rows if name in row]
+    transcripts = PageReader((live / "transcripts" / "step-000001.html").read_text()).data["rollouts"]
+    recorded = {record.sample_id: record for record in BundleReader(str(folder / "bundle")).read(1)}
+    behaviour = {
+        sample: batch.behavior_logprobs[place] - batch.rollout_logprobs[place]
+        for update in ScoresReader(folder / "bundle").read(1)
+        for batch in update.batches
+        for place, sample in enumerate(batch.sample_ids.tolist())
+    }
+    assert len(transcripts) == 4
+    for each in transcripts:
+        record = recorded[each["sample_id"]]
+        own = np.flatnonzero(record.sampled)
+        assert each["ids"] == record.tokens.tolist()
+        assert "".join(each["texts"]).startswith("<bos>")
+        assert [each["rollout_logprobs"][place] for place in own] == record.rollout_logprobs.tolist()
+        assert [each["log_ratio"][place] for place in own] == behaviour[record.sample_id][own - 1].tolist()
+
+
+def test_a_run_ended_by_ctrl_c_leaves_metrics_and_report(live: Path, folder: Path, config: Path) -> None:
+    run = folder / "runs" / "interrupted"
+    command = [sys.executable, "-m", "moe_trm", "train", str(config), "name=interrupted", "rollout.engine=bundle"]
+    job = subprocess.Popen([*command, f"rollout.bundle={folder / 'bundle'}"], start_new_session=True)
+    metrics = run / "metrics.jsonl"
+    while job.poll() is None and not (metrics.is_file() and b'"step":1' in metrics.read_bytes()):
+        time.sleep(0.02)
+    # As a terminal does: to every process of the job at once.
+    os.killpg(job.pid, signal.SIGINT)
+    job.wait(timeout=60)
+    rows = metrics_of(run)
+    assert rows[-1]["step"] >= 1
+    (told,) = PageReader((run / "report.html").read_text()).data["runs"]
+    assert told["metrics"]["reward/mean"]["steps"] == [row["step"] for row in rows if "reward/mean" in row]
 
 
 @pytest.mark.parametrize(("mode", "replayed_passes"), [("none", 1), ("R2", 2), ("auto", 2)])
@@ -167,3 +216,46 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
     assert (exported / "config.json").is_file()
     assert (exported / "tokenizer.json").is_file()
     assert "a key for both" not in (run / "config.json").read_text() + (run / "rollout.log").read_text()
+
+
+def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What `moe-trm whatif` writes of a bundle, candidate by candidate."""
+    out = bundle / "whatif.json"
+    assert moe_trm(["whatif", str(bundle), "--json", str(out), *arguments]) == 0
+    candidates: list[dict[str, Any]] = json.loads(out.read_text())["candidates"]
+    return candidates
+
+
+def assert_same_metrics(offline: dict[str, float], logged: dict[str, float]) -> None:
+    """Everything the objective computes comes out again; sums of different order leave correlations a last digit."""
+    assert "correction/kept_fraction" in offline
+    for name, value in offline.items():
+        if "pearson" in name:
+            assert value == pytest.approx(logged[name], rel=1e-9)
+        else:
+            assert value == logged[name], name
+
+
+def test_whatif_says_what_training_logged_and_what_another_rule_would_have(
+    live: Path, folder: Path, config: Path
+) -> None:
+    tight = "{name: icepop, thresholds: {low: 0.999, high: 1.001}}"
+    own, other = judged(folder / "bundle", "--rules", f"[{tight}]")
+    rows = metrics_of(live)
+    for step in range(1, STEPS + 1):
+        assert_same_metrics(own["steps"][str(step)], rows[step])
+    assert own["verdict"] == rows[-1]["verdict"]
+    assert sum(own["histogram"].values()) == pytest.approx(1.0)
+
+    rules = f"[{tight}, {{name: m2po}}, {{name: trm_max, target_reject_rate: 0.2}}]"
+    settings = [f"correction.rules={rules}", "correction.calibration_steps=1", "correction.batch_normalize=token"]
+    second = folder / "second-bundle"
+    assert from_bundle(config, "second", folder / "bundle", *settings, f"record.bundle={second}") == 0
+    trained = metrics_of(folder / "runs" / "second")
+    name = "correction/icepop/kept_fraction"
+    assert 0 < other["steps"]["1"][name] < 1
+    assert other["steps"]["1"][name] == trained[1][name]
+    again = judged(second, "--loss", "gspo", "oapl")[0]
+    for step in range(1, STEPS + 1):
+        assert_same_metrics(again["steps"][str(step)], trained[step])
+    assert "correction/trm_max/threshold_max_kl" in again["steps"]["1"]

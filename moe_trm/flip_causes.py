@@ -1,0 +1,99 @@
+"""Flips by cause: what the learner's routers would have chosen at the weights that sampled, what they choose now, and what the rollout chose.
+
+engine: rollout against learner, both at the weights that sampled; staleness: the learner at those weights against the learner now.
+(The third cause, local, is counted on every replayed forward: `routing/local_flip_rate`.)
+
+Shape letters: B rows, R forwarded tokens, L MoE layers of this rank, K experts per token, P classes of position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.types import TokenBatch
+from routing.flips import flipped_tokens, sets_differ
+from routing.replay import Recorded
+
+POSITIONS = (64, 256, 1024, 4096, 16384)
+"""Upper ends of the classes of position; fixed, so that steps may be compared."""
+
+
+def flip_causes(
+    learner: Learner, batches: Sequence[TokenBatch], native: Sequence[Scores], older: Mapping[int, Sequence[Scores]]
+) -> dict[str, float]:
+    """Collective: all ranks call it with their own batches of one step and the same versions.
+
+    Args:
+        learner: reduces over the ranks.
+        batches: with the rollout's routes and the version that sampled each token.
+        native: what scoring the batches with `Record()` gave under the learner's weights.
+        older: the same under each older version that sampled and is still held.
+
+    Returns:
+        `routing/flips/engine`, `routing/flips/engine/layer_<id>` and `routing/flips/engine/position_<low>_<high>`: shares of scored
+        token-layers; with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older version sampled.
+    """
+    own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
+    places = [layer_ids.index(layer) for layer in own]
+    engine_L, stale_L = torch.zeros(len(layer_ids)).double(), torch.zeros(len(layer_ids)).double()
+    engine_P, tokens_P = torch.zeros(len(POSITIONS) + 1).double(), torch.zeros(len(POSITIONS) + 1).double()
+    stale_tokens = 0
+    for index, (batch, scores) in enumerate(zip(batches, native, strict=True)):
+        now_BRLK = _chosen(scores, batch, own)
+        then_BRLK, stale_BR = now_BRLK, torch.zeros_like(batch.mask.cpu())
+        for version, passes in older.items():
+            sampled_BR = (batch.mask & (batch.versions == version)).cpu()
+            then_BRLK = torch.where(sampled_BR[..., None, None], _chosen(passes[index], batch, own), then_BRLK)
+            stale_BR |= sampled_BR
+        mask = batch.mask.cpu()
+        then = Recorded({layer: then_BRLK[:, :, place].flatten(0, 1) for place, layer in enumerate(own)})
+        engine_NL = flipped_tokens(then, batch.routes, mask.shape[1])[mask]
+        engine_L[places] += engine_NL.sum(0)
+        stale_L[places] += sets_differ(then_BRLK, now_BRLK)[stale_BR].sum(0)
+        stale_tokens += int(stale_BR.sum())
+        class_N = torch.bucketize(mask.nonzero()[:, 1] + 1, torch.tensor(POSITIONS))
+        engine_P.index_add_(0, class_N, engine_NL.sum(1).double())
+        tokens_P += torch.bincount(class_N, minlength=len(tokens_P))
+    engine_L, stale_L, engine_P = (
+        learner.over_stages(learner.over_slices(flips)) for flips in (engine_L, stale_L, engine_P)
+    )
+    total = learner.reduce(
+        {
+            **{f"engine/{place}": value for place, value in enumerate(engine_L)},
+            **{f"stale/{place}": value for place, value in enumerate(stale_L)},
+            **{f"position/{place}": value for place, value in enumerate(engine_P)},
+            **{f"tokens/{place}": value for place, value in enumerate(tokens_P)},
+            "stale_tokens": torch.tensor(float(stale_tokens)),
+        }
+    )
+    tokens = sum(total[f"tokens/{place}"] for place in range(len(tokens_P)))
+    found = _rates("engine", [total[f"engine/{place}"] for place in range(len(layer_ids))], tokens, layer_ids)
+    if older:
+        flips = [total[f"stale/{place}"] for place in range(len(layer_ids))]
+        found |= _rates("staleness", flips, total["stale_tokens"], layer_ids)
+    low = 1
+    for place, high in enumerate([*POSITIONS, None]):
+        if count := total[f"tokens/{place}"] * len(layer_ids):
+            found[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total[f"position/{place}"] / count
+        low = (high or 0) + 1
+    return found
+
+
+def _chosen(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
+    """`[B, R, L, K]` ids on the CPU, -1 where another rank has them."""
+    assert scores.recorded is not None
+    if not layers:
+        return torch.zeros(*batch.mask.shape, 0, 1, dtype=torch.int64)
+    return torch.stack([scores.recorded.by_row(layer, *batch.mask.shape).cpu() for layer in layers], 2)
+
+
+def _rates(cause: str, flips: Sequence[float], tokens: float, layer_ids: Sequence[int]) -> dict[str, float]:
+    """Over all layers and by layer; nothing where no token counts."""
+    if not tokens:
+        return {}
+    by_layer = {f"routing/flips/{cause}/layer_{layer}": n / tokens for layer, n in zip(layer_ids, flips, strict=True)}
+    return {f"routing/flips/{cause}": sum(flips) / (tokens * len(layer_ids)), **by_layer}
