@@ -14,7 +14,7 @@ import pytest
 
 from launch.job import run_job
 from moe_trm.rollout.bundle import BundleReader, BundleWriter
-from tests.integration.jobs import STEPS, metrics_of, write_config
+from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
 from tests.integration.objective_support.cases import WEIGHS_ONLY, all_cases, doctored
 
 ROOT = Path(__file__).parents[2]
@@ -136,3 +136,48 @@ def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle:
         assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
         assert one["optimizer/grad_norm"] == pytest.approx(two["optimizer/grad_norm"], rel=1e-2)
     assert min(row["correction/m2po/kept_fraction"] for row in rows[0]) < 1
+
+
+LAYOUTS = {
+    "PP2": ["learner.parallel.pipeline=2"],
+    "PP2+VPP2": ["learner.parallel.pipeline=2", "learner.parallel.virtual_pipeline=2"],
+    "CP2": ["learner.parallel.context=2", "learner.micro_batch_rows=2"],
+    "TP2+SP": ["learner.parallel.tensor=2", "learner.parallel.expert_tensor=2"],
+    "TP2xEP2": ["learner.parallel.tensor=2", "learner.parallel.expert=2"],
+    "EP2": ["learner.parallel.expert=2"],
+}
+
+
+def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str) -> list[dict[str, Any]]:
+    """Two recorded steps with a rule on the whole minibatch, one on rows and one on tokens, and a probe at each step."""
+    rules = "{name: m2po, thresholds: {budget: 0.001}}, {name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}"
+    overrides = [
+        *("rollout.engine=bundle", f"rollout.bundle={bundle}", "rollout.temperature=0.5", "optimizer.warmup_steps=0"),
+        *(f"correction.rules=[{rules}]", "loss.name=unclipped", "learner.parallel.expert=1", f"name={name}", *layout),
+    ]
+    assert run_job(str(config), overrides) == 0
+    return timeless(metrics_of(folder / "runs" / name))[1:]
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path, bundle: Path, folder: Path) -> list[dict[str, Any]]:
+    return run_layout(config, bundle, folder, "one-process")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "PP2" else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_a_run_on_any_layout_is_that_of_one_process(
+    name: str, one_process: list[dict[str, Any]], config: Path, bundle: Path, folder: Path
+) -> None:
+    rows = run_layout(config, bundle, folder, name, *LAYOUTS[name])
+    for got, expected in zip(rows, one_process, strict=True):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            if key.endswith(("kept_fraction", "kept_sequence_fraction", "replay/token_layers", "verdict")):
+                assert got[key] == value, key
+            # The mean over tokens whose ratio is above one counts those that are one but for rounding.
+            elif key != "correction/m2po/score":
+                # Log-ratios are differences of numbers of order one in float32.
+                assert got[key] == pytest.approx(value, rel=1e-5, abs=2e-6), key
+    assert min(row["correction/kept_fraction"] for row in rows) < 1

@@ -15,7 +15,7 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron import cpu_shim, layout
 from moe_trm.learner.megatron.export import owned_tensors
-from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
+from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
@@ -42,6 +42,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     _start_parallel_groups(config.learner.parallel, config.seed)
     cuda = device.type == "cuda"
     layers = choose_layers(cuda=cuda, transformer_engine=cuda and transformer_engine_imports())
+    check_context(layers, config.learner.parallel.context)
     model_config = transformer_config(hf, config.learner, layers)
     chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
     load_weights(chunks, checkpoint, hf)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from moe_trm.errors import ConfigError
+
 Layers = Literal["transformer_engine", "local", "cpu"]
 
 
@@ -15,6 +17,18 @@ def choose_layers(*, cuda: bool, transformer_engine: bool) -> Layers:
     if not cuda:
         return "cpu"
     return "transformer_engine" if transformer_engine else "local"
+
+
+def check_context(layers: Layers, context: int) -> None:
+    """Raise `ConfigError` when these layers cannot attend over the columns of other ranks."""
+    if layers == "local" and context > 1:
+        raise ConfigError(
+            "context parallelism on CUDA needs Transformer Engine",
+            where="learner.parallel.context",
+            got=f"{context}, and transformer_engine.pytorch does not import",
+            expected="Transformer Engine, or 1",
+            fix="Install transformer-engine for this CUDA version, or share sequences with learner.parallel.tensor.",
+        )
 
 
 def transformer_engine_imports() -> bool:

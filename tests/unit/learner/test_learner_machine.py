@@ -10,7 +10,7 @@ import torch
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron import cpu_shim
-from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
+from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,14 @@ from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_im
 )
 def test_layer_choice(cuda: bool, transformer_engine: bool, expected: str) -> None:
     assert choose_layers(cuda=cuda, transformer_engine=transformer_engine) == expected
+
+
+def test_context_parallelism_on_cuda_needs_transformer_engine() -> None:
+    check_context("cpu", 2)
+    check_context("transformer_engine", 2)
+    check_context("local", 1)
+    with pytest.raises(ConfigError, match="needs Transformer Engine"):
+        check_context("local", 2)
 
 
 def test_broken_transformer_engine_counts_as_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
