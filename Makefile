@@ -2,6 +2,7 @@
 
 VENV ?= .venv
 SEEDS ?= 0
+BACKEND ?= megatron
 PYTEST_ARGS ?=
 # The first Python on the path that this project supports; `make PYTHON=/path/to/python3.12 ...` chooses another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -37,11 +38,11 @@ $(STAMP): requirements/cpu.txt pyproject.toml $(SUPPORT)
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs)
-	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --seeds $(SEEDS)
+quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing (SEEDS="0 1 2" for more runs, BACKEND=deepspeed for the other learner)
+	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS)
 
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
-	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --seeds $(SEEDS) --controls
+	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
 
 test: lint types ## everything CI needs, from nothing: lint, types, tests that are not slow
 	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from moe_trm.config.schema import Config
+from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
@@ -14,11 +15,14 @@ from moe_trm.observe.trackers import check_trackers
 def check_launch(config: Config, *, world_size: int) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
-    Looks at the checkpoint's config.json and tokenizer, the parallel layout on this Megatron-Core, and the names and
-    thresholds of corrections and loss.
+    Looks at the checkpoint's config.json and tokenizer, whether the learner can train that model (Megatron-Core: in this layout), and the
+    names and thresholds of corrections and loss.
     """
     hf_config = read_hf_config(config.model.checkpoint)
-    check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+    if config.learner.backend == "deepspeed":
+        check_model(config, hf_config)
+    else:
+        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moe_trm.config import deepspeed_rules
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
 from moe_trm.schedule import learning_rate
@@ -27,12 +28,13 @@ def refusals(config: Config) -> list[Problem]:
         *_optimizer(config),
         *_bypass(config),
         *_parallel(config),
+        *deepspeed_rules.refusals(config),
     ]
 
 
 def warnings(config: Config) -> list[str]:
     """Settings that were written down but change nothing, and combinations that do not do what they seem to."""
-    return [*_idle_settings(config), *_surprises(config)]
+    return [*_idle_settings(config), *deepspeed_rules.idle_settings(config), *_surprises(config)]
 
 
 def _rollout(config: Config) -> Iterator[Problem]:

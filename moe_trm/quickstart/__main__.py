@@ -20,6 +20,9 @@ from moe_trm.quickstart.checkpoint import TinyShape
 from moe_trm.quickstart.figure import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 
+NUM_RANKS = 2
+BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
+"""What each learner needs beside the configuration."""
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
 
 
@@ -57,14 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="configs/quickstart.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="RL seeds to run (default: 0)")
     parser.add_argument("--controls", action="store_true", help="also run learning rate 0 and shuffled rewards")
+    parser.add_argument(
+        "--backend", choices=sorted(BACKENDS), default="megatron", help="the learner (default: megatron)"
+    )
     parser.add_argument("--run-dir", default="runs", help="where run directories go (default: runs)")
     parser.add_argument("overrides", nargs="*", help="further key=value overrides")
     args = parser.parse_args(argv)
     try:
         checkpoint = prepare_checkpoint(Path(args.run_dir) / "quickstart-start")
         outcomes = [
-            run_trial(trial, args.config, checkpoint, args.run_dir, args.overrides)
-            for trial in trials(args.seeds, args.controls)
+            run_trial(trial, args.config, checkpoint, args.run_dir, [*BACKENDS[args.backend], *args.overrides])
+            for trial in trials(args.seeds, args.controls, args.backend)
         ]
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -72,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report(outcomes, Path(args.run_dir))
 
 
-def trials(seeds: Sequence[int], controls: bool) -> list[Trial]:
+def trials(seeds: Sequence[int], controls: bool, backend: str = "megatron") -> list[Trial]:
     """The runs that must learn, one per seed, and the controls that must not."""
-    learning = [Trial(f"quickstart-seed{seed}", (f"seed={seed}",), GAIN_AT_LEAST, 2.0) for seed in seeds]
+    prefix = "quickstart" if backend == "megatron" else f"quickstart-{backend}"
+    learning = [Trial(f"{prefix}-seed{seed}", (f"seed={seed}",), GAIN_AT_LEAST, 2.0) for seed in seeds]
     if not controls:
         return learning
     return [
@@ -104,7 +111,7 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
     started = time.perf_counter()
     overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
     overrides += [*extra, *trial.overrides]
-    code = run_job(config, overrides)
+    code = run_job(config, overrides, NUM_RANKS)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=f"{run_dir}/{trial.name}")
     rows = read_metrics(Path(run_dir) / trial.name)
