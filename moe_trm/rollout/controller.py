@@ -14,11 +14,12 @@ import numpy as np
 
 from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import outcome_advantages
-from moe_trm.batch.plan import plan_step
+from moe_trm.batch.plan import plan_metrics, plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
 from moe_trm.rollout.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.evaluation import Evaluator
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.turn_metrics import turn_metrics
@@ -29,7 +30,6 @@ from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
-from moe_trm.tasks.rewards import score_answer
 from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
 
 
@@ -54,6 +54,7 @@ class RolloutController:
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
+        self._evaluator = Evaluator(config.eval, self._sampler, task.eval_sets(), params)
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
         self._store = GroupStore(
@@ -128,31 +129,15 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
         )
-        metrics = self._metrics(records) | age_metrics(records, self._version, queue_ages)
+        metrics = self._metrics(records) | plan_metrics(plan) | age_metrics(records, self._version, queue_ages)
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.lend_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Greedy accuracy and answer length on the held-out prompts, with the weights the engine has now.
-
-        Empty without held-out prompts, and on a recorded run, whose engine has no weights.
-        """
-        prompts = self._task.eval_prompts()
-        if not prompts or self._config.rollout.engine == "bundle":
-            return {}
-        greedy = replace(self._params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
-        answers = await self._engine.generate_greedy(prompts, greedy)
-        rewards = [
-            await score_answer(self._task, prompt, ids, finished=bool(ids))
-            for prompt, ids in zip(prompts, answers, strict=True)
-        ]
-        return {
-            "eval/accuracy": float(np.mean(rewards)),
-            "eval/length_mean": float(np.mean([len(ids) for ids in answers])),
-            "eval/prompts": float(len(prompts)),
-        }
+        """Metrics of the weights the engine has now on the held-out prompts. Empty without them, and on a recorded run, whose engine has no weights."""
+        return {} if self._config.rollout.engine == "bundle" else await self._evaluator.measure()
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs of the controller, as plain data. Samples in flight or waiting are given up and issued again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_trm.errors import RecordRejected
+from moe_trm.errors import BundleError, RecordRejected
 from moe_trm.functions.host import FunctionFailed, FunctionHost
 from moe_trm.rollout.conversation import naming
 from moe_trm.rollout.dialogue import Dialogue, Limits, TurnEngine
@@ -120,6 +120,10 @@ class RecordedSampler:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
         return record if record.reward is not None else rewarded(record, await score(self._task, prompt, record))
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        """A recording has no weights to evaluate."""
+        raise BundleError("a recorded run samples nothing", where=f"prompt {prompt.prompt_id}")
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
+from moe_trm.rollout.conversation import Conversation
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import Reward, score
@@ -19,6 +20,9 @@ class Sampler(Protocol):
 
         Raises `RecordRejected`, whose reason is counted; anything else stops the run.
         """
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        """A rewarded sample for an evaluation, made with other parameters and without routes and masks. Raises as `sample` does."""
 
     async def close(self) -> None:
         """Release helper processes."""
@@ -44,6 +48,13 @@ class SingleTurn:
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
+        return rewarded(record, await score(self._task, prompt, record))
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        """See `Sampler.answer`."""
+        conversation = Conversation(prompt)
+        conversation.add(await self._engine.turn(prompt.token_ids, params, bare=True))
+        record = conversation.record(sample_id=-1, group_id=-1, keep_changed=True)
         return rewarded(record, await score(self._task, prompt, record))
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from moe_trm.rollout.checks import ServerCheck
 from moe_trm.rollout.conversation import Conversation, naming
 from moe_trm.rollout.fleet import REISSUES, Fleet
 from moe_trm.rollout.http import EngineHttp
-from moe_trm.rollout.parse import SampledTurn, Wanted, decode_answer, parse_turn
+from moe_trm.rollout.parse import SampledTurn, Wanted, parse_turn
 from moe_trm.rollout.pieces import continued
 from moe_trm.rollout.remote import RemoteServer
 from moe_trm.rollout.served import ServedModel
@@ -124,10 +124,6 @@ class SglangEngine:
                 return so_far
         raise RecordRejected("aborted", "the engine aborted the request every time it was asked")
 
-    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
-        """Greedy continuations without the stop token; () for those that did not stop within `max_new_tokens`."""
-        return list(await asyncio.gather(*(self._greedy(prompt, params) for prompt in prompts)))
-
     async def load_weights(self, push: WeightPush) -> None:
         """Make every server load `push` from its folder and prove it; a lost one follows when it is back. Raises `SyncError`, `EngineError`."""
         expected = (
@@ -206,26 +202,3 @@ class SglangEngine:
             if self._wanted.violation == "union":
                 request["top_logprobs_num"] = 1
         return request
-
-    async def _greedy(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        request = {
-            "input_ids": list(prompt.token_ids),
-            "sampling_params": {
-                "temperature": 0.0,
-                "max_new_tokens": params.max_new_tokens,
-                "stop_token_ids": list(params.stop_token_ids),
-            },
-        }
-        async with self._slots:
-            body = await self._fleet.ask(request)
-        try:
-            answer = decode_answer(body)
-        except RecordRejected as rejection:
-            raise EngineError(
-                rejection.what, where=rejection.where, got=rejection.got, expected=rejection.expected
-            ) from rejection
-        reason = answer.meta_info.finish_reason
-        if reason is None or reason.type != "stop" or not answer.output_ids:
-            return ()
-        stopped = answer.output_ids[-1] in params.stop_token_ids
-        return tuple(answer.output_ids[:-1] if stopped else answer.output_ids)

@@ -28,13 +28,14 @@ class ArithmeticTask:
     ) -> None:
         self.tokens, self.reward_weights, self._scorer = tokens, reward_weights, scorer
         self._seed, self._max_digits = seed, max_digits
-        self._eval = tuple(self._prompt(problem) for problem in held_out_problems(max_digits, eval_size))
+        held_out = tuple(self._prompt(problem) for problem in held_out_problems(max_digits, eval_size))
+        self._eval = {"": held_out} if held_out else {}
 
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         rng = random.Random(f"arithmetic-{self._seed}-{step}")
         return [self._prompt(draw(rng, self._max_digits, held_out=False)) for _ in range(count)]
 
-    def eval_prompts(self) -> tuple[Prompt, ...]:
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
         return self._eval
 
     async def start(self) -> None:

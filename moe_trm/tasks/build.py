@@ -37,12 +37,13 @@ def build_task(config: TaskConfig, checkpoint: str, seed: int) -> Task:
             reward_weights=config.reward_weights,
         )
     assert config.prompts is not None, "moe_trm.config.rules demands it"
+    held_out = ({"": config.eval_prompts} if config.eval_prompts else {}) | config.eval_sets
     template = TEMPLATE if config.name == "gsm8k" else "{prompt}"
     return FileTask(
         tokens,
         scorer,
         _examples(config, config.prompts),
-        _examples(config, config.eval_prompts)[: config.eval_size] if config.eval_prompts else (),
+        {name: _examples(config, source)[: config.eval_size] for name, source in held_out.items()},
         seed=seed,
         template=config.template if config.template is not None else template,
         chat=config.chat,

@@ -20,7 +20,7 @@ class FileTask:
         tokens: the checkpoint's tokenizer.
         scorer: gives the rewards.
         train: training examples, at least one; every epoch runs through all of them in an order of its own.
-        evaluation: held-out examples.
+        evaluation: held-out examples by the name of their set.
         seed: of the order.
         template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.
         chat: give the text as the user's message of the chat template. Messages always go through it.
@@ -32,7 +32,7 @@ class FileTask:
         tokens: Tokens,
         scorer: Scorer,
         train: Sequence[Example],
-        evaluation: Sequence[Example],
+        evaluation: Mapping[str, Sequence[Example]],
         *,
         seed: int,
         template: str,
@@ -42,7 +42,11 @@ class FileTask:
         self.tokens, self.reward_weights, self._scorer = tokens, reward_weights, scorer
         self._train, self._seed = train, seed
         self._template, self._chat = template, chat
-        self._eval = tuple(self._prompt(example) for example in evaluation)
+        self._eval = {
+            name: tuple(self._prompt(example) for example in examples)
+            for name, examples in evaluation.items()
+            if examples
+        }
 
     async def start(self) -> None:
         await self._scorer.start()
@@ -51,7 +55,7 @@ class FileTask:
         first = (step - 1) * count
         return [self._prompt(self._train[self._index(position)]) for position in range(first, first + count)]
 
-    def eval_prompts(self) -> tuple[Prompt, ...]:
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
         return self._eval
 
     async def reward(self, sample: RewardInput) -> object:

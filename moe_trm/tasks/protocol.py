@@ -27,8 +27,8 @@ class Task(Protocol):
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         """The prompts of a training step: a function of seed, step and count alone, so a resumed run sees the same ones."""
 
-    def eval_prompts(self) -> tuple[Prompt, ...]:
-        """Held-out prompts, the same for every seed and step; () when there are none."""
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
+        """Held-out prompts by the name of their set, `""` for the main one; the same for every seed and step. No set is empty."""
 
     async def reward(self, sample: RewardInput) -> object:
         """A number, or a dict of named numbers. Called through `moe_trm.tasks.rewards.score`, which checks it. Raises `RecordRejected`."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from moe_trm.errors import RecordRejected
 from moe_trm.tasks.reward_input import RewardInput
@@ -65,27 +63,6 @@ def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInp
         finish_reason="stop" if finished else "length",
         extra=prompt.extra,
     )
-
-
-async def score_answer(task: Task, prompt: Prompt, token_ids: Sequence[int], *, finished: bool) -> float:
-    """As `score`, for an evaluation's answer, which comes without its stop token."""
-    answer, nothing = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
-    tokens = np.concatenate([np.array(prompt.token_ids, np.int32), answer])
-    record = RolloutRecord(
-        sample_id=-1,
-        group_id=-1,
-        prompt_id=prompt.prompt_id,
-        tokens=tokens,
-        sampled=np.arange(len(tokens)) >= len(prompt.token_ids),
-        turn_ids=np.zeros(len(tokens), np.int16),
-        rollout_logprobs=nothing,
-        full_logprobs=nothing,
-        versions=nothing.astype(np.int32),
-        routes=None,
-        sampling_mask=None,
-        finish_reason="stop" if finished else "length",
-    )
-    return (await score(task, prompt, record)).total
 
 
 def read_reward(value: object, weights: Mapping[str, float], where: str, prefix: str = "reward") -> Reward:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.http import EngineHttp
+from moe_trm.rollout.parse import SampledTurn
 from moe_trm.rollout.sglang_client import SglangEngine
 from moe_trm.rollout.supervisor import Server, start_server
 from moe_trm.sampling_mask.record import join, split

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, RecordRejected, SyncError
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.parse import SampledTurn
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
@@ -48,8 +50,8 @@ class FakeTask:
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         return [Prompt(f"{step}-{i}", (1, 5, 6, 7)) for i in range(count)]
 
-    def eval_prompts(self) -> tuple[Prompt, ...]:
-        return tuple(Prompt(f"eval-{i}", (1, 2)) for i in range(4))
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
+        return {"": tuple(Prompt(f"eval-{i}", (1, 10 + i)) for i in range(4))}
 
     async def reward(self, sample: RewardInput) -> float:
         if not sample.finished:
@@ -78,14 +80,26 @@ class FakeEngine:
         )
         return replace(record, prompt_id=prompt.prompt_id, reward=None)
 
-    async def generate_greedy(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
-        return [(3,), (4,), (), (5,)]
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """An evaluation's answer: right for prompts 0 to 2 of four, but that of prompt 2 is not finished."""
+        assert bare
+        tokens = np.array([4 if context[-1] == 13 else 3, 2], np.int32)
+        nothing = np.zeros(2, np.float32)
+        reason = "length" if context[-1] == 12 else "stop"
+        return SampledTurn(tokens, nothing, nothing, np.full(2, self.version, np.int32), None, None, reason)
 
     async def load_weights(self, push: WeightPush) -> None:
         if self.refuse_push:
             raise SyncError("checksums differ")
         self.pushes.append(push)
         self.version = push.version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def lend_memory(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -173,8 +187,42 @@ def test_records_of_another_version_are_dropped_by_age() -> None:
 
 def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
     metrics = asyncio.run(controller_with(FakeEngine()).evaluate())
-    assert metrics["eval/accuracy"] == 0.5
-    assert metrics["eval/prompts"] == 4
+    assert metrics == {
+        "eval/accuracy": 0.5,
+        "eval/finished_fraction": 0.75,
+        "eval/length_mean": 2.0,
+        "eval/prompts": 4.0,
+    }
+
+
+def test_evaluation_changes_nothing_of_the_samples_around_it() -> None:
+    """The same steps with and without evaluations between them, and while the next groups are being made."""
+
+    async def go(config: Config, *, evaluating: bool) -> list[Any]:
+        engine = FakeEngine()
+        controller = controller_with(engine, config)
+        steps = []
+        for step in (1, 2, 3):
+            await controller.load_weights(WeightPush(step - 1, "", ()))
+            if evaluating:
+                assert (await controller.evaluate())["eval/accuracy"] == 0.5
+            [batch] = await controller.plan(step, data_size=1)
+            timed = ("time/", "rollout/tokens_per_s")
+            metrics = {name: value for name, value in batch.metrics.items() if not name.startswith(timed)}
+            steps.append(
+                (
+                    [
+                        [row.record.sample_id for row in micro.rows]
+                        for mini in batch.mini_batches
+                        for micro in mini.micro_batches
+                    ],
+                    metrics,
+                )
+            )
+        await controller.close()
+        return steps
+
+    assert asyncio.run(go(CONFIG, evaluating=True)) == asyncio.run(go(CONFIG, evaluating=False))
 
 
 @pytest.fixture

@@ -22,11 +22,32 @@ from moe_trm.tasks.math_reward import math_verify
 from moe_trm.tasks.problems import Problem, draw
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_input import RewardInput
-from moe_trm.tasks.rewards import exact, read_reward, reward_input, score, score_answer
+from moe_trm.tasks.rewards import exact, read_reward, reward_input, score
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+async def score_answer(task: Task, prompt: Prompt, token_ids: Sequence[int], *, finished: bool) -> float:
+    """The reward of an answer without its stop token."""
+    answer, nothing = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
+    tokens = np.concatenate([np.array(prompt.token_ids, np.int32), answer])
+    record = RolloutRecord(
+        sample_id=-1,
+        group_id=-1,
+        prompt_id=prompt.prompt_id,
+        tokens=tokens,
+        sampled=np.arange(len(tokens)) >= len(prompt.token_ids),
+        turn_ids=np.zeros(len(tokens), np.int16),
+        rollout_logprobs=nothing,
+        full_logprobs=nothing,
+        versions=nothing.astype(np.int32),
+        routes=None,
+        sampling_mask=None,
+        finish_reason="stop" if finished else "length",
+    )
+    return (await score(task, prompt, record)).total
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +95,11 @@ def test_arithmetic_prompts_follow_from_seed_and_step(arithmetic: Task, checkpoi
     assert arithmetic.train_prompts(5, 8) == again.train_prompts(5, 8)
     assert arithmetic.train_prompts(5, 8) != arithmetic.train_prompts(6, 8)
     assert arithmetic.train_prompts(5, 8) != build_task(TaskConfig(), str(checkpoint), seed=4).train_prompts(5, 8)
-    assert arithmetic.eval_prompts() == build_task(TaskConfig(), str(checkpoint), seed=4).eval_prompts()
+    assert arithmetic.eval_sets() == build_task(TaskConfig(), str(checkpoint), seed=4).eval_sets()
 
 
 def test_held_out_prompts_are_distinct_and_never_trained_on(arithmetic: Task) -> None:
-    held_out = {prompt.prompt_id for prompt in arithmetic.eval_prompts()}
+    held_out = {prompt.prompt_id for prompt in arithmetic.eval_sets()[""]}
     assert len(held_out) == 256
     trained = {prompt.prompt_id for step in range(1, 60) for prompt in arithmetic.train_prompts(step, 16)}
     assert not held_out & trained
@@ -186,11 +207,13 @@ def test_jsonl_task(checkpoint: Path, tmp_path: Path) -> None:
         name="jsonl",
         prompts=lines(tmp_path / "a.jsonl", *rows, "", rows[0]),
         eval_prompts=lines(tmp_path / "b.jsonl", *rows),
+        eval_sets={"other": lines(tmp_path / "c.jsonl", *rows[3:])},
         eval_size=2,
         template="Q {prompt} A",
     )
     task = build_task(config, str(checkpoint), seed=0)
-    assert [prompt.text for prompt in task.eval_prompts()] == ["Q say 0 A", "Q say 1 A"]
+    texts = {name: [prompt.text for prompt in prompts] for name, prompts in task.eval_sets().items()}
+    assert texts == {"": ["Q say 0 A", "Q say 1 A"], "other": ["Q say 3 A", "Q say 4 A"]}
     epoch = [prompt.prompt_id for step in (1, 2, 3) for prompt in task.train_prompts(step, 2)]
     assert sorted(epoch) == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 5, 7)]
     second = [prompt.prompt_id for step in (4, 5, 6) for prompt in task.train_prompts(step, 2)]
@@ -242,7 +265,7 @@ def test_gsm8k_task(checkpoint: Path, tmp_path: Path) -> None:
         try:
             prompt = task.train_prompts(1, 1)[0]
             assert prompt.text == "Question: How many?\nAnswer:"
-            assert task.eval_prompts() == ()
+            assert task.eval_sets() == {}
             answers = (" 2 * 509\n#### 1018", "#### 1019")
             return [await score_answer(task, prompt, task.tokens.encode(text), finished=True) for text in answers]
         finally:

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from moe_trm.config.schema import EvalConfig
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.evaluation import Evaluator
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from tests.unit.records import make_record
+
+BEHAVIOR = SamplingParams(temperature=0.7, top_p=0.9, top_k=50, max_new_tokens=40, stop_token_ids=(2,))
+
+
+class Answers:
+    """A sampler that gives the rewards it is told, greedy first, and remembers with which parameters it was asked."""
+
+    def __init__(self, rewards: Mapping[str, list[float | None]]) -> None:
+        self.left = {name: list(values) for name, values in rewards.items()}
+        self.asked: list[SamplingParams] = []
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        raise AssertionError("an evaluation makes no training samples")
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        self.asked.append(params)
+        reward = self.left[prompt.prompt_id].pop(0)
+        if reward is None:
+            raise RecordRejected("reward_error", "no reward")
+        return replace(make_record(num_sampled=4), reward=reward)
+
+    async def close(self) -> None: ...
+
+
+def measure(settings: EvalConfig, sets: dict[str, dict[str, list[float | None]]]) -> tuple[dict[str, float], Answers]:
+    sampler = Answers({name: rewards for prompts in sets.values() for name, rewards in prompts.items()})
+    prompts = {name: [Prompt(one, (1,)) for one in rewards] for name, rewards in sets.items()}
+    return asyncio.run(Evaluator(settings, sampler, prompts, BEHAVIOR).measure()), sampler
+
+
+def test_greedy_and_sampled_metrics_of_every_set() -> None:
+    metrics, sampler = measure(
+        EvalConfig(samples=2, temperature=0.5, max_new_tokens=7),
+        {"": {"a": [1, 0, 1], "b": [0, 0, 0]}, "hard": {"c": [0, 0, 1]}},
+    )
+    assert metrics == {
+        "eval/prompts": 2,
+        "eval/accuracy": 0.5,
+        "eval/length_mean": 4,
+        "eval/finished_fraction": 1,
+        "eval/avg_at_2": 0.25,
+        "eval/pass_at_2": 0.5,
+        "eval/hard/prompts": 1,
+        "eval/hard/accuracy": 0,
+        "eval/hard/length_mean": 4,
+        "eval/hard/finished_fraction": 1,
+        "eval/hard/avg_at_2": 0.5,
+        "eval/hard/pass_at_2": 1,
+    }
+    greedy = SamplingParams(top_k=1, max_new_tokens=7, stop_token_ids=(2,))
+    sampled = replace(BEHAVIOR, temperature=0.5, top_p=1.0, max_new_tokens=7)
+    assert sampler.asked.count(greedy) == 3
+    assert sampler.asked.count(sampled) == 6
+
+
+def test_an_answer_without_a_reward_is_left_out_and_counted() -> None:
+    metrics, _ = measure(EvalConfig(samples=2), {"": {"a": [None, 1, None], "b": [1, None, None]}})
+    assert metrics["eval/accuracy"] == 1
+    assert metrics["eval/avg_at_2"] == metrics["eval/pass_at_2"] == 1
+    assert metrics["eval/rejected/reward_error"] == 4
+
+
+@pytest.mark.parametrize("sets", [{}, {"": {"a": [None]}}])
+def test_nothing_measured_is_nothing_said(sets: dict[str, dict[str, list[float | None]]]) -> None:
+    metrics, _ = measure(EvalConfig(), sets)
+    assert "eval/accuracy" not in metrics
