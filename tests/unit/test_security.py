@@ -1,0 +1,224 @@
+"""Hostile input: to the controller's socket, in messages, in bundles, in encoded masks and routes. Refused, and the service stays up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from moe_trm import wire
+from moe_trm.config.schema import Config
+from moe_trm.errors import BundleError, ControllerError, RecordRejected
+from moe_trm.rollout import service as service_module
+from moe_trm.rollout.bundle import BundleReader, BundleWriter
+from moe_trm.rollout.client import RolloutClient
+from moe_trm.rollout.service import ControllerService, Reply, Request, Start
+from moe_trm.sampling_mask.codec import decode as decode_mask
+from routing import RouteError, decode
+from routing.codec import checksum, encode
+from tests.unit.records import make_record
+from tests.unit.test_controller import FakeEngine, controller_with
+
+KEY = "the right key"
+ROUNDS = 1000
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """A controller service on a socket in `folder`; it must still answer its own ranks at the end."""
+    endpoint = f"ipc://{folder}/controller"
+
+    async def serve() -> None:
+        await ControllerService(controller_with(FakeEngine()), Start(endpoint, KEY, {}, None), str(folder)).serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    yield endpoint
+    with RolloutClient(endpoint, KEY, ranks=(0, 1), data=(0, 1)) as client:
+        assert client.evaluate(0)["eval/accuracy"] == 0.5
+        client._ask("stop")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close()
+
+
+def garbage(rng: random.Random) -> list[bytes]:
+    return [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 4))]
+
+
+def mutated(rng: random.Random) -> list[bytes]:
+    """A request with a wrong key, with some of its bytes changed, cut off or added."""
+    body = bytearray(msgspec.msgpack.encode(Request("a guessed key", rng.choice(["batch", "push", "stop"]), step=1)))
+    for _ in range(rng.randrange(1, 5)):
+        body[rng.randrange(len(body))] = rng.randrange(256)
+    return [bytes(body[: rng.randrange(1, len(body) + 1)]), *garbage(rng)[1:]]
+
+
+def wrong_types(rng: random.Random) -> list[bytes]:
+    odd: list[object] = [None, -1, 1 << 63, 1.5, "x", b"\xff", [], {}, [[]] * 50, {"a": {"b": []}}, "é" * 100]
+    fields = {name: rng.choice(odd) for name in ("op", "step", "data_rank", "layer_ids", "entries", "state", "key")}
+    return [msgspec.msgpack.encode(fields)]
+
+
+def nested(rng: random.Random) -> list[bytes]:
+    """Arrays in arrays, deeper than any stack."""
+    return [b"\x91" * rng.randrange(1000, 100_000) + b"\xc0"]
+
+
+def authorised(rng: random.Random) -> list[bytes]:
+    """The right key, but a request that makes no sense."""
+    op = rng.choice(["", "é", "__class__", "batch ", "plan"])
+    return [msgspec.msgpack.encode(Request(KEY, op, step=rng.randrange(-5, 5)))]
+
+
+FUZZERS = [garbage, mutated, wrong_types, nested, authorised]
+
+
+def test_a_thousand_malformed_requests_are_answered_with_errors(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    with serving(tmp_path) as endpoint, dealer(endpoint) as socket:
+        for number in range(ROUNDS):
+            socket.send_multipart(FUZZERS[number % len(FUZZERS)](rng))
+            assert socket.poll(10_000), f"request {number} was not answered"
+            assert wire.decode(socket.recv_multipart(), Reply).error
+
+
+def test_a_request_without_the_key_changes_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as endpoint, dealer(endpoint) as socket:
+        for key in ("", "wrong", KEY[:-1], KEY + "x", "ключ"):
+            for op in ("batch", "push", "evaluate", "state", "restore", "stop"):
+                socket.send_multipart(wire.encode(Request(key, op, version=1, step=1)))
+                assert "wrong controller key" in wire.decode(socket.recv_multipart(), Reply).error
+
+
+def test_a_message_beyond_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "REQUEST_LIMIT_BYTES", 1 << 20)
+    with serving(tmp_path) as endpoint, dealer(endpoint) as socket:
+        socket.send_multipart([b"\0" * (2 << 20)])
+        socket.send_multipart(wire.encode(Request(KEY, "evaluate")))
+        assert socket.poll(10_000)
+        # The first answer is to the second request: the first never arrived.
+        assert wire.decode(socket.recv_multipart(), Reply).metrics["eval/accuracy"] == 0.5
+
+
+def test_malformed_replies_are_refused_by_a_rank() -> None:
+    rng = random.Random(1)
+    good = [bytes(frame) for frame in wire.encode(Reply(metrics={"a": 1.0}, state={"b": [1, "c"]}))]
+    refused = 0
+    for number in range(ROUNDS):
+        frames = garbage(rng) if number % 2 else list(good)
+        if number % 2 == 0:
+            body = bytearray(frames[0])
+            body[rng.randrange(len(body))] = rng.randrange(256)
+            frames[0] = bytes(body[: rng.randrange(1, len(body) + 1)])
+        try:
+            wire.decode(frames, Reply)
+        except ControllerError:
+            refused += 1
+    assert refused > ROUNDS / 2
+
+
+def test_a_bundle_with_names_that_climb_writes_and_reads_nothing_elsewhere(tmp_path: Path) -> None:
+    """Names in a bundle are data: they never become paths."""
+    inside = tmp_path / "inside"
+    climbing = replace(make_record(), prompt_id="../../climbed")
+    BundleWriter(str(inside)).write(1, [climbing], {7: "../../reason"})
+    [record] = BundleReader(str(inside)).read(1)
+    assert record.prompt_id == "../../climbed"
+    assert [path.name for path in tmp_path.iterdir()] == ["inside"]
+    assert [path.name for path in inside.iterdir()] == ["step-000001.safetensors"]
+
+
+def test_a_thousand_damaged_bundles_are_refused(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    BundleWriter(str(tmp_path)).write(1, [make_record(sample_id=i) for i in range(2)])
+    path = tmp_path / "step-000001.safetensors"
+    good = path.read_bytes()
+    for _ in range(ROUNDS):
+        data = bytearray(good)
+        place = rng.randrange(len(data))
+        data[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        with pytest.raises(BundleError):
+            BundleReader(str(tmp_path)).read(1)
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def bomb(num_bytes: int) -> bytes:
+    return b"\1" + zlib.compress(b"\0" * num_bytes, 9)
+
+
+def mask_of(*blocks: bytes, vocab_size: int, num_rows: int) -> bytes:
+    header = struct.pack("<BBII", 1, 1, vocab_size, num_rows)
+    return header + b"".join(struct.pack("<I", len(block)) + block for block in blocks)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        (bomb(1 << 28), b"", b"\0"),
+        (b"\0\2", bomb(1 << 28), b"\0"),
+        (b"\0\2", b"\0" * 4, bomb(1 << 28)),
+        (b"\0\xff" + struct.pack("<I", 1 << 30), b"", bomb(1 << 28)),
+    ],
+)
+def test_a_decompression_bomb_in_a_mask_is_refused_unexploded(blocks: tuple[bytes, ...]) -> None:
+    data = mask_of(*blocks, vocab_size=1 << 31, num_rows=1)
+    assert len(data) < 1 << 20
+
+    def read() -> None:
+        with pytest.raises(RecordRejected):
+            decode_mask(data, np.zeros(1, np.int32))
+
+    assert peak_of(read) < 16 << 20
+
+
+def test_routes_that_claim_to_be_huge_are_refused_unread() -> None:
+    record = make_record().routes
+    assert record is not None
+    content = bytearray(encode(record)[:-16])
+    for place in range(4, min(32, len(content))):
+        forged = bytearray(content)
+        forged[place] = 0xFF
+        data = bytes(forged) + checksum(bytes(forged))
+
+        def read(data: bytes = data) -> None:
+            with suppress(RouteError):
+                decode(data)
+
+        assert peak_of(read) < 16 << 20
+
+
+def test_secrets_are_left_out_of_what_is_written() -> None:
+    config = Config.model_validate({"model": {"checkpoint": "m"}, "rollout": {"api_key": "hush"}})
+    assert "hush" not in str(config.dump())
