@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_trm.anchors import Anchors
-from moe_trm.checkpoint.checkpoints import Checkpoints, RunState
+from moe_trm.best import Best
+from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.objective import Objective
@@ -42,21 +43,26 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
     judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
+    best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])
         reference.restore(saved["reference"])
+        best.restore(saved["best"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
-        emit(sinks, 0, rollouts.evaluate(0))
+        evaluation = rollouts.evaluate(0)
+        best.offer(0, evaluation, learner)
+        emit(sinks, 0, evaluation)
 
     def state() -> RunState:
         return {
             "objective": objective.state(learner),
             "judge": judge.state(),
             "reference": reference.state(),
+            "best": best.state(),
             "rollouts": rollouts.state(),
         }
 
@@ -84,6 +90,7 @@ def train(
                 pusher.push(version=step)
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
+            best.offer(step, evaluation, learner)
         measured = objective.take(learner) | probed
         measured |= reference.adapt(measured, sum(mini.num_sequences for mini in batch.mini_batches))
         metrics = {

@@ -26,6 +26,7 @@ def refusals(config: Config) -> list[Problem]:
         *_pipeline(config),
         *_kl(config),
         *_optimizer(config),
+        *_evaluation(config),
         *_bypass(config),
         *_parallel(config),
         *deepspeed_rules.refusals(config),
@@ -128,7 +129,8 @@ def _names_a_function(name: str) -> bool:
 
 def has_evaluation(config: Config) -> bool:
     """Whether the task has held-out prompts."""
-    return config.task.eval_size > 0 and (config.task.name == "arithmetic" or config.task.eval_prompts is not None)
+    task = config.task
+    return task.eval_size > 0 and (task.name == "arithmetic" or bool(task.eval_prompts or task.eval_sets))
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -258,6 +260,29 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
 
 
+def _evaluation(config: Config) -> Iterator[Problem]:
+    settings, k = config.eval, config.eval.samples
+    for name in config.task.eval_sets:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield Problem(
+                "task.eval_sets",
+                "a set's name becomes part of the names of its metrics",
+                got=repr(name),
+                expected="letters, digits, dots, dashes and underscores",
+            )
+    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
+    metrics = ["accuracy", "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
+    if settings.keep_best and settings.best_metric not in known:
+        yield Problem(
+            "eval.best_metric",
+            "no evaluation measures this",
+            got=settings.best_metric,
+            expected=", ".join(known),
+            fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
+        )
+
+
 def _bypass(config: Config) -> Iterator[Problem]:
     preset = config.correction.preset or ""
     if preset.startswith("bypass_") and config.replay.mode == "R2":
@@ -323,6 +348,16 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("task", "prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "eval_prompts", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "template", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("task", "eval_sets", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
+        ("train", "eval_every", rollout.engine == "bundle", "a recorded run has no weights to evaluate"),
+        *(
+            ("eval", key, config.eval.samples == 0, "eval.samples=0 samples nothing")
+            for key in ("temperature", "top_p")
+        ),
+        *(
+            ("eval", key, not has_evaluation(config) or rollout.engine == "bundle", "nothing is evaluated")
+            for key in ("samples", "max_new_tokens", "keep_best", "best_metric")
+        ),
         ("task", "chat", task.name == "arithmetic", "task.name=arithmetic makes its own prompts"),
         ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
         ("task", "answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
@@ -401,5 +436,5 @@ def _surprises(config: Config) -> Iterator[str]:
         yield "kl.estimator=k1 in the loss has a mean gradient of zero on-policy: take k2, k3+ or kl.where=reward"
     if config.task.shuffle_rewards:
         yield "task.shuffle_rewards=true: a control experiment, nothing can be learnt"
-    if config.task.name != "arithmetic" and not config.task.eval_prompts:
+    if not has_evaluation(config):
         yield "no evaluation: task.eval_prompts is not set"

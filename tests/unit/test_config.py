@@ -137,6 +137,17 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         ([EXACT.replace("exact}", "exact, ratio: engine}")], "correction.rules"),
         (["task.name=gsm8k"], "task.prompts"),
         (["task.eval_size=0", "train.eval_every=2"], "train.eval_every"),
+        (["kl.controller=adaptive"], "kl.coef"),
+        (["kl.coef=0.1", "kl.where=reward", "kl.estimator=k3_is"], "kl.estimator"),
+        (["optimizer.min_lr=0.1"], "optimizer.min_lr"),
+        (
+            ["optimizer.schedule=cosine", "optimizer.warmup_steps=9", "optimizer.decay_steps=9"],
+            "optimizer.warmup_steps",
+        ),
+        (["optimizer.schedule=wsd", "optimizer.final_steps=999"], "optimizer.final_steps"),
+        (["optimizer.groups=[{match: '('}]"], "optimizer.groups.0.match"),
+        (["eval.best_metric=eval/pass_at_4"], "eval.best_metric"),
+        (["task.eval_sets={a/b: x.jsonl}"], "task.eval_sets"),
         (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
         (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
         (
