@@ -23,7 +23,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Heat:
-    """One row for each metric that matches, one column for each step. `top` is the value of the darkest colour; None: the largest."""
+    """One row for each metric that matches the first pattern that any does, one column for each step. `top` is the value of the darkest
+    colour; None: the largest.
+    """
 
     title: str
     note: str
@@ -64,14 +66,19 @@ SECTIONS = (
         "Learning",
         (
             Lines("Reward and evaluation", "Mean reward of the step's samples; evaluation is greedy, on held-out prompts.",
-                  (("reward/mean", "reward"), ("eval/*accuracy*", ""), ("eval/*avg@*", ""), ("eval/*pass@*", "")), floor=True),
+                  (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "evaluation"), ("eval/avg_at_*", "evaluation, mean of "), ("eval/pass_at_*", "evaluation, best of "), ("eval/*/accuracy", "")), floor=True),
             Lines("Answer length", "Tokens sampled for one answer.",
                   (("response/length_mean", "mean"), ("eval/length_mean", "evaluation, mean"), ("response/length_max", "longest")), floor=True),
             Lines("Finished, and without signal", "Share of answers that ended by themselves; share of prompts whose samples all got the same reward.",
                   (("response/finished_fraction", "finished"), ("reward/zero_variance_groups", "same reward")), floor=True),
             Lines("Gradient", "Norm of the gradient before clipping, mean over the step's updates.", (("optimizer/grad_norm", "norm"),), floor=True),
-            Lines("Policy loss", "Mean over the step's updates; its level means little, a jump means much.", (("loss/policy", "loss"), ("loss/kl_penalty", "KL penalty"), ("loss/entropy", "entropy"))),
+            Lines("Loss", "Its terms, mean over the step's updates; the level means little, a jump means much.",
+                  (("loss/policy", "policy"), ("loss/kl", "KL"), ("loss/entropy", "entropy"))),
             Lines("Clipped tokens", "Share of tokens whose ratio the clip holds.", (("loss/pg_clipfrac", "clipped"), ("loss/pg_clipfrac_lower", "dual clip")), floor=True),
+            Lines("Entropy", "Of the policy's distribution, per token.", (("policy/entropy", "entropy"),), floor=True),
+            Lines("Distance from the reference", "KL of the policy from the frozen reference, per token, two estimates.", (("reference/k3_kl", "k3"), ("reference/k1_kl", "k1"))),
+            Lines("Turns and tools", "Turns of one conversation, and tokens that tools and templates gave.",
+                  (("turns/mean", "turns"), ("turns/max", "most turns"), ("turns/appended_tokens_mean", "given tokens")), floor=True),
         ),
     ),
     Section(
@@ -96,7 +103,12 @@ SECTIONS = (
         (
             Lines("Router flips", "Share of token-layers whose expert set differs: between the engines' own routers (probe steps), and between the record and the live router.",
                   (("routing/native_flip_rate", "engines"), ("routing/local_flip_rate", "live router"), ("routing/native_token_flip_rate", "engines, any layer")), floor=True),
-            Heat("Flips by layer: engines", "Cause: numerics. Both engines at the same weights choose other experts (probe steps).", (("routing/flip_rate/layer_*", "layer "),)),
+            Lines("Flips by cause", "Probe steps. Engine: both at the weights that sampled. Staleness: between those weights and today's, of tokens an older version sampled.",
+                  (("routing/flips/engine", "engine"), ("routing/flips/staleness", "staleness")), floor=True),
+            Heat("Flips by layer: engines", "Cause: numerics. Both engines at the same weights choose other experts (probe steps).",
+                 (("routing/flips/engine/layer_*", "layer "), ("routing/flip_rate/layer_*", "layer "))),
+            Heat("Flips by layer: staleness", "Cause: age. The learner's router at the weights that sampled, against today's.", (("routing/flips/staleness/layer_*", "layer "),)),
+            Heat("Flips by position", "Engines, by place of the token in its sequence (probe steps).", (("routing/flips/engine/position_*", ""),)),
             Heat("Flips by layer: live router", "Cause: numerics and training. What the learner's router would choose now, against the replayed record.", (("routing/local_flip_rate/layer_*", "layer "),)),
             Lines("Replay proof", "Share of token-layers of replayed forwards that used their recorded route, as counted at the dispatcher. Anything but 1 stops the run.",
                   (("replay/applied_fraction", "applied"), ("replay/native_fraction", "left to own routers")), floor=True),
@@ -131,6 +143,8 @@ SECTIONS = (
         (
             Lines("Age of samples", "Weight versions between the one that sampled a token and the one that trains on it.",
                   (("rollout/age_mean", "mean"), ("rollout/age_max", "oldest")), floor=True),
+            Stack("Tokens by age", "Share of a step's tokens.", (("rollout/age_share/*", "age "),)),
+            Lines("Groups that wait", "Finished prompts in the queue when the step was asked for.", (("queue/groups", "groups"),), floor=True),
             Lines("Where samples are", "issued = queued + in flight + trained + rejected + dropped, at every step.",
                   (("ledger/issued", "issued"), ("ledger/trained", "trained"), ("ledger/queued", "queued"), ("ledger/rejected", "rejected"), ("ledger/dropped", "dropped")), floor=True),
             Totals("Rejected and dropped, by reason", "Since the start. Rejected: the record violates an invariant. Dropped: valid, but refused by policy.",
@@ -140,13 +154,28 @@ SECTIONS = (
     Section(
         "Time and schedule",
         (
-            Stack("Seconds by phase", "Waiting for rollouts, scoring, probing, updating, pushing weights; evaluation between steps.",
-                  (("time/wait_s", "wait"), ("time/score_s", "score"), ("time/probe_s", "probe"), ("time/update_s", "update"), ("time/sync_s", "sync"), ("time/eval_s", "evaluation"))),
+            Stack("Seconds by phase", "Of the learner: waiting for rollouts, scoring, probing, updating, pushing weights; evaluation and checkpoints between steps.",
+                  (("time/wait_s", "wait"), ("time/score_s", "score"), ("time/probe_s", "probe"), ("time/update_s", "update"),
+                   ("time/sync_s", "sync"), ("time/eval_s", "evaluation"), ("time/checkpoint_s", "checkpoint"))),
+            Lines("Seconds of the rollout side", "Sampling, idling because the learner is slower, loading weights.",
+                  (("time/rollout_s", "sampling"), ("time/rollout_idle_s", "idle"), ("time/push_s", "loading")), floor=True),
+            Lines("Rollout servers", "In service; recoveries and samples asked for again since the start.",
+                  (("rollout/servers", "servers"), ("rollout/recoveries", "recoveries"), ("rollout/reissued", "asked again")), floor=True),
+            Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",
+                  (("batch/padding_fraction", "padding"), ("batch/rank_imbalance", "imbalance")), floor=True),
             Lines("Learning rate", "Of the step's last update.", (("optimizer/lr", "rate"),), floor=True),
             Lines("Rollout speed", "Sampled tokens per second of rollout.", (("rollout/tokens_per_s", "tokens/s"),), floor=True),
         ),
     ),
 )  # fmt: skip
+
+
+def shown(chart: Chart, known: Iterable[str]) -> list[tuple[str, str]]:
+    """The metrics among `known` that `chart` shows, with their labels."""
+    known = list(known)
+    if isinstance(chart, Heat):
+        return next((found for pattern in chart.metrics if (found := matching((pattern,), known))), [])
+    return matching(chart.metrics, known)
 
 
 def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list[tuple[str, str]]:
@@ -161,14 +190,14 @@ def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list
         for name in known:
             match = regex.fullmatch(name)
             if match and name not in found:
-                found[name] = label + _readable(pattern, name, match.groups())
+                found[name] = label + _readable(pattern, match.groups())
     return list(found.items())
 
 
-def _readable(pattern: str, name: str, parts: Sequence[str]) -> str:
-    if pattern.startswith("acceptance/length_"):
-        return parts[0].replace("_up", " and more").replace("_", " to ") + " tokens"
-    return name.partition("/")[2] if len(parts) > 1 else parts[0]
+def _readable(pattern: str, parts: Sequence[str]) -> str:
+    if pattern in ("acceptance/length_*", "routing/flips/engine/position_*"):
+        return parts[0].replace("_up", " and more").replace("_", " to ")
+    return parts[0]
 
 
 def _by_number(name: str) -> tuple[tuple[int, int | str], ...]:

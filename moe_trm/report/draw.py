@@ -74,7 +74,7 @@ def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float 
         body.append(f'<g class="cells" {each.source}>{"".join(cells)}</g>')
     step_between = math.ceil(len(rows) / 12)
     for index in range(0, len(rows), step_between):
-        label = rows[index].label.removeprefix("layer ").removesuffix(" tokens")
+        label = rows[index].label.removeprefix("layer ")
         body.append(_text(LEFT - 6, (y(index) + y(index + 1)) / 2 + 3.5, label, "end"))
     frame = f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{height}"/>'
     return _drawing(title, x, y, [*body, frame, *_steps(x, TOP + height)], TOP + height + 26)

@@ -10,7 +10,7 @@ from html import escape
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report import draw
-from moe_trm.report.charts import SECTIONS, Chart, Heat, Lines, Totals, matching
+from moe_trm.report.charts import SECTIONS, Chart, Heat, Lines, Totals, shown
 from moe_trm.report.draw import Series
 from moe_trm.report.html import document, number
 from moe_trm.report.run import Run
@@ -92,7 +92,7 @@ class Page:
                 yield f'<section><h2>{escape(section.title)}</h2><div class="cards">{"".join(cards)}</div></section>'
 
     def _card(self, chart: Chart) -> str:
-        found = matching(chart.metrics, self._known)
+        found = shown(chart, self._known)
         if isinstance(chart, Totals):
             return self._totals(chart, found)
         series = [
