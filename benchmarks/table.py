@@ -51,10 +51,11 @@ def _cpu_model() -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    widths = [max(10, len(name), *(len(_text(row[name])) for row in rows)) for name in columns]
-    cells = [list(columns), *([_text(row[name]) for name in columns] for row in rows)]
+    widths = [max(10, len(name), *(len(text_of(row[name])) for row in rows)) for name in columns]
+    cells = [list(columns), *([text_of(row[name]) for name in columns] for row in rows)]
     return ["", *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)]
 
 
-def _text(value: str | int | float) -> str:
+def text_of(value: str | int | float) -> str:
+    """As figures are printed: four digits of a float."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

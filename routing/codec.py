@@ -28,6 +28,8 @@ from routing.record import RouteRecord, expert_dtype
 MAGIC, VERSION = b"MTRR", 1
 _HEADER = struct.Struct("<4sBBBBIIII")
 CHECKSUM_BYTES, _DIGEST_BYTES = 16, 16
+MAX_TOP_K = 256
+"""Larger K are refused: no model has them, and their sets could be far larger than their bytes."""
 _RAW, _SET, _PARTIAL = 0, 1, 0x10
 _ORDERS = ("engine", "set")
 
@@ -69,8 +71,13 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
     return b"".join([*parts, checksum(*parts)])
 
 
-def decode(data: bytes | memoryview) -> RouteRecord:
+def decode(data: bytes | memoryview, num_rows: int | None = None) -> RouteRecord:
     """The record that `encode` wrote. Any change of the bytes is refused.
+
+    Args:
+        data: the bytes.
+        num_rows: T - 1 if known: a record of another length is refused before memory is taken for it. Where nearly every expert is
+            chosen, sets take few bits, and a small payload may claim a large record.
 
     Raises:
         RouteError: `payload` (not ours, another version, cut, extended, or changed), or the reason of the invariant a record violates.
@@ -94,12 +101,15 @@ def decode(data: bytes | memoryview) -> RouteRecord:
             fix="Read or transfer them again.",
         )
     _, _, codec, order, digest_bytes, num_experts, rows, layers, top_k = _HEADER.unpack_from(content)
+    if num_rows is not None and rows != num_rows:
+        raise RouteError("payload", "encoded routes are of another number of tokens", got=rows, expected=num_rows)
     partial, codec = bool(codec & _PARTIAL), codec & ~_PARTIAL
     if (
         codec not in (_RAW, _SET)
         or order >= len(_ORDERS)
         or digest_bytes not in (0, _DIGEST_BYTES)
-        or not 1 <= top_k <= num_experts <= 1 << 16
+        or not 1 <= top_k <= min(num_experts, MAX_TOP_K)
+        or num_experts > 1 << 16
     ):
         raise RouteError(
             "payload",

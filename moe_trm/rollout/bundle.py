@@ -296,7 +296,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 rollout_logprobs=arrays["rollout_logprobs"][of_sampled],
                 full_logprobs=arrays["full_logprobs"][of_sampled],
                 versions=arrays["versions"][of_sampled],
-                routes=decode(encoded) if encoded else None,
+                routes=decode(encoded, int(of_tokens.stop - of_tokens.start) - 1) if encoded else None,
                 sampling_mask=mask,
                 finish_reason=header.finish_reasons[number],
                 reward=None if np.isnan(reward) else reward,

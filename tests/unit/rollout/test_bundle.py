@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from moe_trm.errors import BundleError, RecordRejected
-from moe_trm.rollout.bundle import BundleEngine, BundleReader, BundleWriter
+from moe_trm.rollout.bundle import FORMAT, FORMAT_VERSION, BundleEngine, BundleReader, BundleWriter, Header
+from moe_trm.rollout.checked_file import read_checked, write_checked
 from moe_trm.sampling_mask.violation import drop
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from routing import RouteRecord, token_digest
+from routing import RouteRecord, encode, token_digest
 from tests.unit.sampling_mask.sets import random_mask
 
 PROMPT = Prompt("p", (5, 6))
@@ -154,3 +156,30 @@ def test_a_sample_the_recorded_run_rejected_is_rejected_again(tmp_path: Path, sa
 def test_an_empty_folder_is_no_recording(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="nothing is recorded"):
         replayed(tmp_path, PROMPT, 0, 0)
+
+
+def test_a_few_bytes_that_claim_many_rows_take_no_memory(tmp_path: Path) -> None:
+    """Where every expert is chosen, a row takes one bit: the number of rows is checked before anything is made of them."""
+    small = record(0)
+    assert small.routes is not None
+    rows = 4 * 10**6
+    bomb = RouteRecord(np.broadcast_to(np.arange(2, dtype=np.uint8), (rows, 1, 2)), (0,), 2)
+    encoded = encode(bomb, "set")
+    assert len(encoded) < rows // 7
+    BundleWriter(str(tmp_path)).write(1, [small])
+    path = tmp_path / "step-000001.safetensors"
+    header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
+    changed = {"routes": np.frombuffer(encoded, np.uint8), "route_offsets": np.array([0, len(encoded)])}
+    write_checked(path, header, {**arrays, **changed})
+    tracemalloc.start()
+    with pytest.raises(BundleError, match="another number of tokens"):
+        BundleReader(str(tmp_path)).read(1)
+    assert tracemalloc.get_traced_memory()[1] < rows
+    tracemalloc.stop()
+
+
+def test_only_files_of_its_own_names_belong_to_a_bundle(tmp_path: Path) -> None:
+    BundleWriter(str(tmp_path)).write(1, RECORDS)
+    for name in ("step-..safetensors", "step-1.safetensors", "step-000002.safetensors.77.partial"):
+        (tmp_path / name).write_bytes(b"")
+    assert BundleReader(str(tmp_path)).steps() == [1]

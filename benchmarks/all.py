@@ -1,0 +1,111 @@
+"""Every benchmark in turn, and its table in benchmarks/RESULTS.md: `python -m benchmarks.all [--only NAME ...] [--out FILE]`.
+
+Each runs as a process of its own and writes its rows as JSON to `--rows`; its table then takes the place of the block between
+`<!-- NAME -->` and `<!-- end NAME -->`, which is made at the end of the page where there is none. Everything else on the page stays. One that
+fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import text_of
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One block of the page.
+
+    Attributes:
+        name: of the block and of the JSON file.
+        title: heading of a block that is not on the page yet.
+        module: under `benchmarks`; `arguments` follow it.
+    """
+
+    name: str
+    title: str
+    module: str
+    arguments: tuple[str, ...] = ()
+
+
+BENCHMARKS = (
+    Benchmark("route_flip", "Route flips: SGLang in bfloat16 against Megatron-Core in float32", "route_flip"),
+    Benchmark(
+        "route_flip_olmoe",
+        "Route flips: SGLang in bfloat16 against Hugging Face in float32, OLMoE with random weights",
+        "route_flip",
+        ("--family", "olmoe", "--b", "hf"),
+    ),
+    Benchmark("mask_rate", "What every rule and preset rejects", "mask_rate"),
+    Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
+    Benchmark("step", "A step, and what recording costs", "step", ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0")),
+    Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
+    Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
+    Benchmark("corrections", "Corrections", "corrections"),
+    Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all that were asked for succeeded."""
+    names = [one.name for one in BENCHMARKS]
+    parser = argparse.ArgumentParser(prog="benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the page (default: benchmarks/RESULTS.md)")
+    parser.add_argument("--rows", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
+    parser.add_argument("--render", action="store_true", help="only write the page anew from the JSON files")
+    args = parser.parse_args(argv)
+    args.rows.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for one in BENCHMARKS:
+        if one.name not in args.only:
+            continue
+        path = args.rows / f"{one.name}.json"
+        if not args.render:
+            print(f"== {one.name}", flush=True)
+            command = [sys.executable, "-m", f"benchmarks.{one.module}", *one.arguments, "--json", str(path)]
+            if subprocess.run(command, check=False).returncode:
+                failed.append(one.name)
+                continue
+        if path.is_file():
+            page = args.out.read_text(encoding="utf-8") if args.out.is_file() else "# Results\n"
+            args.out.write_text(replaced(page, one, json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+    if failed:
+        print(f"failed, their blocks are as they were: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def replaced(page: str, benchmark: Benchmark, measured: Mapping[str, Any]) -> str:
+    """The page with this benchmark's block made anew."""
+    begin, end = f"<!-- {benchmark.name} -->", f"<!-- end {benchmark.name} -->"
+    block = f"{begin}\n{rendered(measured)}\n{end}"
+    if begin not in page:
+        return f"{page.rstrip()}\n\n## {benchmark.title}\n{block}\n"
+    before, rest = page.split(begin, 1)
+    return before + block + rest.split(end, 1)[1]
+
+
+def rendered(measured: Mapping[str, Any]) -> str:
+    """Command, date and machine, then one Markdown table for each run of rows with the same columns."""
+    command = re.sub(r" --json \S+", "", measured["command"])
+    machine = f"{measured['cores']} cores, {measured['cpu']}, Python {measured['python']}, torch {measured['torch']}"
+    lines = [f"`{command}`, {measured['date'][:10]}, {machine}.", "", "; ".join(measured["title"].splitlines())]
+    for columns, rows in itertools.groupby(measured["rows"], key=list):
+        lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"| {' | '.join(text_of(row[name]) for name in columns)} |" for row in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
