@@ -71,7 +71,7 @@ class RolloutController:
             concurrency=rollout.concurrency,
         )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
-        self._version, self._push_s = -1, 0.0
+        self._push_s = 0.0
 
     @property
     def overlaps(self) -> bool:
@@ -80,14 +80,14 @@ class RolloutController:
 
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
-        self._version, started = push.version, time.perf_counter()
+        started = time.perf_counter()
         await self._engine.load_weights(push)
         self._push_s = time.perf_counter() - started
         self._admit(push.version)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """The same by broadcast from the learner ranks, which send while this runs."""
-        self._version, started = version, time.perf_counter()
+        started = time.perf_counter()
         await self._engine.receive_weights(version, shares)
         self._push_s = time.perf_counter() - started
         self._admit(version)
@@ -96,8 +96,9 @@ class RolloutController:
         """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank."""
         if not self.overlaps:
             self._producer.admit_steps(step)
-        queue_ages = self._store.ages(self._version)
-        groups = await self._producer.take(self._version)
+        version = step - 1  # of the learner's weights while it trains this step
+        queue_ages = self._store.ages(version)
+        groups = await self._producer.take(version)
         self._record(step, groups)
         records = [record for group in groups for record in group.kept]
         if not records:
@@ -129,7 +130,7 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
         )
-        metrics = self._metrics(records) | plan_metrics(plan) | age_metrics(records, self._version, queue_ages)
+        metrics = self._metrics(records) | plan_metrics(plan) | age_metrics(records, version, queue_ages)
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.lend_memory()
@@ -193,7 +194,7 @@ class RolloutController:
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
-            "rollout/tokens_per_s": float(lengths.sum() / busy_s),
+            **({"rollout/tokens_per_s": float(lengths.sum() / busy_s)} if busy_s else {}),
             "time/rollout_s": busy_s,
             "time/rollout_idle_s": idle_s,
             "time/push_s": self._push_s,

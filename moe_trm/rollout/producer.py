@@ -128,14 +128,15 @@ class Producer:
         )
 
     async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
+        outcome: Outcome
         try:
-            return await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+            outcome = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
-            return rejection.reason
-        finally:
-            self._sampling -= 1
-            self._issue()
+            outcome = rejection.reason
+        self._sampling -= 1
+        self._issue()
+        return outcome
 
 
 class BusyClock:

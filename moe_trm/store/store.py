@@ -44,12 +44,13 @@ class GroupStore:
     Args:
         ledger: the books, kept by the store for what it holds.
         max_age: largest allowed difference between the learner's version and the oldest token of a group; 0: synchronous training.
-        refills: groups that may be replaced between two takes; a group dropped beyond that leaves its place empty in the batch.
+        refills: groups that may be replaced for every batch, on average over the `max_age` + 1 batches that are under way at a time; a
+            group dropped beyond that leaves its place empty in its batch.
     """
 
     def __init__(self, ledger: Ledger, max_age: int = 0, refills: int = 0) -> None:
         self._ledger, self._max_age = ledger, max_age
-        self._refills, self._refills_left = refills, refills
+        self._refills, self._refills_left = refills, refills * (max_age + 1)
         self._places: dict[int, Group | None] = {}
         self._dropped: list[Group] = []
 
@@ -101,7 +102,7 @@ class GroupStore:
             del self._places[group.group_id]
             for _ in group.kept:
                 self._ledger.train()
-        self._refills_left = self._refills
+        self._refills_left = min(self._refills_left + self._refills, self._refills * (self._max_age + 1))
         return taken
 
     def take_dropped(self) -> list[Group]:

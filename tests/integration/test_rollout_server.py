@@ -309,7 +309,7 @@ def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
     pipeline = served_config.pipeline.model_copy(update={"mode": "async", "partial": "interrupt"})
     config = served_config.model_copy(update={"pipeline": pipeline})
     old, new = make_push(tmp_path, tiny_moe, 11), make_push(tmp_path, other_moe, 12)
-    long = replace(PARAMS, max_new_tokens=200)
+    long = replace(PARAMS, max_new_tokens=400)
 
     async def work(engine: SglangEngine) -> list[RolloutRecord]:
         await engine.load_weights(old)
@@ -317,14 +317,14 @@ def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
             asyncio.create_task(engine.generate(prompt, long, sample_id=i, group_id=i))
             for i, prompt in enumerate(prompts(3))
         ]
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.6)
         await engine.load_weights(new)
         return list(await asyncio.gather(*samples))
 
     records = with_engine(config, rollout_server, work)
     assert [set(record.versions.tolist()) for record in records] == [{11, 12}] * 3
     for record in records:
-        assert record.num_sampled == 200
+        assert record.num_sampled == 400
         assert record.finish_reason == "length"
         cut = int((record.versions == 11).sum())
         check_against_hf(first_tokens(record, cut), tiny_moe)

@@ -179,7 +179,7 @@ def test_records_of_another_version_are_dropped_by_age() -> None:
         controller = controller_with(engine)
         await controller.load_weights(WeightPush(3, "", ()))
         engine.version = 2
-        await controller.plan(1, data_size=1)
+        await controller.plan(4, data_size=1)
 
     with pytest.raises(ControllerError, match="no record"):
         asyncio.run(go())
