@@ -174,7 +174,7 @@ def test_a_run_on_any_layout_is_that_of_one_process(
     for got, expected in zip(rows, one_process, strict=True):
         assert got.keys() == expected.keys()
         for key, value in expected.items():
-            if key.endswith(("kept_fraction", "kept_sequence_fraction", "replay/token_layers", "verdict")):
+            if isinstance(value, str) or key.endswith(("kept_fraction", "kept_sequence_fraction", "token_layers")):
                 assert got[key] == value, key
             # The mean over tokens whose ratio is above one counts those that are one but for rounding.
             elif key != "correction/m2po/score":
