@@ -112,6 +112,7 @@ def _kill_until_finished(
                 kill_everything(process)
                 done += 1
                 hit.add(len(metrics_of(run)))
+                print(f"{ranks} ranks: killed {done} of {kills} times, now in step {len(metrics_of(run))}", flush=True)
                 continue
         if process.wait():
             raise SystemExit(f"a resumed run failed: {run}")

@@ -64,6 +64,11 @@ class Checkpoints:
         )
         if self._peers.rank == 0:
             print(f"going on after step {manifest.step} from {path}", flush=True)
+            if manifest.step >= self._config.train.steps:
+                print(
+                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never to begin anew",
+                    flush=True,
+                )
             for change in differences(manifest.config, self._config.dump()):
                 log.warning("the checkpoint was made with another setting: %s", change)
         run: RunState = saved["run"]
