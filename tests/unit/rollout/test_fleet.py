@@ -1,0 +1,237 @@
+"""Servers that die, hang, fail and come back: who is asked, what is asked for again, and which weights a server must prove first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.rollout import fleet as fleet_module
+from moe_trm.rollout.fleet import Fleet
+from moe_trm.rollout.http import EngineHttp
+from moe_trm.rollout.remote import RemoteServer
+
+
+class FakeServer:
+    """Answers like SGLang as far as a fleet asks. `hangs`: nothing is answered; `fails`: every sample gets HTTP 500."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.label, self.asked, self.aborted = name, "default", 0, asyncio.Event()
+        self.fails = self.slow = False
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/model_info", self._info)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        assert site._server is not None
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        await self.free.wait()
+        if self.fails:
+            return web.Response(status=500)
+        if self.slow:
+            self.aborted.clear()
+            await self.aborted.wait()
+        return web.Response(text=f"{self.name} {self.label}")
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.set()
+        return web.Response()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self.free.wait()
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        await self.free.wait()
+        return web.json_response({"weight_version": self.label})
+
+
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("FIRST_PAUSE_S", 0.02), ("LONGEST_PAUSE_S", 0.05), ("WATCH_S", 0.05), ("SILENCE_S", 0.1)):
+        monkeypatch.setattr(fleet_module, name, seconds)
+    for name in ("DOOR_S", "HEALTH_S"):
+        monkeypatch.setattr(fleet_module, name, 0.2)
+
+
+@asynccontextmanager
+async def running(count: int, *, interrupt: bool = False, patience_s: float = 5.0) -> AsyncIterator[Any]:
+    """`count` fake servers and a fleet over them; a load changes a server's label to the version in `newest`."""
+    fakes = [FakeServer(name) for name in "abc"[:count]]
+    for fake in fakes:
+        await fake.start()
+    newest = {"version": 1}
+
+    async def load(server: RemoteServer) -> None:
+        if not await server.alive(0.2):
+            raise fleet_module.EngineLost("no answer to a load", where=server.http.url)
+        next(fake for fake in fakes if fake.url == server.http.url).label = str(newest["version"])
+        server.version = newest["version"]
+
+    connections = [EngineHttp(fake.url, None, timeout_s=5.0, max_attempts=1) for fake in fakes]
+    fleet = Fleet([RemoteServer(http) for http in connections], load, interrupt=interrupt, patience_s=patience_s)
+    fleet.start()
+    try:
+        await fleet.update(1)
+        yield fleet, fakes, newest
+    finally:
+        await fleet.close()
+        for fake in fakes:
+            await fake.stop()
+
+
+def in_loop(work: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def ran() -> None:
+        asyncio.run(asyncio.wait_for(work(), 20))  # type: ignore[arg-type]
+
+    return ran
+
+
+@in_loop
+async def test_the_least_loaded_server_is_asked() -> None:
+    async with running(2) as (fleet, fakes, _):
+        for fake in fakes:
+            fake.free.clear()
+        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(6)]
+        await asyncio.sleep(0.05)
+        assert [server.in_flight for server in fleet.servers] == [3, 3]
+        for fake in fakes:
+            fake.free.set()
+        assert sorted(await asyncio.gather(*asks)) == [b"a 1"] * 3 + [b"b 1"] * 3
+
+
+@in_loop
+async def test_what_a_dead_server_owed_is_asked_elsewhere() -> None:
+    async with running(2) as (fleet, fakes, _):
+        fakes[0].free.clear()
+        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        await fakes[0].stop()
+        assert await asyncio.gather(*asks) == [b"b 1"] * 4
+        assert fleet.metrics()["rollout/servers"] == 1
+        assert fleet.metrics()["rollout/reissued"] == 2
+        fakes[0].free.set()
+
+
+@in_loop
+async def test_a_server_that_hangs_is_noticed_and_what_it_owed_is_asked_elsewhere() -> None:
+    async with running(2) as (fleet, fakes, _):
+        fakes[1].free.clear()
+        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(4)]
+        assert await asyncio.gather(*asks) == [b"a 1"] * 4
+        fakes[1].free.set()
+        while fleet.metrics()["rollout/servers"] < 2:
+            await asyncio.sleep(0.02)
+        assert fleet.metrics()["rollout/recoveries"] == 1
+
+
+@in_loop
+async def test_a_restarted_server_samples_only_after_it_was_given_the_newest_weights() -> None:
+    async with running(1) as (fleet, fakes, newest):
+        newest["version"] = 2
+        await fleet.update(2)
+        fakes[0].free.clear()
+        ask = asyncio.ensure_future(fleet.ask({}))
+        await asyncio.sleep(0.05)
+        await fakes[0].stop()
+        fakes[0].label = "default"
+        fakes[0].free.set()
+        await asyncio.sleep(0.3)
+        assert not ask.done()
+        await fakes[0].start(fakes[0].port)
+        assert await ask == b"a 2"
+
+
+@in_loop
+async def test_a_server_that_misses_a_push_is_fenced_until_it_has_it() -> None:
+    async with running(2) as (fleet, fakes, newest):
+        fakes[0].free.clear()
+        newest["version"] = 2
+        await fleet.update(2)
+        assert [await fleet.ask({}) for _ in range(3)] == [b"b 2"] * 3
+        fakes[0].free.set()
+        while fleet.metrics()["rollout/servers"] < 2:
+            await asyncio.sleep(0.02)
+        assert {await fleet.ask({}) for _ in range(4)} <= {b"a 2", b"b 2"}
+        assert fakes[0].label == "2"
+
+
+@in_loop
+async def test_a_storm_of_errors_passes_without_a_sample_lost() -> None:
+    async with running(1) as (fleet, fakes, _):
+        fakes[0].fails = True
+        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        fakes[0].fails = False
+        assert await asyncio.gather(*asks) == [b"a 1"] * 5
+
+
+@in_loop
+async def test_a_sample_that_fails_on_every_server_is_rejected_and_not_asked_for_ever() -> None:
+    async with running(1) as (fleet, fakes, _):
+        fakes[0].fails = True
+        with pytest.raises(RecordRejected) as caught:
+            await fleet.ask({})
+        assert caught.value.reason == "engine_failed"
+        assert fakes[0].asked == fleet_module.REISSUES + 1
+
+
+@in_loop
+async def test_the_run_is_given_up_when_no_server_comes_back() -> None:
+    async with running(1, patience_s=0.3) as (fleet, fakes, _):
+        await fakes[0].stop()
+        with pytest.raises(EngineError, match="no rollout server came back"):
+            await fleet.ask({})
+
+
+@in_loop
+async def test_wrong_weights_end_the_run_also_on_a_server_that_came_back() -> None:
+    async with running(1) as (fleet, fakes, _):
+
+        async def load_wrong(server: RemoteServer) -> None:
+            raise SyncError("checksums differ")
+
+        fleet._load = load_wrong
+        await fakes[0].stop()
+        fakes[0].label = "default"
+        ask = asyncio.ensure_future(fleet.ask({}))
+        await asyncio.sleep(0.1)
+        await fakes[0].start(fakes[0].port)
+        with pytest.raises(SyncError, match="checksums differ"):
+            await ask
+
+
+@in_loop
+async def test_a_push_waits_for_what_runs_or_ends_it() -> None:
+    for interrupt in (False, True):
+        async with running(1, interrupt=interrupt) as (fleet, fakes, newest):
+            fakes[0].slow = True
+            ask = asyncio.ensure_future(fleet.ask({}))
+            await asyncio.sleep(0.05)
+            newest["version"] = 2
+            push = asyncio.ensure_future(fleet.update(2))
+            await asyncio.sleep(0.1)
+            assert push.done() is interrupt
+            fakes[0].aborted.set()
+            await push
+            assert await ask == b"a 1"
