@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import secrets
 import signal
@@ -17,8 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.config import load
-from moe_trm.config.schema import ParallelConfig
-from moe_trm.preflight import check_launch
+from moe_trm.preflight import check_launch, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
@@ -106,13 +104,6 @@ def passing_signals_to(learner: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def smallest_world(parallel: ParallelConfig) -> int:
-    """Fewest ranks that hold one copy of the model under these parallel sizes."""
-    dense = parallel.tensor * parallel.context
-    expert = parallel.expert * parallel.expert_tensor
-    return parallel.pipeline * math.lcm(dense, expert)
 
 
 def free_port() -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.megatron.layout import check_layout
@@ -26,3 +27,10 @@ def check_launch(config: Config, *, world_size: int) -> None:
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Fewest ranks that hold one copy of the model under these parallel sizes."""
+    dense = parallel.tensor * parallel.context
+    expert = parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, expert)
