@@ -11,15 +11,18 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from launch.hosts import Host
 from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
@@ -74,6 +77,7 @@ def run(config: Config, interruption: Interruption) -> None:
         max_age=config.pipeline.staleness_limit,
     )
     run_dir = Path(config.run_dir) / config.name
+    host = Host.here()
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
     with ExitStack() as stack:
@@ -84,8 +88,8 @@ def run(config: Config, interruption: Interruption) -> None:
             sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
         learner = build_learner(config)
-        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir))
-        pusher = build_pusher(config, learner, rollouts, rank, run_dir)
+        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host))
+        pusher = build_pusher(config, store, rank, learner, rollouts, run_dir, host)
         stack.callback(pusher.close)
         stack.callback(checkpoints.close)
         train(config, learner, rollouts, pusher, sinks, checkpoints, mode=mode, run_dir=run_dir)
@@ -94,27 +98,45 @@ def run(config: Config, interruption: Interruption) -> None:
     dist.destroy_process_group()
 
 
-def connect(config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path) -> RolloutClient:
+def connect(
+    config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path, host: Host
+) -> RolloutClient:
     """Start the controller on the first rank and tell the others where it is, through the rendezvous store (bytes, never pickle)."""
     process = None
     if ranks[0] == 0:
-        key = secrets.token_hex(16)
-        process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log")
-        store.set("moe-trm/controller", f"{key} {process.endpoint}")
-    key, endpoint = store.get("moe-trm/controller").decode().split(" ", 1)
+        key, address = secrets.token_hex(16), None if host.alone else host.address
+        process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log", address=address)
+        store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
+    key, endpoint, public_key = store.get("moe-trm/controller").decode().split(" ")
     data = (learner.data_rank, learner.data_size)
-    return RolloutClient(endpoint, key, ranks=ranks, data=data, process=process)
+    return RolloutClient(endpoint, key, ranks=ranks, data=data, process=process, public_key=public_key)
 
 
-def build_pusher(config: Config, learner: Learner, rollouts: RolloutClient, rank: int, run_dir: Path) -> Pusher:
-    """How weights reach the engine: through `sync.dir` (by default shared memory where it exists), or by broadcast from this machine."""
+def build_pusher(
+    config: Config, store: Store, rank: int, learner: Learner, rollouts: RolloutClient, run_dir: Path, host: Host
+) -> Pusher:
+    """How weights reach the engine: through `sync.dir`, or by broadcast from this machine.
+
+    Without `sync.dir` pushes go through shared memory where there is one; ranks on several machines share the run's folder.
+    """
     dtype = config.rollout.server.dtype
     if config.sync.method == "distributed":
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        return BroadcastPusher(learner, rollouts, rank=rank, address=address, dtype=dtype)
+        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, dtype=dtype)
     shared = Path("/dev/shm")
-    root = Path(config.sync.dir) if config.sync.dir else (shared if shared.is_dir() else run_dir)
-    return DiskPusher(learner, rollouts, root / f"moe-trm-{os.getppid()}-{config.name}", dtype)
+    root = Path(config.sync.dir) if config.sync.dir else shared if host.alone and shared.is_dir() else run_dir
+    if rank == 0:
+        if root == shared:
+            remove_abandoned(root, config.name)
+        store.set("moe-trm/pushes", str(root / f"moe-trm-{os.getpid()}-{config.name}"))
+    return DiskPusher(learner, rollouts, Path(store.get("moe-trm/pushes").decode()), dtype)
+
+
+def remove_abandoned(root: Path, name: str) -> None:
+    """Free what runs of this name on this machine pushed under `root` and could not remove because they were killed."""
+    for folder in root.glob(f"moe-trm-*-{name}"):
+        owner = folder.name.removeprefix("moe-trm-").removesuffix(f"-{name}")
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from zmq import curve_keypair
 from zmq.constants import SocketOption, SocketType
 from zmq.sugar.context import Context
 
@@ -26,14 +28,20 @@ _POLL_MS = 500
 
 
 class ControllerProcess:
-    """The controller of this node, started by its first rank. `endpoint` and `key` go to the node's other ranks.
+    """The controller, started by the first rank. `endpoint`, `public_key` and `key` go to the other ranks.
 
-    The socket is a file in a private folder (mode 0700), so that only this user reaches it.
+    For ranks of one machine the socket is a file in a private folder (mode 0700), so that only this user reaches it. For ranks on
+    several machines it listens on `address`, encrypted (CurveZMQ) under a key pair made for this run.
     """
 
-    def __init__(self, config: Config, key: str, api_key: str | None, log_path: Path) -> None:
+    def __init__(
+        self, config: Config, key: str, api_key: str | None, log_path: Path, *, address: str | None = None
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="moe-trm-")
-        self.endpoint = f"ipc://{self._folder.name}/controller"
+        self.endpoint, self.public_key, secret_key = f"ipc://{self._folder.name}/controller", "", ""
+        if address is not None:
+            public, secret = curve_keypair()
+            self.endpoint, self.public_key, secret_key = _free_endpoint(address), public.decode(), secret.decode()
         self._log_path = log_path
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -45,7 +53,7 @@ class ControllerProcess:
                 start_new_session=True,
             )
         assert self._process.stdin is not None
-        start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key)
+        start = Start(self.endpoint, key, config.model_dump(mode="json"), api_key, secret_key)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.close()
 
@@ -69,6 +77,14 @@ class ControllerProcess:
         self._folder.cleanup()
 
 
+def _free_endpoint(address: str) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        host = f"[{address}]" if family == socket.AF_INET6 else address
+        return f"tcp://{host}:{probe.getsockname()[1]}"
+
+
 class RolloutClient:
     """One rank's requests to its controller. Use as a context manager: leaving it stops the controller that this rank started.
 
@@ -77,6 +93,7 @@ class RolloutClient:
         ranks: this rank's index and the number of all ranks, each of which reports its shard of a push.
         data: this rank's index and the number of ranks that hold different rows.
         process: the controller, on the rank that started it.
+        public_key: of a controller that speaks CurveZMQ; empty for one on this machine.
     """
 
     def __init__(
@@ -87,10 +104,14 @@ class RolloutClient:
         ranks: tuple[int, int],
         data: tuple[int, int],
         process: ControllerProcess | None = None,
+        public_key: str = "",
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._socket = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
+        if public_key:
+            self._socket.curve_publickey, self._socket.curve_secretkey = curve_keypair()
+            self._socket.curve_serverkey = public_key.encode()
         self._socket.connect(endpoint)
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:

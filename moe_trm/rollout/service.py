@@ -27,17 +27,20 @@ from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import TrainBatch
 
 PARENT_POLL_S = 1.0
+LAST_ANSWERS_S = 5.0
+"""How long requests that are being answered may go on after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
 """Largest message that is taken in; whoever sends a larger one is disconnected."""
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the parent writes to the service's standard input, as one line of JSON."""
+    """What the parent writes to the service's standard input, as one line of JSON. With `secret_key` the socket speaks CurveZMQ only."""
 
     endpoint: str
     key: str
     config: dict[str, Any]
     api_key: str | None
+    secret_key: str = ""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -74,12 +77,7 @@ class ControllerService:
     """Answers the ranks. Work that all ranks ask for (a step, a push) runs once; everyone waits for the same result."""
 
     def __init__(self, controller: RolloutController, start: Start, checkpoint: str) -> None:
-        self._controller, self._key, self._endpoint, self._checkpoint = (
-            controller,
-            start.key,
-            start.endpoint,
-            checkpoint,
-        )
+        self._controller, self._start, self._checkpoint = controller, start, checkpoint
         self._shared: dict[tuple[str, int], asyncio.Future[Any]] = {}
         self._shards: dict[int, dict[int, Request]] = {}
         self._pushed: dict[int, asyncio.Event] = {}
@@ -91,7 +89,9 @@ class ControllerService:
         socket = zmq.asyncio.Context.instance().socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 1000)
         socket.setsockopt(SocketOption.MAXMSGSIZE, REQUEST_LIMIT_BYTES)
-        socket.bind(self._endpoint)
+        if self._start.secret_key:
+            socket.curve_secretkey, socket.curve_server = self._start.secret_key.encode(), True
+        socket.bind(self._start.endpoint)
         pending: set[asyncio.Task[None]] = set()
         stop = asyncio.ensure_future(self._stop.wait())
         orphaned = asyncio.create_task(self._stop_with(os.getppid()))
@@ -106,7 +106,11 @@ class ControllerService:
             else:
                 received.cancel()
         orphaned.cancel()
-        await asyncio.gather(*pending)
+        if pending:
+            # Whoever waits for a rank that is gone would wait for ever.
+            _, waiting = await asyncio.wait(pending, timeout=LAST_ANSWERS_S)
+            for task in waiting:
+                task.cancel()
         await self._controller.close()
         socket.close()
 
@@ -119,7 +123,7 @@ class ControllerService:
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
         try:
             request = wire.decode(frames, Request)
-            if not hmac.compare_digest(request.key.encode(), self._key.encode()):
+            if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
                 )

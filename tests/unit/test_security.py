@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
+from launch.job import free_port
 from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError, ControllerError, RecordRejected
@@ -36,17 +37,19 @@ ROUNDS = 1000
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """A controller service on a socket in `folder`; it must still answer its own ranks at the end."""
-    endpoint = f"ipc://{folder}/controller"
+def serving(folder: Path, endpoint: str = "", keys: tuple[bytes, bytes] = (b"", b"")) -> Iterator[str]:
+    """A controller service on a socket in `folder` or at `endpoint`; it must still answer its own ranks at the end."""
+    endpoint = endpoint or f"ipc://{folder}/controller"
+    public_key, secret_key = (key.decode() for key in keys)
 
     async def serve() -> None:
-        await ControllerService(controller_with(FakeEngine()), Start(endpoint, KEY, {}, None), str(folder)).serve()
+        start = Start(endpoint, KEY, {}, None, secret_key)
+        await ControllerService(controller_with(FakeEngine()), start, str(folder)).serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     yield endpoint
-    with RolloutClient(endpoint, KEY, ranks=(0, 1), data=(0, 1)) as client:
+    with RolloutClient(endpoint, KEY, ranks=(0, 1), data=(0, 1), public_key=public_key) as client:
         assert client.evaluate(0)["eval/accuracy"] == 0.5
         client._ask("stop")
     thread.join(10)
@@ -121,6 +124,21 @@ def test_a_message_beyond_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch:
         assert socket.poll(10_000)
         # The first answer is to the second request: the first never arrived.
         assert wire.decode(socket.recv_multipart(), Reply).metrics["eval/accuracy"] == 0.5
+
+
+def test_between_machines_only_encrypted_requests_are_heard(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with dealer(endpoint) as plain, dealer(endpoint) as mistaken:
+        with serving(tmp_path, endpoint, zmq.curve_keypair()):
+            mistaken.disconnect(endpoint)
+            mistaken.curve_publickey, mistaken.curve_secretkey = zmq.curve_keypair()
+            mistaken.curve_serverkey = zmq.curve_keypair()[0]
+            mistaken.connect(endpoint)
+            for socket in (plain, mistaken):
+                socket.send_multipart(wire.encode(Request(KEY, "stop")))
+        # The service has answered its own rank, and was not stopped by these before.
+        assert not plain.poll(0)
+        assert not mistaken.poll(0)
 
 
 def test_malformed_replies_are_refused_by_a_rank() -> None:
