@@ -102,7 +102,7 @@ def train(
             "weights/version": step,
             **evaluation,
         }
-        emit(sinks, step, {**metrics, **judge.say(metrics)})
+        emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, state):
                 break
