@@ -28,7 +28,12 @@ T = TypeVar("T")
 @contextmanager
 def serving(setting: Setting) -> Iterator[SglangScorer]:
     """A server on the checkpoint, for the time of the context."""
-    server_settings = {"port": 0, "dtype": setting.dtype, "max_running_requests": max(setting.together, 1)}
+    server_settings = {
+        "port": 0,
+        "dtype": setting.dtype,
+        "max_running_requests": setting.together,
+        "startup_timeout_s": 600,
+    }
     config = Config.model_validate(
         {"model": {"checkpoint": str(setting.checkpoint)}, "rollout": {"server": server_settings}}
     )
