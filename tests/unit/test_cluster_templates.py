@@ -1,0 +1,88 @@
+"""The templates for clusters: well-formed, and every command line in them is one that we accept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_trm.config import load
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+STUBS = {
+    "scontrol": 'printf "node%s\\n" 1 2 3 4',
+    # srun runs the command once, as the learner or the server of its first node, and says what it was given.
+    "srun": 'echo "srun $*" >> "$CALLS"; [[ "$*" == *launch.train* ]] && sleep 0.2; exit 0',
+    "openssl": "echo 0123456789abcdef",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {checkpoint: somewhere}\n")
+    return path
+
+
+def run_slurm_script(tmp_path: Path, config: Path, *overrides: str) -> list[str]:
+    """The `srun` lines of the batch script, run with stand-ins for Slurm's commands."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, body in STUBS.items():
+        path = commands / name
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    calls = tmp_path / "calls"
+    environment = {
+        **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_NODELIST": "node[1-4]",
+        "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": "2",
+    }  # fmt: skip
+    subprocess.run(["bash", LAUNCH / "slurm.sh", str(config), *overrides], env=environment, check=True, timeout=30)
+    return calls.read_text().splitlines()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_slurm_script_starts_servers_and_learners_that_know_each_other(tmp_path: Path, config: Path) -> None:
+    lines = run_slurm_script(tmp_path, config, "train.steps=7")
+    server = next(line for line in lines if "launch.rollout" in line)
+    learner = next(line for line in lines if "launch.train" in line)
+    assert "--nodelist=node1,node2 " in server
+    assert "--nodelist=node3,node4 " in learner
+    assert "--nnodes 2 --nproc-per-node 8" in learner
+    assert "--rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint node3:29400" in learner
+    assert "0123456789abcdef" not in "".join(lines), "the key is not on a command line"
+    overrides = learner.split(str(config), 1)[1].split()
+    loaded = load(config, overrides)
+    assert loaded.rollout.urls == ("http://node1:30100", "http://node2:30100")
+    assert loaded.train.steps == 7
+    assert load(config, server.split(str(config), 1)[1].split()).rollout.server.host == "0.0.0.0"
+
+
+def test_the_kubernetes_objects_fit_together(config: Path) -> None:
+    objects = {
+        (o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    }
+    job = objects["Job", "moe-trm-learner"]["spec"]
+    [ranks] = job["template"]["spec"]["containers"]
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"]
+    assert f"--nnodes={job['completions']}" in ranks["args"]
+    endpoint = next(arg for arg in ranks["args"] if arg.startswith("--rdzv-endpoint"))
+    assert endpoint.split("=")[1].startswith("moe-trm-learner-0.moe-trm-learner:")
+    assert job["template"]["spec"]["subdomain"] == objects["Service", "moe-trm-learner"]["metadata"]["name"]
+    grace = int(job["template"]["spec"]["terminationGracePeriodSeconds"])
+    assert int({e["name"]: e["value"] for e in ranks["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    [server] = objects["Deployment", "moe-trm-rollout"]["spec"]["template"]["spec"]["containers"]
+    port = objects["Service", "moe-trm-rollout"]["spec"]["ports"][0]["port"]
+    learner_config = load(config, ranks["args"][ranks["args"].index("/config/config.yaml") + 1 :])
+    assert learner_config.rollout.url == f"http://moe-trm-rollout:{port}"
+    server_config = load(config, server["args"])
+    assert (server_config.rollout.server.port, server["readinessProbe"]["httpGet"]["port"]) == (port, port)
+    assert server_config.run_dir == learner_config.run_dir
+    for container in (ranks, server):
+        assert container["envFrom"] == [{"secretRef": {"name": "moe-trm-key"}}]
