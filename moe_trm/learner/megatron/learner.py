@@ -9,34 +9,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader
-from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
-from moe_trm.learner.megatron.parts import Parts, cut_scoring
+from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.learner.megatron.schedule import Schedule
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.protocol import Scores, UpdateResult
-from moe_trm.learner.scoring import Scoring, on_device
+from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
-from routing.layout import Layout
 from routing.megatron import MegatronReplayer
 from routing.megatron_checks import all_moe_layer_ids
-from routing.replay import Native, Record, Recorded, ReplayReport, RouteSource
-
-Job = tuple[int, TokenBatch, RouteSource]
+from routing.replay import ReplayReport, RouteSource
 
 
 class MegatronLearner:
@@ -71,6 +66,7 @@ class MegatronLearner:
         self._snapshots = Snapshots(chunks)
         self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
         self._parts = Parts()
+        self._schedule = Schedule(wrapped, self._parts, replayer, device)
         self.data_rank, self.data_size, self.leads = self._data.rank, self._data.size, self._parts.leads
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
         self.model_moe_layer_ids = all_moe_layer_ids(chunks[0].config) if replayer is not None else ()
@@ -89,7 +85,7 @@ class MegatronLearner:
             chunk.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.using(weights):
-            planes, recorded = self._run(batches, sources, None, scoring_of)
+            planes, recorded = self._schedule.run(batches, sources, scoring_of)
         return [
             replace(scoring_of(batch).scores(scored), recorded=routes)
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
@@ -120,7 +116,7 @@ class MegatronLearner:
         for chunk in self._wrapped:
             chunk.train()
         self._optimizer.zero_grad()
-        planes, _ = self._run(batches, sources, loss, scoring_of)
+        planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
         if not self._parts.on_last_stage:
             # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of them.
             with torch.no_grad():
@@ -177,97 +173,3 @@ class MegatronLearner:
         """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
         if self._replayer is not None:
             self._report += self._replayer.report(dist.group.WORLD)
-
-    def _run(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        loss: Callable[[int, Tensor], Tensor] | None,
-        scoring_of: Callable[[TokenBatch], Scoring],
-    ) -> tuple[list[Tensor], list[Recorded | None]]:
-        """All micro-batches through Megatron's schedule, backward too when there is a `loss(index, planes)`.
-
-        Returns the `[P, B, R]` planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers where
-        they were to be recorded.
-        """
-        assert len(batches) == len(sources), "one route source per micro-batch"
-        if not batches:
-            return [], []
-        padded = [self._parts.padded(batch) for batch in batches]
-        jobs = list(zip(range(len(batches)), padded, sources, strict=True))
-        # The interleaved schedule wants as many micro-batches as there are stages.
-        missing = parallel_state.get_pipeline_model_parallel_world_size() - len(jobs) if len(self._wrapped) > 1 else 0
-        jobs += [(-1, _emptied(padded[0]), Native())] * missing
-        found: dict[int, Tensor] = {}
-        routes: dict[int, Recorded] = {}
-
-        def forward(waiting: Iterator[Job], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            index, batch, source = next(waiting)
-            layout = self._parts.layout(batch)
-            output, recorded = self._forward(model, batch, source, layout, scoring_of)
-            if recorded is not None:
-                routes[index] = routes[index].with_layers_of(recorded) if index in routes else recorded
-            return output, partial(finish, index, layout)
-
-        def finish(index: int, layout: Layout, output: Tensor, **_non_loss_data: bool) -> Any:
-            planes = self._parts.whole_rows(output, layout)
-            if index >= 0:
-                planes = planes[..., : batches[index].input_ids.shape[1]]
-                found[index] = planes.detach()
-            if loss is None:
-                return None
-            value = loss(index, planes) if index >= 0 else planes.new_zeros(())
-            if not value.requires_grad:
-                # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
-                value = value + 0.0 * planes.sum()
-            return value, torch.zeros((), dtype=torch.int, device=self._device), {}
-
-        rows, length = padded[0].input_ids.shape
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(jobs) for _ in self._wrapped],
-            model=list(self._wrapped),
-            num_microbatches=len(jobs),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=loss is None,
-            collect_non_loss_data=loss is None,
-        )
-        planes = scoring_of(batches[0]).planes
-        shapes = [(len(planes), *batch.input_ids.shape) for batch in batches]
-        scored = self._parts.from_last_stage([found[index] for index in sorted(found)], shapes, self._device)
-        return scored, [routes.get(index) for index in range(len(batches))]
-
-    def _forward(
-        self,
-        model: torch.nn.Module,
-        batch: TokenBatch,
-        source: RouteSource,
-        layout: Layout,
-        scoring_of: Callable[[TokenBatch], Scoring],
-    ) -> tuple[Tensor, Recorded | None]:
-        moved = on_device(batch, self._device)
-        positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(moved.input_ids)
-        scoring = cut_scoring(scoring_of(moved), layout)
-        inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
-        if self._replayer is None:
-            if not isinstance(source, Native):
-                raise ConfigError(
-                    "routes of a dense model were asked for",
-                    where="replay.mode",
-                    got=type(source).__name__,
-                    expected="Native",
-                    fix="Set replay.mode=none.",
-                )
-            return model(*inputs, labels=scoring), None
-        with self._replayer.use(
-            source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model
-        ) as this_pass:
-            output: Tensor = model(*inputs, labels=scoring)
-        return output, this_pass.recorded() if isinstance(source, Record) else None
-
-
-def _emptied(batch: TokenBatch) -> TokenBatch:
-    """`batch` as padding only."""
-    nothing = torch.zeros_like(batch.valid)
-    return replace(batch, valid=nothing, mask=nothing, kept_ids=None, kept_offsets=None, kept_logprobs=None)

@@ -1,0 +1,163 @@
+"""Micro-batches through this rank's part of the model, in Megatron's own schedule, forward only or with backward.
+
+Shape letters: B rows, R padded row length, C columns of this rank, P planes of scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moe_trm.errors import ConfigError
+from moe_trm.learner.megatron.parts import Parts, cut_scoring
+from moe_trm.learner.scoring import Scoring, on_device
+from moe_trm.types import TokenBatch
+from routing.layout import Layout
+from routing.megatron import MegatronReplayer
+from routing.replay import Native, Record, Recorded, RouteSource
+
+ScoringOf = Callable[[TokenBatch], Scoring]
+Loss = Callable[[int, Tensor], Tensor]
+"""The loss of a micro-batch from its number and its `[P, B, R]` planes."""
+
+
+class Schedule:
+    """Runs micro-batches. Every call is collective over the ranks of one model.
+
+    Args:
+        wrapped: this rank's chunks inside Megatron's data-parallel wrapper.
+        parts: cuts micro-batches and brings scores together.
+        replayer: attached to `wrapped`; None for a dense model.
+        device: where the model lives.
+    """
+
+    def __init__(
+        self,
+        wrapped: Sequence[DistributedDataParallel],
+        parts: Parts,
+        replayer: MegatronReplayer | None,
+        device: torch.device,
+    ) -> None:
+        self._wrapped, self._parts, self._replayer, self._device = wrapped, parts, replayer, device
+
+    def run(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        scoring_of: ScoringOf,
+        loss: Loss | None = None,
+    ) -> tuple[list[Tensor], list[Recorded | None]]:
+        """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
+
+        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers where they were
+        to be recorded.
+        """
+        assert len(batches) == len(sources), "one route source per micro-batch"
+        if not batches:
+            return [], []
+        step = _Step(batches, sources, self._parts, loss, self._device)
+        # The interleaved schedule wants as many micro-batches as there are stages.
+        stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._wrapped) > 1 else 0
+        numbers = [*range(len(batches)), *[None] * (stages - len(batches))]
+
+        def forward(waiting: Iterator[int | None], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            number = next(waiting)
+            batch, source = step.inputs(number)
+            layout = self._parts.layout(batch)
+            output, recorded = self._forward(model, batch, source, layout, scoring_of)
+            if number is not None and recorded is not None:
+                step.keep_routes(number, recorded)
+            return output, partial(step.finish, number, layout)
+
+        rows, length = step.padded[0].input_ids.shape
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(numbers) for _ in self._wrapped],
+            model=list(self._wrapped),
+            num_microbatches=len(numbers),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=loss is None,
+            collect_non_loss_data=loss is None,
+        )
+        shapes = [(len(scoring_of(batch).planes), *batch.input_ids.shape) for batch in batches]
+        scored = self._parts.from_last_stage([step.planes[i] for i in sorted(step.planes)], shapes, self._device)
+        return scored, [step.routes.get(number) for number in range(len(batches))]
+
+    def _forward(
+        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: Layout, scoring_of: ScoringOf
+    ) -> tuple[Tensor, Recorded | None]:
+        moved = on_device(batch, self._device)
+        positions = torch.arange(layout.length, device=self._device).expand_as(moved.input_ids)
+        scoring = cut_scoring(scoring_of(moved), layout)
+        inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
+        if self._replayer is None:
+            if not isinstance(source, Native):
+                raise ConfigError(
+                    "routes of a dense model were asked for",
+                    where="replay.mode",
+                    got=type(source).__name__,
+                    expected="Native",
+                    fix="Set replay.mode=none.",
+                )
+            return model(*inputs, labels=scoring), None
+        with self._replayer.use(
+            source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model
+        ) as this_pass:
+            output: Tensor = model(*inputs, labels=scoring)
+        return output, this_pass.recorded() if isinstance(source, Record) else None
+
+
+class _Step:
+    """What one run of the schedule takes in and leaves behind. A micro-batch without a number is padding and trains nothing."""
+
+    def __init__(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        parts: Parts,
+        loss: Loss | None,
+        device: torch.device,
+    ) -> None:
+        self.padded = [parts.padded(batch) for batch in batches]
+        self.planes: dict[int, Tensor] = {}
+        self.routes: dict[int, Recorded] = {}
+        self._lengths = [batch.input_ids.shape[1] for batch in batches]
+        self._sources, self._parts, self._loss, self._device = sources, parts, loss, device
+
+    def inputs(self, number: int | None) -> tuple[TokenBatch, RouteSource]:
+        """The padded micro-batch, and whose routes it uses."""
+        if number is None:
+            nothing = torch.zeros_like(self.padded[0].valid)
+            empty = replace(
+                self.padded[0], valid=nothing, mask=nothing, kept_ids=None, kept_offsets=None, kept_logprobs=None
+            )
+            return empty, Native()
+        return self.padded[number], self._sources[number]
+
+    def keep_routes(self, number: int, recorded: Recorded) -> None:
+        """Remember what one chunk of the model recorded."""
+        before = self.routes.get(number)
+        self.routes[number] = recorded if before is None else before.with_layers_of(recorded)
+
+    def finish(self, number: int | None, layout: Layout, output: Tensor, **_non_loss_data: bool) -> Any:
+        """Megatron's loss function: called with the output `[P, B, C]` of the last stage."""
+        planes = self._parts.whole_rows(output, layout)
+        if number is not None:
+            planes = planes[..., : self._lengths[number]]
+            self.planes[number] = planes.detach()
+        if self._loss is None:
+            return None
+        value = planes.new_zeros(()) if number is None else self._loss(number, planes)
+        if not value.requires_grad:
+            # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
+            value = value + 0.0 * planes.sum()
+        return value, torch.zeros((), dtype=torch.int, device=self._device), {}
