@@ -80,7 +80,16 @@ def table(compared: Comparison) -> list[Row]:
     if compared.gate_weight_shift is not None:
         rows.append({"figure": "gate_weight_shift (experts of both)", "value": compared.gate_weight_shift})
     for kind, strata in compared.strata.items():
-        rows += [{kind: name, "flip rate": rate, "token-layers": count} for name, (rate, count) in strata.items()]
+        rows += [
+            {
+                kind: name,
+                "flip rate": one.rate.value,
+                "low": one.rate.low,
+                "high": one.rate.high,
+                "token-layers": one.token_layers,
+            }
+            for name, one in strata.items()
+        ]
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.engines.compare import Comparison
+from benchmarks.engines.compare import Comparison, Stratum
 from benchmarks.figure import INK, MUTED, Panel, document, text
 from moe_trm.quickstart.figure import NATIVE, REPLAYED
 
@@ -18,16 +18,17 @@ def draw(compared: Comparison, a: str, b: str) -> str:
     return document(parts, 1200, 360)
 
 
-def _bars(left: float, right: float, title: str, strata: Mapping[str, tuple[float, int]]) -> list[str]:
-    top = max([1e-4, *(rate for rate, _ in strata.values())]) * 1.1
+def _bars(left: float, right: float, title: str, strata: Mapping[str, Stratum]) -> list[str]:
+    top = max([1e-4, *(one.rate.high for one in strata.values())]) * 1.1
     panel = Panel(left, right, len(strata) + 1, 0, top)
     parts = panel.frame(title, [(top * step / 4, f"{top * step / 4:.2%}") for step in range(5)])
-    for place, (name, (rate, _)) in enumerate(strata.items(), start=1):
+    for place, (name, one) in enumerate(strata.items(), start=1):
         x, width = panel.x(place), 0.6 * (right - left) / (len(strata) + 1)
-        height = panel.bottom - panel.y(rate)
+        height = panel.bottom - panel.y(one.rate.value)
         parts.append(
-            f'<rect x="{x - width / 2:.1f}" y="{panel.y(rate):.1f}" width="{width:.1f}" height="{height:.1f}" fill="{REPLAYED}"/>'
+            f'<rect x="{x - width / 2:.1f}" y="{panel.y(one.rate.value):.1f}" width="{width:.1f}" height="{height:.1f}" fill="{REPLAYED}"/>'
         )
+        parts.append(f'<path d="M{x:.1f} {panel.y(one.rate.low):.1f}V{panel.y(one.rate.high):.1f}" stroke="{INK}"/>')
         parts.append(panel.below(x, name.replace(" to ", "-").replace(" and up", "+").replace("below ", "<")))
     return parts
 

@@ -86,7 +86,7 @@ async def _measure(config: Config, server: Server, rounds: int) -> dict[str, lis
                 speed = await _round(http, prompts, params, model, captured=name == "captured")
                 if step > 1:
                     speeds[name].append(speed)
-    task.close()
+    await task.close()
     return speeds
 
 

@@ -15,10 +15,18 @@ import torch
 from benchmarks.engines.scored import Scored, Text
 from moe_trm.diagnostics.probe import Interval, ProbeTokens, intervals, pooled
 from moe_trm.errors import MoeTrmError
-from routing.flips import flips, gate_weight_shift, strata
+from routing.flips import flips, gate_weight_shift
 
 POSITIONS = (8, 16, 24, 32, 64, 256, 1024)
 MARGINS = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Stratum:
+    """Flip rate of a class of token-layers, and how many there are."""
+
+    rate: Interval
+    token_layers: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Comparison:
         num_tokens: scored tokens.
         pooled: figures with intervals; `replayed` ones only where side B replayed.
         expert_delta: mean over experts of the chance that one side uses the expert and the other does not.
-        strata: `layer`, `position` (from the start of the sequence) and `router margin`: class -> (flip rate, token-layers).
+        strata: `layer`, `position` (from the start of the sequence) and `router margin`: class -> its flips.
         local_flips: share of replayed token-layers whose live router would have chosen another set; None without replay.
         gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine does not tell its weights.
     """
@@ -37,7 +45,7 @@ class Comparison:
     num_tokens: int
     pooled: Mapping[str, Interval]
     expert_delta: float
-    strata: Mapping[str, Mapping[str, tuple[float, int]]]
+    strata: Mapping[str, Mapping[str, Stratum]]
     local_flips: float | None
     gate_weight_shift: float | None
 
@@ -74,18 +82,15 @@ def compare(
     figures |= _more(routes_a, routes_b, own, forced, group, with_replay=replayed is not None)
     position = np.concatenate([np.flatnonzero(rows) for rows in keep])
     margin_NL = np.concatenate([_margins(one)[rows] for one, rows in zip(margins, keep, strict=True)])
-    layers = {
-        str(layer): (rate, len(own))
-        for layer, rate in zip(a[0].routes.layer_ids, whole.per_layer.tolist(), strict=True)
-    }
+    layer_NL = np.broadcast_to(np.arange(flipped_NL.shape[1]), flipped_NL.shape)
     return Comparison(
         num_tokens=len(own),
         pooled=figures,
         expert_delta=whole.expert_delta,
         strata={
-            "layer": layers,
-            "position": _strata(flipped_NL, position, POSITIONS),
-            "router margin": _strata(flipped_NL, margin_NL, MARGINS),
+            "layer": _strata(flipped_NL, layer_NL, [str(layer) for layer in a[0].routes.layer_ids], group),
+            "position": _strata(flipped_NL, np.digitize(position, POSITIONS), _classes(POSITIONS), group),
+            "router margin": _strata(flipped_NL, np.digitize(margin_NL, MARGINS), _classes(MARGINS), group),
         },
         local_flips=local_flips,
         gate_weight_shift=_weight_shift(a, native, keep),
@@ -122,17 +127,21 @@ def _more(
     return intervals(columns, figures, group)
 
 
-def _strata(flipped_NL: np.ndarray, values: np.ndarray, edges: Sequence[float]) -> dict[str, tuple[float, int]]:
-    """Flip rates of the classes that occur, with the number of token-layers."""
-    rates = strata(flipped_NL, values, edges)
-    each = np.broadcast_to(values.reshape(len(values), -1), flipped_NL.shape)
-    counts = np.bincount(np.digitize(each.ravel(), np.asarray(edges)), minlength=len(edges) + 1)
-    names = [
-        f"below {edges[0]:g}",
-        *(f"{low:g} to {high:g}" for low, high in itertools.pairwise(edges)),
-        f"{edges[-1]:g} and up",
-    ]
-    return {name: (float(rate), int(count)) for name, rate, count in zip(names, rates, counts, strict=True) if count}
+def _strata(flipped_NL: np.ndarray, place: np.ndarray, names: Sequence[str], group: np.ndarray) -> dict[str, Stratum]:
+    """Flip rates of the classes that occur, with intervals over groups; `place`: the class of each token, or of each token-layer."""
+    place_NL = np.broadcast_to(place.reshape(len(place), -1), flipped_NL.shape)
+    columns, figures = dict[str, np.ndarray](), dict[str, tuple[str, str, float]]()
+    for number, name in enumerate(names):
+        inside_NL = place_NL == number
+        columns |= {f"{name}/all": inside_NL.sum(1), f"{name}/flips": (inside_NL & flipped_NL).sum(1)}
+        figures[name] = f"{name}/flips", f"{name}/all", 1.0
+    rates = intervals(columns, figures, group)
+    return {name: Stratum(rate, int(columns[f"{name}/all"].sum())) for name, rate in rates.items()}
+
+
+def _classes(edges: Sequence[float]) -> list[str]:
+    between = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(edges)]
+    return [f"below {edges[0]:g}", *between, f"{edges[-1]:g} and up"]
 
 
 def _margins(scored: Scored) -> np.ndarray:

@@ -18,12 +18,13 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.engines.scored import Scored, Setting, Text
-from launch.job import SINGLE_THREAD, smallest_world
+from launch.job import SINGLE_THREAD
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
+from moe_trm.preflight import smallest_world
 from moe_trm.rollout.bundle import BundleReader, BundleWriter
 from moe_trm.rollout.served import ServedModel
 from moe_trm.types import RolloutRecord, TrainRow

@@ -28,7 +28,7 @@ def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path, 
     assert found.gate_weight_shift is not None
     assert 0 < found.local_flips < 0.5
     assert 0 < found.gate_weight_shift < 0.1
-    margins = [rate for rate, count in found.strata["router margin"].values() if count > 50]
+    margins = [one.rate.value for one in found.strata["router margin"].values() if one.token_layers > 50]
     assert margins[0] > margins[-1]
     assert table(found)
     assert draw(found, str(a), str(b)).count("<rect") > 8

@@ -45,9 +45,18 @@ def test_flips_and_differences_are_those_of_the_sampled_tokens() -> None:
     assert found.pooled["all/native_k3"].value == pytest.approx(np.exp(-1) / 6)
     # One of two prompts has the flip: resampled prompts have it never, once or twice.
     assert (found.pooled["layer_flip_rate"].low, found.pooled["layer_flip_rate"].high) == pytest.approx((0.0, 1 / 6))
-    assert found.strata["layer"] == {"1": (0.0, 6), "4": (pytest.approx(1 / 6), 6)}
-    assert found.strata["position"] == {"below 8": (pytest.approx(1 / 12), 12)}
-    assert found.strata["router margin"] == {"0.1 and up": (pytest.approx(1 / 12), 12)}
+    rates = {
+        (kind, name): (one.rate.value, one.token_layers)
+        for kind, strata in found.strata.items()
+        for name, one in strata.items()
+    }
+    assert rates == {
+        ("layer", "1"): (0.0, 6),
+        ("layer", "4"): (pytest.approx(1 / 6), 6),
+        ("position", "below 8"): (pytest.approx(1 / 12), 12),
+        ("router margin", "0.1 and up"): (pytest.approx(1 / 12), 12),
+    }
+    assert found.strata["layer"]["4"].rate.high == pytest.approx(1 / 3)
     assert (found.local_flips, found.gate_weight_shift) == (0.25, None)
 
 
