@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,6 +16,8 @@ from moe_trm.parameters import Parameter
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
+HIDDEN = ("engine", "lag", "staleness")
+"""Ratios that need log-probs of the learner under the weights that sampled."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def recipe(config: Config) -> Recipe:
         else:
             uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
     pending = [placeholder(item) for item in uncalibrated]
+    _check_known([*rules, *pending], config)
     corrections.compose([*rules, *pending], whole_minibatch=True)
     if correction.batch_normalize != "off" and not any(bound.rule.name in WEIGHING for bound in [*rules, *pending]):
         raise ConfigError(
@@ -92,6 +95,7 @@ def recipe(config: Config) -> Recipe:
             expected=f"off, or a rule that weighs: {', '.join(WEIGHING)}",
         )
     loss = _loss(config.loss, preset.loss if preset else None)
+    _check_interpolated([*rules, *pending], loss, config)
     return Recipe(
         rules=tuple(rules),
         uncalibrated=tuple(uncalibrated),
@@ -103,6 +107,35 @@ def recipe(config: Config) -> Recipe:
         entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or loss.objective.name == "espo",
         entropy_coef=config.loss.entropy_coef,
     )
+
+
+def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
+    """Rules may read only what `pipeline.behavior` lets be known."""
+    recovery = config.pipeline.recovery
+    hidden = {"merged": HIDDEN, "interpolate": HIDDEN, "bypass": ("engine", "lag")}.get(recovery, ())
+    for bound in rules:
+        if bound.ratio in hidden:
+            raise ConfigError(
+                f"rule {bound.rule.name} reads a ratio that is not known when log-probs under older weights are not",
+                where="correction.rules",
+                got=f"ratio={bound.ratio} with pipeline.behavior={recovery}",
+                expected="ratio=total" if recovery == "bypass" else "ratio=merged or ratio=total",
+                fix="give the rule that ratio in its thresholds, or set pipeline.behavior=snapshot",
+            )
+
+
+def _check_interpolated(rules: Sequence[BoundRule], loss: BoundObjective, config: Config) -> None:
+    """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked at."""
+    whole = [bound.rule.name for bound in rules if bound.rule.scope == "batch"]
+    whole += [f"loss {loss.objective.name}"] if loss.objective.scope == "batch" else []
+    whole += ["batch_normalize"] if config.correction.batch_normalize != "off" else []
+    if config.pipeline.recovery == "interpolate" and whole:
+        raise ConfigError(
+            "an interpolated anchor is not known before the update, and these look at the whole minibatch before it",
+            where="pipeline.behavior",
+            got=f"interpolate with {', '.join(whole)}",
+            expected="snapshot, merged or bypass",
+        )
 
 
 def placeholder(item: Uncalibrated) -> BoundRule:

@@ -204,6 +204,20 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             expected=f"none, or {fixed}",
             fix="leave it out, or set pipeline.mode=async",
         )
+    if pipeline.recovery in ("interpolate", "bypass") and config.replay.mode == "R2":
+        yield Problem(
+            "pipeline.behavior",
+            "R2 replays the routes of the anchor pass, which is left out",
+            got=f"{pipeline.behavior} with replay.mode=R2",
+            expected="snapshot or merged, or replay.mode=R3",
+        )
+    if pipeline.partial == "interrupt" and config.sync.method == "distributed":
+        yield Problem(
+            "pipeline.partial",
+            "the ranks that broadcast wait for the engine, so there is nothing to gain from interrupting",
+            got="interrupt with sync.method=distributed",
+            expected="wait, or sync.method=disk",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:
@@ -339,6 +353,14 @@ def _idle_settings(config: Config) -> Iterator[str]:
     plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
         ("rollout", "colocate", rollout.engine == "bundle", "rollout.engine=bundle holds no memory"),
+        *(
+            ("pipeline", key, config.pipeline.staleness_limit == 0, "no sample is older than the learner's weights")
+            for key in ("behavior", "snapshot_gib")
+        ),
+        ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
+        ("pipeline", "partial", rollout.engine == "bundle", "a recording is never interrupted"),
+        ("rollout", "bundle_delay_s", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
+        ("rollout", "urls", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
@@ -425,6 +447,8 @@ def _idle_settings(config: Config) -> Iterator[str]:
 
 def _surprises(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if config.record.bundle and config.pipeline.recovery != "same":
+        yield "record.bundle keeps the rollouts of this run, but not what its updates saw: that is recorded without stale samples only (pipeline.mode=sync)"
     truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
     if config.sampling_mask.mode == "keep" and not truncates and "mode" in config.sampling_mask.model_fields_set:
         yield f"sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) unless the vocabulary exceeds {MASK_LIMIT} ids"
