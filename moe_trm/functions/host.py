@@ -90,17 +90,12 @@ class FunctionHost:
     def __init__(self, function: str, *, adapter: str, key: str, limit_s: float) -> None:
         self._hello = Hello(function, adapter, key, limit_s)
         self._process: _Process | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[_Process] | None = None
         self._closed = False
 
     async def start(self) -> Ready:
         """Load the function. Raises `ConfigError` when that fails."""
-        async with self._starting:
-            if self._process is None or self._process.ended:
-                if self._process is not None:
-                    await self._process.close()
-                self._process = await _Process.start(self._hello)
-            return self._process.ready
+        return (await self._running()).ready
 
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
         """What the function returns for `payload`. One call at a time, unless the function is `concurrent`.
@@ -114,20 +109,36 @@ class FunctionHost:
             Exception: whatever the answerer raised, but `Refused`.
         """
         while True:
-            await self.start()
-            assert self._process is not None
+            process = await self._running()
             try:
-                return await self._process.call(payload, answers() if answers else None)
+                return await process.call(payload, answers() if answers else None)
             except _ProcessEnded:
                 # Every ended process has failed at least one call for good, so this comes to an end.
-                if self._closed:
-                    raise FunctionFailed("crash", "the run is over") from None
+                continue
 
     async def close(self) -> None:
         """End the process, and what it does."""
         self._closed = True
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._process is not None:
             await self._process.close()
+
+    async def _running(self) -> _Process:
+        """The process, started where there is none. Starting one cannot be cancelled half-way, or nobody would end it."""
+        if self._closed:
+            raise FunctionFailed("crash", "the run is over")
+        if self._process is not None and not self._process.ended:
+            return self._process
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._restart())
+        return await asyncio.shield(self._starting)
+
+    async def _restart(self) -> _Process:
+        if self._process is not None:
+            await self._process.close()
+        self._process = await _Process.start(self._hello)
+        return self._process
 
 
 class _Process:
@@ -259,8 +270,9 @@ class _Process:
                 return
 
     def _send(self, message: ToProcess) -> None:
-        if not self.ended and self._process.stdin is not None:
-            self._process.stdin.write(pack(message))
+        pipe = self._process.stdin
+        if not self.ended and pipe is not None and not pipe.is_closing():
+            pipe.write(pack(message))
 
 
 async def _message(process: asyncio.subprocess.Process) -> FromProcess | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_trm.errors import BundleError, RecordRejected
+from moe_trm.errors import RecordRejected
 from moe_trm.functions.host import FunctionFailed, FunctionHost
 from moe_trm.rollout.conversation import naming
 from moe_trm.rollout.dialogue import Dialogue, Limits, TurnEngine
-from moe_trm.rollout.engine import RolloutEngine
-from moe_trm.rollout.sampler import rewarded
+from moe_trm.rollout.sampler import SingleTurn, rewarded
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import read_reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
@@ -104,26 +103,10 @@ class FunctionSampler:
         return dialogue, returned
 
 
-class RecordedSampler:
-    """`Sampler` of a recorded run with a rollout function: whole samples and the rewards they were given; the function is not run.
-
-    Args:
-        engine: the recording.
-        task: gives the reward of a sample that was recorded without one.
-        params: not used by a recording.
-    """
-
-    def __init__(self, engine: RolloutEngine, task: Task, params: SamplingParams) -> None:
-        self._engine, self._task, self._params = engine, task, params
+class RecordedSampler(SingleTurn):
+    """`Sampler` of a recorded run with a rollout function: whole samples and the rewards they were given; the function is not run."""
 
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
         return record if record.reward is not None else rewarded(record, await score(self._task, prompt, record))
-
-    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
-        """A recording has no weights to evaluate."""
-        raise BundleError("a recorded run samples nothing", where=f"prompt {prompt.prompt_id}")
-
-    async def close(self) -> None:
-        """Nothing to release."""

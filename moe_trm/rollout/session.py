@@ -11,8 +11,7 @@ Nothing is ever tokenised again. What you append is tokenised alone, replayed th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moe_trm.errors import ConfigError
@@ -39,7 +38,7 @@ class SessionPrompt:
     text: str
     answer: str
     token_ids: tuple[int, ...]
-    extra: Mapping[str, Any] = MappingProxyType({})
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,208 @@
+"""Rollout functions in a process of their own: what they make, and that one which fails costs its own sample only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError, EngineError, RecordRejected
+from moe_trm.functions.host import FunctionHost
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.dialogue import Limits
+from moe_trm.rollout.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.rollout.parse import SampledTurn
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.tasks import RewardInput
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from tests.unit.rollout.causal_engine import END, CausalEngine, DigitTokens
+
+FUNCTION = """
+import asyncio, os, time
+from moe_trm.rollout.session import Session, SessionEnded
+
+async def rollout(session: Session):
+    mood = session.prompt.extra["mood"]
+    print("what a rollout prints does no harm")
+    if mood == "never samples":
+        return None
+    turn = await session.sample(max_new_tokens=3)
+    assert turn == session.turns[-1] and len(turn.token_ids) <= 3
+    match mood:
+        case "raises": raise KeyError("no such tool")
+        case "waits": await asyncio.sleep(1000)
+        case "blocks": time.sleep(1000)
+        case "crashes": os._exit(3)
+        case "is silly": await session.append(3)
+        case "returns text": return "good"
+        case "returns nan": return float("nan")
+        case "swallows":
+            try: await session.append_ids([99])
+            except Exception: pass
+        case "rewards": return {"tool": 2, "style": 0.5}
+        case "goes on":
+            while True:
+                await session.append("9")
+                await session.sample()
+        case "catches":
+            try:
+                while True: await session.sample()
+            except SessionEnded:
+                return 7.0
+    await session.append("42")
+    await session.sample(stop=("9", "f"))
+"""
+REASONS = {
+    "never samples": "empty_output",
+    "raises": "rollout_error",
+    "waits": "rollout_timeout",
+    "blocks": "rollout_timeout",
+    "crashes": "rollout_crash",
+    "is silly": "rollout_error",
+    "returns text": "rollout_type",
+    "returns nan": "rollout_nan",
+}
+
+
+class MoodTask:
+    tokens = DigitTokens()
+    reward_weights: Mapping[str, float] = {"style": 4.0}
+
+    def __init__(self, moods: Sequence[str]) -> None:
+        self.moods = moods
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        return [prompt(self.moods[i]) for i in range(count)]
+
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
+        return {}
+
+    async def start(self) -> None: ...
+
+    async def reward(self, sample: RewardInput) -> float:
+        return float(sample.num_turns)
+
+    async def close(self) -> None: ...
+
+
+class WholeEngine(CausalEngine):
+    """With the rest of what a controller asks of an engine."""
+
+    async def load_weights(self, push: WeightPush) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def prompt(mood: str) -> Prompt:
+    return Prompt(mood, (5, 6, 7), extra={"mood": mood})
+
+
+def sampler(folder: Path, engine: CausalEngine, task: MoodTask, *, turns: int = 4) -> FunctionSampler:
+    path = folder / "own_rollout.py"
+    path.write_text(FUNCTION)
+    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=1.0)
+    params = SamplingParams(top_k=16, max_new_tokens=6, stop_token_ids=(END,))
+    return FunctionSampler(host, engine, task, params, Limits(turns, 100), keep_changed=False)
+
+
+def outcomes(folder: Path, moods: Sequence[str], engine: CausalEngine | None = None) -> dict[str, RolloutRecord | str]:
+    """The record of each, or the reason of its rejection; all at once, in one process."""
+
+    async def one(maker: FunctionSampler, number: int, mood: str) -> RolloutRecord | str:
+        try:
+            return await maker.sample(prompt(mood), sample_id=number, group_id=number)
+        except RecordRejected as rejection:
+            return rejection.reason if f"sample {number}" in str(rejection) else str(rejection)
+
+    async def go() -> list[RolloutRecord | str]:
+        maker = sampler(folder, engine or CausalEngine(), MoodTask(moods))
+        try:
+            return await asyncio.wait_for(
+                asyncio.gather(*(one(maker, number, mood) for number, mood in enumerate(moods))), 60
+            )
+        finally:
+            await maker.close()
+
+    return dict(zip(moods, asyncio.run(go()), strict=True))
+
+
+def test_each_way_to_fail_rejects_its_own_sample_under_its_own_reason(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, ["plays", *REASONS, "swallows"])
+    records = {mood: value for mood, value in found.items() if isinstance(value, RolloutRecord)}
+    assert {mood: value for mood, value in found.items() if isinstance(value, str)} == REASONS
+    assert records.keys() == {"plays", "swallows"}
+    for record in records.values():
+        assert record.turn_ids.max() == 1
+        assert record.reward == 2.0
+
+
+def test_a_function_may_give_the_reward_itself(tmp_path: Path) -> None:
+    record = outcomes(tmp_path, ["rewards"])["rewards"]
+    assert isinstance(record, RolloutRecord)
+    assert record.reward == 2 + 4 * 0.5
+    assert record.reward_parts == {"tool": 2.0, "style": 0.5}
+
+
+def test_a_sample_that_a_limit_ends_is_kept_as_unfinished(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, ["goes on", "catches"])
+    for record in found.values():
+        assert isinstance(record, RolloutRecord)
+        assert record.finish_reason == "length"
+        assert record.turn_ids.max() == 3
+    assert found["catches"].reward == 7.0  # type: ignore[union-attr]
+
+
+def test_a_lost_engine_stops_the_run_even_if_the_function_would_not_mind(tmp_path: Path) -> None:
+    class Lost(CausalEngine):
+        async def turn(self, *given: object, **options: object) -> SampledTurn:
+            raise EngineError("the rollout server is not reachable")
+
+    with pytest.raises(EngineError, match="not reachable"):
+        outcomes(tmp_path, ["catches"], Lost())
+
+
+def test_a_function_that_does_not_await_is_refused_at_launch(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text("def rollout(session): ...")
+    host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=1.0)
+    with pytest.raises(ConfigError, match="await its session"):
+        asyncio.run(host.start())
+
+
+def test_the_ledger_balances_whatever_the_functions_do(tmp_path: Path) -> None:
+    moods = ["plays", *REASONS, "goes on", "rewards", "catches"]
+    config = Config.model_validate(
+        {
+            "model": {"checkpoint": "unused"},
+            "rollout": {"prompts_per_step": len(moods), "group_size": 2},
+            "learner": {"minibatches": 1},
+            "batch": {"refill_limit": 1},
+        }
+    )
+
+    async def go() -> Mapping[str, float]:
+        engine, task = WholeEngine(), MoodTask(moods)
+        made = sampler(tmp_path, engine, task)
+        controller = RolloutController(config, engine, task, SamplingParams(top_k=16), made)  # type: ignore[arg-type]
+        try:
+            await controller.load_weights(WeightPush(0, "", ()))
+            [share] = await controller.plan(1, data_size=1)
+        finally:
+            await controller.close()
+        return share.metrics
+
+    metrics = asyncio.run(go())
+    places = ("queued", "in_flight", "trained", "rejected", "dropped")
+    assert metrics["ledger/issued"] == sum(metrics[f"ledger/{place}"] for place in places) == 2 * len(moods)
+    for reason in set(REASONS.values()):
+        assert metrics[f"records/rejected/{reason}"] == 2 * list(REASONS.values()).count(reason)
+    assert metrics["ledger/trained"] == 8
+    assert metrics["turns/max"] == 4
+    assert 0 < metrics["turns/later_token_fraction"] < 1
+    assert metrics["reward/tool/mean"] == 2.0
