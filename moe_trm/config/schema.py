@@ -536,6 +536,8 @@ class ObserveConfig(Section):
 
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get every metric too, e.g. `[tensorboard]`. Each needs its library: `pip install 'moe-trm[tensorboard]'`."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Loopback port at which Prometheus finds the newest value of every metric, as `moe_trm_...`; 0: none. Needs `pip install 'moe-trm[prometheus]'`."""
     project: str = "moe-trm"
     """Project or experiment that trackers file the run under."""
     panel: Annotated[Literal["auto", "on", "off"], BeforeValidator(_bare_switch)] = "auto"

@@ -10,6 +10,7 @@ from pathlib import Path
 from moe_trm.config.schema import Config
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
+from moe_trm.observe.prometheus import open_prometheus
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
 from moe_trm.observe.transcripts import open_transcripts
@@ -28,6 +29,8 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     keep_steps(path, first_step)
     others: dict[str, Sink] = {"terminal": _terminal(config)}
     others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
+    if config.observe.prometheus_port:
+        others["prometheus"] = open_prometheus(config.observe.prometheus_port)
     if config.observe.transcripts:
         others["transcripts"] = open_transcripts(config, run_dir)
     if config.observe.report:

@@ -17,43 +17,6 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.supervisor import child_environment, launch_command, start_server
 
-FAKE_SERVER = '''
-"""Serves /health after a while; a child and the server itself ignore SIGTERM when told to."""
-import http.server, json, os, signal, subprocess, sys, time
-options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], os.environ["OMP_NUM_THREADS"], flush=True)
-if "--die" in sys.argv:
-    sys.exit("bad option: --die")
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
-def leave(*args):
-    child.kill()
-    os._exit(0)
-signal.signal(signal.SIGTERM, leave)
-open(os.environ["FAKE_PIDS"], "w").write(f"{os.getpid()} {child.pid}")
-if "--stubborn" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if "--never" in sys.argv:
-    time.sleep(60)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers()
-    def log_message(self, *args): pass
-http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
-'''
-
-
-@pytest.fixture
-def pids_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    package = tmp_path / "path" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "launch_server.py").write_text(FAKE_SERVER)
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
-    monkeypatch.setenv("MOE_TRM_API_KEY", "must not reach the child")
-    return tmp_path / "pids"
-
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
     server = {"port": port, "device": "cpu", "extra_args": extra, "startup_timeout_s": timeout_s}
