@@ -39,8 +39,8 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path, config: Path) -> Path:
-    """A run on the real server with two learner ranks, recorded into a bundle."""
-    assert run_job(str(config), [f"record.bundle={folder / 'bundle'}"]) == 0
+    """A run on the real server with two learner ranks, evaluated after every step, and recorded into a bundle."""
+    assert run_job(str(config), [f"record.bundle={folder / 'bundle'}", "train.eval_every=1", "eval.samples=2"]) == 0
     return folder / "runs" / "live"
 
 
@@ -92,21 +92,62 @@ def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Pa
         }
 
 
+def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
+    for row in metrics_of(live):
+        assert row["eval/prompts"] == 16
+        assert 0 <= row["eval/avg_at_2"] <= row["eval/pass_at_2"] <= 1
+        assert 0 <= row["eval/accuracy"] <= row["eval/finished_fraction"] <= 1
+
+
+def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:
+    """Before the first step the policy is the reference, bit for bit; the entropy bonus then moves it, whatever the rewards were."""
+    overrides = ["replay.mode=none", "probe.every=0", "learner.parallel.expert=1", "learner.minibatches=1"]
+    pull = ["kl.coef=0.5", "kl.estimator=k3", "loss.entropy_coef=0.1", "optimizer.lr=0.001"]
+    assert from_bundle(config, "kl", folder / "bundle", *overrides, *pull) == 0
+    _, first, second = metrics_of(folder / "runs" / "kl")
+    assert first["reference/k1_kl"] == first["reference/k3_kl"] == first["loss/kl"] == 0.0
+    assert second["reference/k3_kl"] > 0
+    assert second["loss/kl"] == pytest.approx(0.5 * second["reference/k3_kl"], rel=1e-5)
+
+
+def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: Path, config: Path) -> None:
+    overrides = [
+        *("kl.coef=0.1", "kl.where=reward", "kl.controller=adaptive", "loss.entropy_coef=0.01", "learner.epochs=2"),
+        *("learner.micro_batch_rows=null", "learner.micro_batch_tokens=128", "learner.freeze_router=true"),
+        *("optimizer.schedule=cosine", "optimizer.warmup_steps=0", "train.export=true", "train.steps=1"),
+    ]
+    assert from_bundle(config, "plumbing", folder / "bundle", *overrides) == 0
+    row, usual = metrics_of(folder / "runs" / "plumbing")[1], metrics_of(live)[1]
+    assert row["optimizer/steps"] == 4
+    assert 0 < row["optimizer/lr"] < 1e-4
+    assert row["policy/entropy"] > 0
+    assert row["loss/entropy"] == pytest.approx(-0.01 * row["policy/entropy"], rel=0.05)
+    assert row["kl/coef"] == 0.1
+    assert "loss/kl" not in row
+    assert row["loss/policy"] != usual["loss/policy"]
+    assert row["update/first_nonzero_fraction"] == 0.0
+    assert row["replay/applied_fraction"] == 1.0
+    assert row["replay/native_fraction"] == 0.0
+    assert row["batch/micro_batches"] > 2
+    assert row["reward/mean"] == usual["reward/mean"]
+
+
 def test_report_and_transcripts_say_what_was_measured(live: Path, folder: Path) -> None:
     """Every number of the pages is that of `metrics.jsonl`, of the recorded rollouts, or of the scores that the update saw."""
     rows = metrics_of(live)
     (told,) = PageReader((live / "report.html").read_text()).data["runs"]
-    assert told["metrics"].keys() >= {"reward/mean", "total/k3_kl", "routing/flip_rate/layer_0", "time/update_s"}
+    assert told["metrics"].keys() >= {"reward/mean", "total/k3_kl", "routing/local_flip_rate/layer_0", "time/update_s"}
     for name, series in told["metrics"].items():
         assert series["steps"] == [row["step"] for row in rows if name in row]
         assert series["values"] == [row[name] for row in rows if name in row]
     transcripts = PageReader((live / "transcripts" / "step-000001.html").read_text()).data["rollouts"]
     recorded = {record.sample_id: record for record in BundleReader(str(folder / "bundle")).read(1)}
     behaviour = {
-        sample: batch.behavior_logprobs[place] - batch.rollout_logprobs[place]
+        sample: batch.anchor_logprobs[place] - batch.rollout_logprobs[place]
         for update in ScoresReader(folder / "bundle").read(1)
         for batch in update.batches
         for place, sample in enumerate(batch.sample_ids.tolist())
+        if batch.anchor_logprobs is not None
     }
     assert len(transcripts) == 4
     for each in transcripts:
