@@ -19,16 +19,20 @@ def document(parts: Sequence[str], width: int, height: int) -> str:
 
 
 def lines(
-    panel: Panel, series: Mapping[str, Sequence[float]], *, legend: bool = True, dashed: Sequence[str] = ()
+    panel: Panel, series: Mapping[str, Sequence[float]], dashed: Mapping[str, Sequence[float]] | None = None
 ) -> list[str]:
-    """One line per series over x = 1, 2, ...; NaN leaves a gap. The legend stands in the upper left corner."""
+    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap. Those of `dashed` share the colour of their name."""
     parts = []
     for place, ((name, values), colour) in enumerate(zip(series.items(), MORE_COLOURS, strict=False)):
-        points = [(panel.x(x), panel.y(value)) for x, value in enumerate(values, start=1) if math.isfinite(value)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dash = ' stroke-dasharray="5 4"' if name in dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{dash}/>')
-        parts += [circle(x, y, 2.5, colour) for x, y in points]
-        if legend:
-            parts.append(text(panel.left + 8, panel.top + 12 + 15 * place, name, colour=colour))
+        parts += _line(panel, values, colour)
+        if dashed is not None:
+            parts += _line(panel, dashed[name], colour, ' stroke-dasharray="5 4"')
+        parts.append(text(panel.right + 10, panel.top + 12 + 17 * place, name, colour=colour))
     return parts
+
+
+def _line(panel: Panel, values: Sequence[float], colour: str, style: str = "") -> list[str]:
+    points = [(panel.x(x), panel.y(value)) for x, value in enumerate(values, start=1) if math.isfinite(value)]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    line = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"{style}/>'
+    return [line, *(circle(x, y, 2.5, colour) for x, y in points)]

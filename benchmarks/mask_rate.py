@@ -89,15 +89,19 @@ def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
 
 
 class Strata:
-    """Rows of all updates by length, sign of the advantage and reward. Rows without sampled tokens count nowhere."""
+    """Rows of all updates by length, sign of the advantage and reward. Rows without sampled tokens count nowhere.
+
+    Deciles hold equally many rows: rows of one length are dealt to two of them by chance.
+    """
 
     def __init__(self, found: Sequence[Evidence]) -> None:
         self.some = _rows(found, lambda e: e.mask.any(1)).astype(bool)
         self.length = _rows(found, lambda e: e.mask.sum(1))[self.some]
         self.advantage = _rows(found, lambda e: (e.advantages * e.mask).sum(1))[self.some]
         self.reward = _rows(found, lambda e: e.rewards)[self.some]
-        edges = np.quantile(self.length, np.linspace(0, 1, DECILES + 1)[1:-1])
-        self.decile = np.searchsorted(edges, self.length, side="left")
+        ties = np.random.default_rng(0).permutation(len(self.length))
+        rank = np.argsort(np.lexsort((ties, self.length)))
+        self.decile = rank * DECILES // max(len(rank), 1)
 
     def by_decile(self, values: np.ndarray) -> tuple[float, ...]:
         """Mean of `values` of the rows of each decile."""

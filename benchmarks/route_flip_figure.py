@@ -11,15 +11,21 @@ from moe_trm.quickstart.figure import NATIVE, REPLAYED
 
 def draw(compared: Comparison, a: str, b: str) -> str:
     """SVG with three panels and a line that says what was compared."""
-    parts = [text(20, 20, f"A: {a}   |   B: {b}", colour=MUTED)]
-    parts += _bars(70, 380, "Flip rate by layer", compared.strata["layer"])
-    parts += _bars(470, 880, "Flip rate by router margin", compared.strata["router margin"])
+    parts = [text(20, 16, f"A: {a}   |   B: {b}", colour=MUTED)]
+    parts += _bars(70, 380, "Flip rate by layer", "decoder layer", compared.strata["layer"])
+    parts += _bars(
+        470,
+        880,
+        "Flip rate by router margin",
+        "margin from here up, router probability",
+        compared.strata["router margin"],
+    )
     parts += _mismatch(970, 1180, compared)
     return document(parts, 1200, 360)
 
 
-def _bars(left: float, right: float, title: str, strata: Mapping[str, Stratum]) -> list[str]:
-    top = max([1e-4, *(one.rate.high for one in strata.values())]) * 1.1
+def _bars(left: float, right: float, title: str, axis: str, strata: Mapping[str, Stratum]) -> list[str]:
+    top = min(1.0, max([1e-4, *(one.rate.high for one in strata.values())]) * 1.1)
     panel = Panel(left, right, len(strata) + 1, 0, top)
     parts = panel.frame(title, [(top * step / 4, f"{top * step / 4:.2%}") for step in range(5)])
     for place, (name, one) in enumerate(strata.items(), start=1):
@@ -29,7 +35,8 @@ def _bars(left: float, right: float, title: str, strata: Mapping[str, Stratum]) 
             f'<rect x="{x - width / 2:.1f}" y="{panel.y(one.rate.value):.1f}" width="{width:.1f}" height="{height:.1f}" fill="{REPLAYED}"/>'
         )
         parts.append(f'<path d="M{x:.1f} {panel.y(one.rate.low):.1f}V{panel.y(one.rate.high):.1f}" stroke="{INK}"/>')
-        parts.append(panel.below(x, name.replace(" to ", "-").replace(" and up", "+").replace("below ", "<")))
+        parts.append(panel.below(x, name.split(" ")[0].replace("below", "0")))
+    parts.append(panel.below((left + right) / 2, axis, line=1))
     return parts
 
 
