@@ -1,6 +1,7 @@
 """What the report draws, as data: sections of charts, each naming the metrics it shows.
 
-A `*` in a metric's name stands for anything, and the part it stood for is the label: what a run did not measure is not drawn.
+A `*` in a metric's name stands for anything, and the part it stood for is the label. What a run did not measure is not drawn, nor is a
+chart of fewer than `least` metrics.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Lines:
     metrics: tuple[tuple[str, str], ...]
     log: bool = False
     floor: bool = False
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Heat:
     note: str
     metrics: tuple[tuple[str, str], ...]
     top: float | None = None
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,18 @@ class Stack:
     title: str
     note: str
     metrics: tuple[tuple[str, str], ...]
+    least: int = 1
 
 
 @dataclass(frozen=True)
 class Totals:
-    """One bar for each metric that matches: its last value."""
+    """One bar for each metric that matches: its last value; `nothing` is what to say when none does."""
 
     title: str
     note: str
     metrics: tuple[tuple[str, str], ...]
     nothing: str
+    least: int = 0
 
 
 Chart = Lines | Heat | Stack | Totals
@@ -104,11 +109,11 @@ SECTIONS = (
             Lines("Router flips", "Share of token-layers whose expert set differs: between the engines' own routers (probe steps), and between the record and the live router.",
                   (("routing/native_flip_rate", "engines"), ("routing/local_flip_rate", "live router"), ("routing/native_token_flip_rate", "engines, any layer")), floor=True),
             Lines("Flips by cause", "Probe steps. Engine: both at the weights that sampled. Staleness: between those weights and today's, of tokens an older version sampled.",
-                  (("routing/flips/engine", "engine"), ("routing/flips/staleness", "staleness")), floor=True),
+                  (("routing/flips/engine", "engine"), ("routing/flips/staleness", "staleness")), floor=True, least=2),
             Heat("Flips by layer: engines", "Cause: numerics. Both engines at the same weights choose other experts (probe steps).",
                  (("routing/flips/engine/layer_*", "layer "), ("routing/flip_rate/layer_*", "layer "))),
             Heat("Flips by layer: staleness", "Cause: age. The learner's router at the weights that sampled, against today's.", (("routing/flips/staleness/layer_*", "layer "),)),
-            Heat("Flips by position", "Engines, by place of the token in its sequence (probe steps).", (("routing/flips/engine/position_*", ""),)),
+            Heat("Flips by position", "Engines, by place of the token in its sequence (probe steps).", (("routing/flips/engine/position_*", ""),), least=2),
             Heat("Flips by layer: live router", "Cause: numerics and training. What the learner's router would choose now, against the replayed record.", (("routing/local_flip_rate/layer_*", "layer "),)),
             Lines("Replay proof", "Share of token-layers of replayed forwards that used their recorded route, as counted at the dispatcher. Anything but 1 stops the run.",
                   (("replay/applied_fraction", "applied"), ("replay/native_fraction", "left to own routers")), floor=True),
@@ -143,7 +148,7 @@ SECTIONS = (
         (
             Lines("Age of samples", "Weight versions between the one that sampled a token and the one that trains on it.",
                   (("rollout/age_mean", "mean"), ("rollout/age_max", "oldest")), floor=True),
-            Stack("Tokens by age", "Share of a step's tokens.", (("rollout/age_share/*", "age "),)),
+            Stack("Tokens by age", "Share of a step's tokens.", (("rollout/age_share/*", "age "),), least=2),
             Lines("Groups that wait", "Finished prompts in the queue when the step was asked for.", (("queue/groups", "groups"),), floor=True),
             Lines("Where samples are", "issued = queued + in flight + trained + rejected + dropped, at every step.",
                   (("ledger/issued", "issued"), ("ledger/trained", "trained"), ("ledger/queued", "queued"), ("ledger/rejected", "rejected"), ("ledger/dropped", "dropped")), floor=True),
@@ -171,11 +176,13 @@ SECTIONS = (
 
 
 def shown(chart: Chart, known: Iterable[str]) -> list[tuple[str, str]]:
-    """The metrics among `known` that `chart` shows, with their labels."""
+    """The metrics among `known` that `chart` shows, with their labels; none if it needs more."""
     known = list(known)
     if isinstance(chart, Heat):
-        return next((found for pattern in chart.metrics if (found := matching((pattern,), known))), [])
-    return matching(chart.metrics, known)
+        found = next((found for pattern in chart.metrics if (found := matching((pattern,), known))), [])
+    else:
+        found = matching(chart.metrics, known)
+    return found if len(found) >= chart.least else []
 
 
 def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list[tuple[str, str]]:

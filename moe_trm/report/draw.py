@@ -67,7 +67,7 @@ def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float 
     for index, each in enumerate(rows):
         found = dict(each.points)
         cells = [
-            f'<rect x="{left:.1f}" y="{y(index):.1f}" width="{right - left:.1f}" height="{y(index + 1) - y(index):.1f}" fill-opacity="{value / most:.3f}"/>'
+            f'<rect x="{left:.2f}" y="{y(index):.2f}" width="{right - left:.2f}" height="{y(index + 1) - y(index):.2f}" fill-opacity="{value / most:.3f}"/>'
             for step, left, right in zip(chosen, edges, edges[1:], strict=False)
             if (value := found.get(step)) is not None
         ]

@@ -213,9 +213,9 @@ def _ribbon(run: Run, said: Sequence[Saying]) -> str:
 
 def _proofs(run: Run, *, many: bool) -> str:
     def row(check: Check) -> str:
-        mark = {"good": "✓", "bad": "✗", "none": "–"}[check.state]
+        mark = {"good": "✓", "note": "!", "bad": "✗", "none": "–"}[check.state]
         value = (
-            {"good": "yes", "bad": "no", "none": "not measured"}[check.state]
+            {"good": "yes", "none": "not measured"}.get(check.state, "no")
             if check.value is None
             else number(check.value)
         )

@@ -32,13 +32,21 @@ def tiles() -> tuple[Tile, ...]:
     )
 
 
+CheckState = Literal["good", "note", "bad", "none"]
+
+
 @dataclass(frozen=True)
 class Check:
-    """One property over all steps: `value` is the worst step's metric; None when it is none of one step, or was never measured."""
+    """One property over all steps.
+
+    Attributes:
+        value: the worst step's metric; None when it is none of one step, or was never measured.
+        state: `bad` breaks a promise, `note` is worth a look, `none` was not measured.
+    """
 
     what: str
     value: float | None
-    state: Literal["good", "bad", "none"]
+    state: CheckState
 
 
 def checks(run: Run) -> list[Check]:
@@ -48,8 +56,8 @@ def checks(run: Run) -> list[Check]:
         _worst(run, "Replayed token-layers that used their recorded route", "replay/applied_fraction", min, lambda v: v == 1.0),
         _worst(run, "Tokens that the first update pass did not reproduce bit for bit", "update/first_nonzero_fraction", max, lambda v: v == 0.0),
         _worst(run, f"Live router against the record, at most {bound:g}", "routing/local_flip_rate", max, lambda v: v <= bound),
-        _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0),
-        _worst(run, "Samples rejected", "ledger/rejected", max, lambda v: v == 0.0),
+        _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
+        _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
     return [*found, _books(run)]
 
@@ -63,7 +71,12 @@ def _books(run: Run) -> Check:
 
 
 def _worst(
-    run: Run, what: str, metric: str, worst: Callable[[list[float]], float], holds: Callable[[float], bool]
+    run: Run,
+    what: str,
+    metric: str,
+    worst: Callable[[list[float]], float],
+    holds: Callable[[float], bool],
+    otherwise: CheckState = "bad",
 ) -> Check:
     values = [value for _, value in run.series(metric)]
     if not values:
@@ -72,7 +85,7 @@ def _worst(
     if len(finite) < len(values):
         return Check(f"{what} (not finite at {len(values) - len(finite)} steps)", None, "bad")
     value = worst(finite)
-    return Check(what, value, "good" if holds(value) else "bad")
+    return Check(what, value, "good" if holds(value) else otherwise)
 
 
 def _balance(row: Row) -> float | None:
