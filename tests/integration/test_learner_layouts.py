@@ -27,7 +27,7 @@ PRODUCTS = {
     "CP2xPP2xEP2": "context=2:pipeline=2:expert=2",
     "TP2xEP4": "tensor=2:expert=4",
     "PP4": "pipeline=4",
-    "TP2xVPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
+    "TP2xEP2xPP2+VPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
 }
 RECOMPUTE = ("none", "selective", "full")
 MODES = ("R3", "R2")
