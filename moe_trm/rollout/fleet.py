@@ -11,11 +11,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from moe_trm.errors import EngineError, MoeTrmError, RecordRejected, SyncError
-from moe_trm.rollout.http import EngineLost
+from moe_trm.rollout.http import EngineLost, EngineSlow
 from moe_trm.rollout.remote import RemoteServer
 
 REISSUES = 8
 """Times that one sample is asked for again before it is rejected (`engine_failed`)."""
+SLOW_REISSUES = 1
+"""The same for one that a server which is well did not finish within `rollout.timeout_s`."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 """Pause before a sample is asked for again; it doubles."""
 WATCH_S = 2.0
@@ -74,12 +76,16 @@ class Fleet:
             RecordRejected: `engine_failed`, when servers that are well fail on this request again and again.
             EngineError: no server came back in time, or the request itself was refused (4xx).
         """
+        slow = 0
         for attempt in range(REISSUES + 1):
             server = await self._ready()
             try:
                 return await server.ask(request)
             except EngineLost as error:
                 lost = error
+            slow += isinstance(lost, EngineSlow) and not server.fenced
+            if slow > SLOW_REISSUES:
+                break
             self.reissued += 1
             if not server.fenced and not await server.generates(HEALTH_S):
                 self._fence(server, lost)
@@ -89,7 +95,8 @@ class Fleet:
             "the rollout servers failed on this sample every time it was asked for",
             where=lost.where,
             got=f"{lost.what}: {lost.got}",
-            expected=f"an answer within {REISSUES + 1} attempts",
+            expected="an answer",
+            fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
         )
 
     async def update(self, version: int) -> None:

@@ -28,6 +28,10 @@ class EngineLost(EngineError):
     """The server did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
 
 
+class EngineSlow(EngineLost):
+    """Nothing came within the time limit."""
+
+
 class ServerFailed(HttpStatusError, EngineLost):
     """The server answered every attempt with an HTTP status of 500 or more."""
 
@@ -78,7 +82,7 @@ class EngineHttp:
             try:
                 status, content = await self._once(method, path, body, timeout_s)
             except TimeoutError as error:
-                raise EngineLost(
+                raise EngineSlow(
                     "the rollout server did not answer in time",
                     where=f"{method} {self.url}{path}",
                     got=f"nothing within {timeout_s:g} s",
