@@ -44,7 +44,12 @@ class Anchors:
     def __init__(self, config: Config, mode: ReplayMode, *, whole: bool) -> None:
         self._mode, self._keep_mask = mode, config.sampling_mask.mode == "keep"
         self._pipeline = config.pipeline
-        elsewhere = whole or config.record.bundle or (config.kl.coef > 0 and config.kl.where == "reward")
+        elsewhere = (
+            whole
+            or config.record.bundle
+            or (config.kl.coef > 0 and config.kl.where == "reward")
+            or config.optimizer.ess_scale != "off"
+        )
         self._reuse = mode != "R2" and config.learner.epochs == 1 and not elsewhere
         self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery

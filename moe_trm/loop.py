@@ -22,6 +22,7 @@ from moe_trm.observe.sinks import Sink
 from moe_trm.passes import ReplayMode
 from moe_trm.probe import Probe
 from moe_trm.push import Pusher
+from moe_trm.rate_guard import RateGuard
 from moe_trm.reference import Reference
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.scores import ScoreRecorder
@@ -43,6 +44,7 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
     judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
+    guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
     if saved := checkpoints.load(learner):
@@ -50,6 +52,7 @@ def train(
         judge.restore(saved["judge"])
         reference.restore(saved["reference"])
         best.restore(saved["best"])
+        guard.restore(saved["guard"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
@@ -63,6 +66,7 @@ def train(
             "judge": judge.state(),
             "reference": reference.state(),
             "best": best.state(),
+            "guard": guard.state(),
             "rollouts": rollouts.state(),
         }
 
@@ -74,6 +78,7 @@ def train(
                 anchored = reference.score(learner, anchors.score(learner, batch))
             with phases.time("probe"):
                 probed = probe.run(step, learner, anchored, mode)
+            lr_scale, guarded = guard.scale(learner, anchored, batch.metrics["response/length_mean"])
             with phases.time("update"):
                 updates = [
                     learner.update(
@@ -81,6 +86,7 @@ def train(
                         part.sources,
                         scores.watch(part, objective.bind(part, learner, first=index == 0)),
                         entropy=objective.needs_entropy,
+                        lr_scale=lr_scale,
                     )
                     for index, part in enumerate(anchored * config.learner.epochs)
                 ]
@@ -97,6 +103,7 @@ def train(
             **batch.metrics,
             **measured,
             **update_metrics(updates),
+            **guarded,
             **replay_metrics(report),
             **phases.take(),
             "weights/version": step,

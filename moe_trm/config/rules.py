@@ -262,6 +262,13 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
             expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
         )
+    if optimizer.ess_scale != "off" and config.pipeline.recovery in ("interpolate", "bypass"):
+        yield Problem(
+            "optimizer.ess_scale",
+            "the ratio of policy to rollout is not known before the update",
+            got=f"{optimizer.ess_scale} with pipeline.behavior={config.pipeline.recovery}",
+            expected="pipeline.behavior=snapshot or merged",
+        )
     for index, group in enumerate(optimizer.groups):
         try:
             re.compile(group.match)
@@ -411,6 +418,7 @@ def _idle_settings(config: Config) -> Iterator[str]:
             config.optimizer.schedule != "wsd",
             "only optimizer.schedule=wsd has a final part",
         ),
+        ("optimizer", "surge_window", config.optimizer.surge_limit is None, "optimizer.surge_limit is not set"),
         ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
         (
             "batch",

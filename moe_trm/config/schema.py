@@ -401,6 +401,12 @@ class OptimizerConfig(Section):
     """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run (steps x minibatches x epochs)."""
     final_steps: Positive | None = None
     """`wsd`: optimizer steps on the way down; none: a tenth of `optimizer.decay_steps`."""
+    ess_scale: Annotated[Literal["off", "sqrt", "linear"], BeforeValidator(_bare_off)] = "off"
+    """Lower a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`, w the ratio of policy to rollout: its root (VCPO with AdamW), or itself (`linear`). Worth trying with stale rollouts."""
+    surge_limit: Annotated[float, Field(gt=1)] | None = None
+    """Halve the learning rate, down to a tenth, when answers are longer than this times those of `optimizer.surge_window` steps ago; none: never. Try 1.2."""
+    surge_window: Positive = 100
+    """Training steps to look back, and to wait between two halvings."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}
@@ -465,7 +471,7 @@ class LearnerConfig(Section):
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
     freeze_router: bool = False
-    """Leave the routers' weights as the checkpoint has them; everything else trains. Worth trying when `routing/native_flip_rate` grows during the run."""
+    """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""
 
 
 class SyncConfig(Section):

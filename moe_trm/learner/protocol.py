@@ -86,8 +86,9 @@ class Learner(Protocol):
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        lr_scale: float = 1.0,
     ) -> UpdateResult:
-        """One optimizer step. With `entropy` the scores carry the policy's entropy.
+        """One optimizer step, at `lr_scale` times the scheduled learning rate. With `entropy` the scores carry the policy's entropy.
 
         `objective(i, current)` is called once for each batch on every rank, also on those of one model that hold the same rows, with the same
         scores; of pipeline stages only the last one's call makes the gradient. It returns the scalar loss contribution of batch `i`, already divided by global denominators, from

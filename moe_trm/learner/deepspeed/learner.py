@@ -92,6 +92,7 @@ class DeepSpeedLearner:
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        lr_scale: float = 1.0,
     ) -> UpdateResult:
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
@@ -107,7 +108,7 @@ class DeepSpeedLearner:
             # ZeRO averages gradients over the ranks; the objective already carries its denominators.
             self._engine.backward(value * self.data_size, scale_wrt_gas=False)
         self._verify()
-        return self._optimizer.step()
+        return self._optimizer.step(lr_scale)
 
     def replay_report(self) -> ReplayReport:
         """See `Learner.replay_report`."""

@@ -54,9 +54,9 @@ class GuardedOptimizer:
         """Learning rate of the next step."""
         return self._rate.at(self.steps)
 
-    def step(self) -> UpdateResult:
+    def step(self, lr_scale: float = 1.0) -> UpdateResult:
         """Apply the accumulated gradients, unless their norm is not finite, and forget them."""
-        lr = self.lr
+        lr = lr_scale * self.lr
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         self._engine.step()

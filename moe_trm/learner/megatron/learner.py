@@ -106,6 +106,7 @@ class MegatronLearner:
         objective: Callable[[int, Scores], Tensor],
         *,
         entropy: bool = False,
+        lr_scale: float = 1.0,
     ) -> UpdateResult:
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
@@ -123,7 +124,7 @@ class MegatronLearner:
                 for index, scored in enumerate(planes):
                     loss(index, scored)
         self._verify()
-        result = self._optimizer.step()
+        result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
 

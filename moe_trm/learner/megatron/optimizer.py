@@ -96,10 +96,10 @@ class GuardedOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
-    def step(self) -> UpdateResult:
+    def step(self, lr_scale: float = 1.0) -> UpdateResult:
         """Clip by the global norm and apply, unless the norm is not finite. Gradients must be reduced already."""
         self.megatron.prepare_grads()
-        norm, lr = float(self.megatron.get_grad_norm()), self.lr
+        norm, lr = float(self.megatron.get_grad_norm()), lr_scale * self.lr
         if not math.isfinite(norm):
             return UpdateResult(grad_norm=norm, lr=lr, applied=False)
         for group in self.megatron.param_groups:

@@ -69,9 +69,9 @@ def budget(build: Build, gradients: Callable[[MegatronLearner], dict[str, Tensor
     captured: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def capture_and_step() -> UpdateResult:
+    def capture_and_step(*scale: float) -> UpdateResult:
         captured.update(gradients(learner))
-        return apply()
+        return apply(*scale)
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     plan = plan_step(

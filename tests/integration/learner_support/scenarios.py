@@ -87,10 +87,10 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     captured: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def capture_and_step() -> Any:
+    def capture_and_step(*scale: float) -> Any:
         if options.get("distributed") == "0":
             captured.update(gradients(learner))
-        return apply()
+        return apply(*scale)
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     seen: list[Tensor] = []
@@ -212,7 +212,7 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     routers: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def note_and_step() -> Any:
+    def note_and_step(*scale: float) -> Any:
         routers.update(
             {
                 name: parameter.main_grad.clone()
@@ -220,7 +220,7 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
                 if name.endswith("router.weight")
             }
         )
-        return apply()
+        return apply(*scale)
 
     learner._optimizer.step = note_and_step  # type: ignore[method-assign]
     named: dict[str, Tensor] = {}

@@ -77,7 +77,7 @@ class Witness:
             return (expected.coefficients[index].float() * scores.logprobs).sum()
 
         optimizer, apply = self._learner._optimizer, self._learner._optimizer.step
-        optimizer.step = lambda: UpdateResult(_norm(optimizer), 0.0, False)  # type: ignore[method-assign]
+        optimizer.step = lambda _scale: UpdateResult(_norm(optimizer), 0.0, False)  # type: ignore[method-assign]
         norm = self._learner.update(batches, sources, linear).grad_norm
         optimizer.step = apply  # type: ignore[method-assign]
         done = self._learner.update(batches, sources, objective)
