@@ -25,6 +25,7 @@ COMMANDS = (
     Command("train", "launch.job", "start the rollout server and the learner on this host"),
     Command("config", "moe_trm.config.commands", "show, explain and compare configurations"),
     Command("report", "moe_trm.report.commands", "write a run's HTML report, or that of two runs side by side"),
+    Command("doctor", "moe_trm.doctor.commands", "whether a configuration will work here, before it is started"),
     Command("whatif", "moe_trm.whatif.commands", "what other corrections and losses would have kept of a recorded run"),
 )
 

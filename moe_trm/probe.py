@@ -21,7 +21,7 @@ from moe_trm.flip_causes import flip_causes
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
 from moe_trm.route_metrics import route_metrics
-from moe_trm.types import TokenBatch
+from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
 from routing.replay import Record, ReplayRecords
 
@@ -31,13 +31,14 @@ class ProbeTokens:
     """Scored tokens of one rank, all `[N]`.
 
     Attributes:
-        group_id: prompt the token answers.
+        group_id, sample_id: prompt the token answers, and the sample it is of; tokens of one sample are in order.
         native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed routes.
         flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
         log_kept_mass: log of the learner's own probability of the kept support; 0 without a sampling mask.
     """
 
     group_id: Tensor
+    sample_id: Tensor
     native: Tensor
     replayed: Tensor
     flipped_layers: Tensor
@@ -56,14 +57,14 @@ class Probe:
             return {}
         batches = [batch for part in anchored for batch in part.batches]
         anchors = [scores for part in anchored for scores in part.scores]
-        groups = [[row.record.group_id for row in micro.rows] for part in anchored for micro in part.mini.micro_batches]
+        rows = [[row.record for row in micro.rows] for part in anchored for micro in part.mini.micro_batches]
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = (
             anchors
             if mode == "R3" and all(part.scored for part in anchored)
             else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
         )
-        tokens = _join([_compare(learner, *item) for item in zip(batches, groups, native, replayed, strict=True)])
+        tokens = _join([_compare(learner, *item) for item in zip(batches, rows, native, replayed, strict=True)])
         if self._config.save and learner.leads:
             self._save(step, learner.data_rank, tokens)
         summary = _summary(learner.reduce(_sums(tokens, len(learner.model_moe_layer_ids))))
@@ -90,15 +91,17 @@ def _older(learner: Learner, anchored: Sequence[Anchored]) -> list[int]:
 
 
 def _compare(
-    learner: Learner, batch: TokenBatch, groups: Sequence[int], native: Scores, replayed: Scores
+    learner: Learner, batch: TokenBatch, records: Sequence[RolloutRecord], native: Scores, replayed: Scores
 ) -> ProbeTokens:
     assert native.recorded is not None
     rows, _ = batch.mask.nonzero(as_tuple=True)
+    ids = torch.tensor([*((record.group_id, record.sample_id) for record in records), (0, 0)], dtype=torch.int64)
     own_flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
     flips = learner.over_stages(learner.over_slices(own_flips)).cpu().to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
-        group_id=torch.tensor([*groups, 0], dtype=torch.int64)[rows],
+        group_id=ids[rows, 0],
+        sample_id=ids[rows, 1],
         native=(native.logprobs - batch.rollout_logprobs)[batch.mask],
         replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask],
         flipped_layers=flips[batch.mask],

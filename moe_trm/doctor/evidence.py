@@ -1,0 +1,126 @@
+"""What the zero-update probe saw, token by token: the same tokens under the rollout engine and under the learner, at the same weights.
+
+Shape letters: N scored tokens, L MoE layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from moe_trm.errors import BundleError
+from moe_trm.rollout.bundle import BundleReader
+from moe_trm.rollout.scores import ScoredBatch, ScoresReader
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Scored tokens of the probe; log-probs are float64 nats.
+
+    Attributes:
+        group: `[N]` prompt of the token; position: `[N]` tokens before it.
+        rollout: `[N]` log-prob under the distribution it was drawn from; full: the same over the whole vocabulary.
+        replayed, native: `[N]` learner minus rollout, with the rollout's routes and with the learner's own.
+        entropy: `[N]` of the learner's policy over the vocabulary.
+        flipped_layers: `[N]` MoE layers whose expert set the two engines choose differently at the input token.
+        experts: `[N, L, K]` of the rollout at the input token; num_experts: E.
+    """
+
+    group: Array
+    position: Array
+    rollout: Array
+    full: Array
+    replayed: Array
+    native: Array
+    entropy: Array
+    flipped_layers: Array
+    experts: Array
+    num_experts: int
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.experts.shape[1])
+
+
+def read_evidence(bundle: Path, probe: Path) -> Evidence:
+    """Join what one step recorded in `bundle` with what its probe saved.
+
+    Raises:
+        BundleError: a recording that is damaged, or without scores, routes or probe arrays.
+    """
+    step = _only_step(bundle)
+    native = _probe_by_sample(probe, step)
+    scored = {
+        int(number): (batch, row)
+        for update in ScoresReader(bundle).read(step)
+        for batch in update.batches
+        for row, number in enumerate(batch.sample_ids.tolist())
+        if number >= 0
+    }
+    parts: list[dict[str, Array]] = []
+    num_experts = 0
+    for record in BundleReader(str(bundle)).read(step):
+        if record.sample_id not in scored:
+            continue  # valid, but not trained: filtered with its group
+        if record.routes is None:
+            raise BundleError(
+                "the probe's rollouts hold no routes", where=str(bundle), expected="routes of every sample"
+            )
+        batch, row = scored[record.sample_id]
+        places = np.flatnonzero(record.sampled)[record.scored] - 1
+        own = native[record.sample_id]
+        num_experts = record.routes.num_experts
+        parts.append(
+            {
+                "group": np.full(len(places), record.group_id),
+                "position": places + 1,
+                "rollout": record.rollout_logprobs[record.scored],
+                "full": record.full_logprobs[record.scored],
+                "replayed": own["replayed"],
+                "native": own["native"],
+                "entropy": _entropy(batch, row),
+                "flipped_layers": own["flipped_layers"],
+                "experts": record.routes.experts[places],
+            }
+        )
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    exact = {field.name for field in fields(Evidence)} & {"rollout", "full", "replayed", "native", "entropy"}
+    typed = {name: array.astype(np.float64) if name in exact else array for name, array in joined.items()}
+    return Evidence(num_experts=num_experts, **typed)
+
+
+def _only_step(bundle: Path) -> int:
+    steps = ScoresReader(bundle).steps()
+    if not steps:
+        raise BundleError("the probe left no scores", where=str(bundle), expected="one step")
+    return steps[-1]
+
+
+def _entropy(batch: ScoredBatch, row: int) -> Array:
+    if batch.entropy is None:
+        raise BundleError("the probe's scores hold no entropy", expected="loss.measure_entropy=true")
+    values: Array = batch.entropy[row][batch.mask[row]].numpy()
+    return values
+
+
+def _probe_by_sample(folder: Path, step: int) -> dict[int, dict[str, Array]]:
+    """Probe arrays of each sample, tokens in order."""
+    files = sorted(folder.glob(f"step-{step:06d}-rank*.safetensors"))
+    if not files:
+        raise BundleError("the probe left no arrays", where=str(folder), expected=f"step-{step:06d}-rank*.safetensors")
+    found: dict[int, dict[str, Array]] = {}
+    for arrays in map(load_file, files):
+        for sample in np.unique(arrays["sample_id"]).tolist():
+            own = arrays["sample_id"] == sample
+            found[sample] = {name: arrays[name][own] for name in ("native", "replayed", "flipped_layers")}
+    return found

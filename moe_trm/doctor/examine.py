@@ -1,0 +1,174 @@
+"""All checks of a configuration, in the order in which they can fail, and what they recommend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_trm.config.schema import Config
+from moe_trm.diagnostics.probe import ProbeTokens, pooled
+from moe_trm.doctor.causes import Finding, find_cause
+from moe_trm.doctor.checks import Check, Status, attempt
+from moe_trm.doctor.environment import environment
+from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
+from moe_trm.doctor.served import attached
+from moe_trm.errors import MoeTrmError
+from moe_trm.preflight import check_launch
+from moe_trm.tasks.tokens import Tokens
+
+HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "routing": "warn"}
+"""Causes that a run may be started with; all others make its results wrong."""
+
+
+@dataclass
+class Examination:
+    """What was found.
+
+    Attributes:
+        checks: in order.
+        finding: the cause of the engines' mismatch; None when it was not measured.
+        advice: settings to change, as typed on the command line.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    finding: Finding | None = None
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.status != "fail" for check in self.checks)
+
+
+def examine(
+    config_path: str,
+    overrides: Sequence[str],
+    config: Config,
+    world_size: int,
+    folder: Path,
+    tell: Callable[[Check], None],
+    *,
+    probe: bool = True,
+) -> Examination:
+    """Look at everything; each check is told as soon as it is made. The probe runs in `folder`, and only when nothing failed before it."""
+    found = Examination()
+
+    def add(check: Check) -> None:
+        found.checks.append(check)
+        tell(check)
+
+    for check in _before(config, world_size):
+        add(check)
+    if not probe or not found.healthy:
+        add(
+            Check(
+                "zero-update probe",
+                "skip",
+                "not asked for" if found.healthy else "something above has to be repaired first",
+            )
+        )
+        return found
+    try:
+        probed = zero_update(config_path, overrides, config, folder)
+    except ProbeFailed as error:
+        add(Check("zero-update probe", "fail", str(error.got), f"the whole log: {error.where}"))
+        return found
+    except MoeTrmError as error:
+        add(Check("zero-update probe", "fail", error.what, error.fix))
+        return found
+    found.finding = find_cause(probed.evidence)
+    for check in _after(config, probed, found.finding):
+        add(check)
+    found.advice = _advice(config, found.finding)
+    return found
+
+
+def _before(config: Config, world_size: int) -> Iterator[Check]:
+    yield from environment(config)
+    yield attempt("checkpoint, layout, corrections, loss", lambda: _launch(config, world_size))
+    yield attempt("tokenizer", lambda: _tokenizer(config))
+    yield from attached(config)
+
+
+def _launch(config: Config, world_size: int) -> str:
+    check_launch(config, world_size=world_size)
+    return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
+
+
+def _tokenizer(config: Config) -> str:
+    tokens = Tokens(config.model.checkpoint)
+    return f"{tokens.vocab_size} ids, stops at {', '.join(map(str, tokens.stop_token_ids))}"
+
+
+def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
+    seen, evidence = probed.metrics, probed.evidence
+    yield _requests(seen, len(evidence))
+    if config.rollout.engine == "sglang":
+        proved = config.sync.verify
+        yield Check(
+            "weight push",
+            "ok" if proved else "warn",
+            "the engine's checksums are those of what the learner sent" if proved else "not verified",
+            "" if proved else "sync.verify=true",
+        )
+    yield Check(
+        "replay",
+        "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
+        f"{seen.get('replay/applied_fraction', 0):.0%} of token-layers used their recorded routes; the live router would have chosen others on {seen.get('routing/local_flip_rate', 0):.2%}",
+    )
+    tokens = ProbeTokens(evidence.group, evidence.native, evidence.replayed, evidence.flipped_layers)
+    figures = pooled(tokens, num_layers=evidence.num_layers)
+    yield Check(
+        "mismatch",
+        "ok",
+        f"k3 {figures['all/native_k3']} nats with own routes, {figures['all/replayed_k3']} with the rollout's; {figures['layer_flip_rate'].value:.2%} of token-layers flip",
+    )
+    yield _truncation(config, seen)
+    status: Status = HARMLESS.get(finding.cause, "fail")
+    if finding.cause == "routing" and config.replay.mode in ("R3", "auto"):
+        status = "ok"
+    yield Check(f"cause: {finding.cause}", status, finding.sentence, finding.config if status != "ok" else "")
+
+
+def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:
+    assert isinstance(seen, dict)
+    issued, rejected = seen.get("ledger/issued", 0.0), seen.get("ledger/rejected", 0.0)
+    reasons = {name.split("/")[-1]: n for name, n in seen.items() if name.startswith("records/rejected/")}
+    told = "; rejected: " + ", ".join(f"{n:.0f} {reason}" for reason, n in reasons.items()) if reasons else ""
+    return Check(
+        "real requests",
+        "ok" if not rejected else "warn",
+        f"{issued:.0f} samples, {num_tokens} tokens with routes, log-probs and versions{told}",
+        "docs/troubleshooting.md explains each reason" if rejected else "",
+    )
+
+
+def _truncation(config: Config, seen: dict[str, float] | object) -> Check:
+    assert isinstance(seen, dict)
+    rollout = config.rollout
+    truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
+    if config.sampling_mask.mode == "keep":
+        mass = seen.get("probe/kept_mass_mean")
+        return Check(
+            "sampling mask",
+            "ok",
+            "recorded" + (f"; the kept ids hold {mass:.3f} of the learner's mass" if mass else ""),
+        )
+    return Check(
+        "sampling mask",
+        "warn" if truncates else "ok",
+        "off, while sampling is truncated: ids that could not be sampled are scored"
+        if truncates
+        else "off, and nothing is truncated",
+        "sampling_mask.mode=keep" if truncates else "",
+    )
+
+
+def _advice(config: Config, finding: Finding) -> list[str]:
+    advice = [finding.config] if finding.config else []
+    routed = finding.figures["native_k3"] > 2 * finding.figures["replayed_k3"] > 0
+    if routed and config.replay.mode == "none" and finding.cause in HARMLESS:
+        advice.append("replay.mode=R3")
+    if finding.cause in HARMLESS and not config.correction.rules and config.correction.preset is None:
+        advice.append("correction.rules=[{name: trm_max, target_reject_rate: 0.01}]")
+    return list(dict.fromkeys(advice))

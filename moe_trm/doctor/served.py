@@ -1,0 +1,81 @@
+"""Whether an attached rollout server reads tokens and sizes as the learner's checkpoint does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.doctor.checks import Check, attempt
+from moe_trm.errors import EngineError
+from moe_trm.rollout.credentials import api_key_for
+from moe_trm.rollout.http import EngineHttp
+from moe_trm.tasks.tokens import Tokens
+
+SAMPLES = ("672+39=", "The quick brown fox\n", " 1, 2, 3 # 4", "Zürich 東京 \N{ROCKET}")
+"""Texts on which two tokenizers that differ usually do."""
+MEANS_THE_SAME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures")
+"""Keys of config.json that change no number."""
+
+
+def attached(config: Config) -> Iterator[Check]:
+    """Checks of every server that the run attaches to; none where it starts its own from the same folder."""
+    if config.rollout.engine == "bundle" or not config.rollout.attached:
+        return
+    for url in config.rollout.addresses:
+        yield attempt(f"tokenizer of {url}", lambda url=url: asyncio.run(_with(config, url, _tokenizer)))  # type: ignore[misc]
+        yield attempt(f"model of {url}", lambda url=url: asyncio.run(_with(config, url, _geometry)))  # type: ignore[misc]
+
+
+async def _with(config: Config, url: str, look: Any) -> Check:
+    async with EngineHttp(url, api_key_for(config), timeout_s=20.0, max_attempts=1) as http:
+        found: Check = await look(config, http)
+        return found
+
+
+async def _tokenizer(config: Config, http: EngineHttp) -> Check:
+    tokens, name = Tokens(config.model.checkpoint), f"tokenizer of {http.url}"
+    for text in SAMPLES:
+        try:
+            answer = await http.post("/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})
+        except EngineError as error:
+            return Check(name, "skip", f"the server does not tokenize: {error.what}")
+        theirs, ours = list(answer["tokens"]), list(tokens.encode_plain(text))
+        if theirs != ours:
+            return Check(
+                name,
+                "fail",
+                f"it reads {text!r} as {theirs}, the learner's checkpoint as {ours}",
+                "start the server from model.checkpoint, or set model.checkpoint to what it serves",
+            )
+    return Check(name, "ok", f"the learner's, on {len(SAMPLES)} texts")
+
+
+async def _geometry(config: Config, http: EngineHttp) -> Check:
+    name = f"model of {http.url}"
+    folder = Path(str((await http.get("/model_info")).get("model_path", "")))
+    if not (folder / "config.json").is_file():
+        return Check(name, "skip", f"{folder} is not on this machine")
+    different = differing(_read(folder), _read(Path(config.model.checkpoint)))
+    if not different:
+        return Check(name, "ok", f"config.json of {folder} and of the learner agree")
+    return Check(
+        name,
+        "fail",
+        "; ".join(f"{key}: server {a}, learner {b}" for key, (a, b) in different.items()),
+        "the two engines compute different models: use one folder for both",
+    )
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Keys of two config.json that change what a model computes, with both values."""
+    keys = sorted((set(a) | set(b)) - set(MEANS_THE_SAME))
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return data
