@@ -159,8 +159,8 @@ class Page:
 def _left_out(series: Sequence[Series], *, log: bool) -> str:
     infinite = sum(value is None for each in series for _, value in each.points)
     below = sum(value <= 0 for each in series for _, value in each.finite) if log else 0
-    said = [f"{infinite} values were not finite"] if infinite else []
-    said += [f"{below} values of 0 or less do not fit a logarithmic axis"] if below else []
+    said = [f"values that were not finite ({infinite})"] if infinite else []
+    said += [f"values of 0 or less, on a logarithmic axis ({below})"] if below else []
     return f'<p class="note">Not drawn: {"; ".join(said)}.</p>' if said else ""
 
 

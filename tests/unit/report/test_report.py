@@ -97,7 +97,7 @@ def test_heat_maps_shade_by_value_and_columns_stack_to_the_sum(tmp_path: Path) -
 
 def test_what_cannot_be_drawn_is_said(tmp_path: Path) -> None:
     text = page_of(make_run(tmp_path / "one")).text
-    assert "1 values were not finite; 1 values of 0 or less do not fit a logarithmic axis" in text
+    assert "Not drawn: values that were not finite (1); values of 0 or less, on a logarithmic axis (1)." in text
 
 
 def test_verdicts_with_their_steps_and_text_that_cannot_break_the_page(tmp_path: Path) -> None:
