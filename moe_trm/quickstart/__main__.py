@@ -110,7 +110,8 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
     print(f"\n== {trial.name}", flush=True)
     started = time.perf_counter()
     overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
-    overrides += [*extra, *trial.overrides]
+    # A second quickstart shows training again, not that it is done already.
+    overrides += ["checkpoint.resume=never", *extra, *trial.overrides]
     code = run_job(config, overrides, NUM_RANKS)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=f"{run_dir}/{trial.name}")
