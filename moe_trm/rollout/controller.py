@@ -197,6 +197,7 @@ class RolloutController:
             **({"rollout/tokens_per_s": float(lengths.sum() / busy_s)} if busy_s else {}),
             "time/rollout_s": busy_s,
             "time/rollout_idle_s": idle_s,
+            "time/rollout_idle_share": idle_s / (busy_s + idle_s),
             "time/push_s": self._push_s,
             **self._engine.metrics(),
             **turn_metrics(records),
