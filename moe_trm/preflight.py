@@ -6,18 +6,21 @@ import math
 from importlib.metadata import version
 
 from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.functions.check import check_functions
+from moe_trm.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.deepspeed.settings import check_model
-from moe_trm.learner.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
 from moe_trm.observe.trackers import check_trackers
+from moe_trm.rollout.function_sampler import ADAPTER as ROLLOUT_ADAPTER
+from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 
 
 def check_launch(config: Config, *, world_size: int) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
     Looks at the checkpoint's config.json and tokenizer, whether the learner can train that model (Megatron-Core: in this layout), and the
-    names and thresholds of corrections and loss.
+    names and thresholds of corrections and loss, and functions of the user's own.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":
@@ -27,6 +30,17 @@ def check_launch(config: Config, *, world_size: int) -> None:
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)
+    check_functions(own_functions(config))
+
+
+def own_functions(config: Config) -> dict[str, tuple[str, str]]:
+    """Functions of the user's own that this run calls, and their adapters, by configuration key."""
+    named = {}
+    if config.task.reward is not None and ":" in config.task.reward:
+        named["task.reward"] = (config.task.reward, REWARD_ADAPTER)
+    if config.rollout.function is not None and config.rollout.engine != "bundle":
+        named["rollout.function"] = (config.rollout.function, ROLLOUT_ADAPTER)
+    return named
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.errors import CheckpointError
+from moe_trm.hf_config import moe_layers, num_experts
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,13 @@ class ServedModel:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ServedModel:
-        """From a parsed `config.json` of the Qwen MoE family. A layer routes when it is in the sparse stride and not listed as dense."""
-        num_layers = int(config["num_hidden_layers"])
-        num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-        routed = (layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+        """From a parsed `config.json`."""
+        experts = num_experts(config)
         return cls(
             architecture=str(config["architectures"][0]),
             vocab_size=int(config["vocab_size"]),
-            num_layers=num_layers,
-            moe_layer_ids=tuple(routed) if num_experts else (),
-            num_experts=num_experts,
-            top_k=int(config["num_experts_per_tok"]) if num_experts else 0,
+            num_layers=int(config["num_hidden_layers"]),
+            moe_layer_ids=moe_layers(config),
+            num_experts=experts,
+            top_k=int(config["num_experts_per_tok"]) if experts else 0,
         )

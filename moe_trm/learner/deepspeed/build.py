@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moe_trm.config.schema import Config
+from moe_trm.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
@@ -17,7 +18,6 @@ from moe_trm.learner.deepspeed.settings import check_model, zero_config
 from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
 
+from moe_trm import hf_config
 from moe_trm.config.schema import Config, ParallelConfig
-from moe_trm.learner import hf_config
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron import cpu_shim, layout

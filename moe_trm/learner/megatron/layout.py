@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.learner.hf_config import moe_layers, num_experts
+from moe_trm.hf_config import moe_layers, num_experts
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM")
 

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
+from moe_trm.hf_config import moe_layers, num_experts
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.hf_config import moe_layers, num_experts
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.layers import Layers

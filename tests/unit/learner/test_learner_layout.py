@@ -13,7 +13,7 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.learner.hf_config import check_vocabulary, moe_layers, read_hf_config
+from moe_trm.hf_config import check_vocabulary, moe_layers, read_hf_config
 from moe_trm.learner.megatron.layout import check_layout
 
 MOE: dict[str, Any] = {

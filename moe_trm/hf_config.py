@@ -72,14 +72,24 @@ def check_vocabulary(folder: str | Path, vocab_size: int) -> None:
 
 
 def num_experts(hf_config: Mapping[str, Any]) -> int:
-    """Routed experts per MoE layer, 0 for a dense model. transformers writes either of two names."""
-    return int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+    """Routed experts per MoE layer, 0 for a dense model. Families name it differently."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(hf_config[name]) for name in names if hf_config.get(name)), 0)
 
 
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """0-based decoder layers that are mixtures of experts, as Hugging Face's Qwen3-MoE decides it; empty for a dense model."""
+    """0-based decoder layers that are mixtures of experts; empty for a dense model.
+
+    Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from `first_k_dense_replace`
+    on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
+    """
     if not num_experts(hf_config):
         return ()
     dense = set(hf_config.get("mlp_only_layers") or ())
-    step = int(hf_config.get("decoder_sparse_step", 1))
-    return tuple(i for i in range(int(hf_config["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)
+    step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)
+    every = int(hf_config.get("moe_layer_freq") or 1)
+    return tuple(
+        layer
+        for layer in range(int(hf_config["num_hidden_layers"]))
+        if layer not in dense and (layer + 1) % step == 0 and layer >= first and layer % every == 0
+    )
