@@ -16,6 +16,9 @@ from moe_trm.schedule import learning_rate
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
 
+PROJECTS = {"wandb", "mlflow", "trackio"}
+"""Trackers that file runs under a project."""
+
 
 def refusals(config: Config) -> list[Problem]:
     """Why this configuration cannot work; empty when it can."""
@@ -27,6 +30,7 @@ def refusals(config: Config) -> list[Problem]:
         *_kl(config),
         *_optimizer(config),
         *_evaluation(config),
+        *_observe(config),
         *_bypass(config),
         *_parallel(config),
         *deepspeed_rules.refusals(config),
@@ -83,6 +87,12 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got="1",
             expected="none, or at least 2",
         )
+
+
+def _observe(config: Config) -> Iterator[Problem]:
+    sinks = config.observe.sinks
+    for name in sorted({name for name in sinks if sinks.count(name) > 1}):
+        yield Problem("observe.sinks", f"{name} is listed more than once", got=str(sinks.count(name)), expected="once")
 
 
 def _task(config: Config) -> Iterator[Problem]:
@@ -397,6 +407,8 @@ def _idle_settings(config: Config) -> Iterator[str]:
             ("rollout", key, rollout.function is None, "rollout.function is not set: every sample is one answer")
             for key in ("function_timeout_s", "max_turns", "max_tokens")
         ),
+        ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
+        ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
         ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),

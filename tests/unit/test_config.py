@@ -111,6 +111,7 @@ def test_interpolation_is_refused(file: Path) -> None:
 
 def test_bare_off_is_the_word_but_nothing_else_is_converted(file: Path) -> None:
     assert load(file, ["sampling_mask.mode=off"]).sampling_mask.mode == "off"
+    assert [load(file, [f"observe.panel={word}"]).observe.panel for word in ("on", "off")] == ["on", "off"]
     assert "sampling_mask.mode" in problems(file, "sampling_mask.mode=on")
     assert "rollout.server.port" in problems(file, "rollout.server.port='30000'")
     file.write_text("name: 12\nmodel: {checkpoint: x}\n")
@@ -147,6 +148,7 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["optimizer.schedule=wsd", "optimizer.final_steps=999"], "optimizer.final_steps"),
         (["optimizer.groups=[{match: '('}]"], "optimizer.groups.0.match"),
         (["eval.best_metric=eval/pass_at_4"], "eval.best_metric"),
+        (["observe.sinks=[wandb, wandb]"], "observe.sinks"),
         (["task.eval_sets={a/b: x.jsonl}"], "task.eval_sets"),
         (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
         (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
@@ -172,6 +174,8 @@ def test_impossible_combinations_are_refused(file: Path, overrides: list[str], k
         (["rollout.engine=bundle", "rollout.bundle=b", "sync.verify=false"], "sync.verify has no effect"),
         (["replay.mode=none", "replay.max_local_flip_rate=0.1"], "replay.max_local_flip_rate has no effect"),
         (["probe.every=0", "probe.save=true"], "probe.save has no effect"),
+        (["observe.sinks=[tensorboard]", "observe.project=p"], "observe.project has no effect"),
+        (["observe.transcripts=0", "observe.transcript_rollouts=2"], "observe.transcript_rollouts has no effect"),
         (["task.name=jsonl", "task.prompts=p", "task.max_digits=2"], "task.max_digits has no effect"),
         (["task.prompts=p"], "task.prompts has no effect"),
         (["sampling_mask.mode=keep"], "nothing is truncated"),
