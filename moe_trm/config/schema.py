@@ -534,7 +534,7 @@ class RecordConfig(Section):
     """Recording of rollouts for exact repetition."""
 
     bundle: str | None = None
-    """Folder to record every step's rollouts into; `rollout.engine=bundle` reads it."""
+    """Folder to record every step into: rollouts, which `rollout.engine=bundle` gives back, and the scores of every update, which `moe-trm whatif` judges again. About as large as the routes. None: nothing is recorded."""
 
 
 class ObserveConfig(Section):

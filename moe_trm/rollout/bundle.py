@@ -49,15 +49,20 @@ class BundleWriter:
     """Writes a bundle, step by step.
 
     Args:
-        folder: made if missing; steps that are there already are replaced.
+        folder: made if missing; steps that are there already are replaced, later ones are removed by the first `write`.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._begun = False
 
     def write(self, step: int, records: Sequence[RolloutRecord], rejected: Mapping[int, str] | None = None) -> None:
         """Write one step: its accepted records, and the reason by sample id of each rejected one. The file appears whole or not at all."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._begun:
+            for later in (number for number in BundleReader(str(self._folder)).steps() if number > step):
+                _path(self._folder, later).unlink()
+            self._begun = True
         arrays = _pack(records)
         header = Header(
             format=FORMAT,

@@ -113,6 +113,7 @@ class ScoreRecorder:
         self._folder = Path(config.record.bundle) if wanted and config.record.bundle else None
         self._rank, self._size = data_rank, data_size
         self._updates: list[tuple[Anchored, dict[int, Scores]]] = []
+        self._begun = False
         if self._folder and data_rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / CONFIG_FILE).write_text(json.dumps(config.dump(), indent=2) + "\n", encoding="utf-8")
@@ -134,13 +135,26 @@ class ScoreRecorder:
         return watched
 
     def write(self, step: int) -> None:
-        """Write what the updates since the last call saw."""
+        """Write what the updates since the last call saw. The first call removes what an earlier run left of later steps."""
         updates, self._updates = self._updates, []
         if self._folder is None:
             return
+        if not self._begun:
+            self._remove_leftovers(step)
+            self._begun = True
         self._folder.mkdir(parents=True, exist_ok=True)
         scored = [_scored(part, seen) for part, seen in updates]
         write_scores(self._folder, step, scored, data_rank=self._rank, data_size=self._size)
+
+    def _remove_leftovers(self, step: int) -> None:
+        """Later steps of this rank, and ranks that this run does not have: they would pass for steps of this run."""
+        assert self._folder is not None
+        for path in self._folder.glob("scores-*.safetensors"):
+            name = _FILE.fullmatch(path.name)
+            if name and (
+                (int(name[2]) == self._rank and int(name[1]) > step) or (self._rank == 0 and int(name[2]) >= self._size)
+            ):
+                path.unlink(missing_ok=True)
 
 
 def _detached(values: Tensor | None) -> Tensor | None:

@@ -183,3 +183,11 @@ def test_only_files_of_its_own_names_belong_to_a_bundle(tmp_path: Path) -> None:
     for name in ("step-..safetensors", "step-1.safetensors", "step-000002.safetensors.77.partial"):
         (tmp_path / name).write_bytes(b"")
     assert BundleReader(str(tmp_path)).steps() == [1]
+
+
+def test_a_shorter_run_in_the_same_folder_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    for steps in ((1, 2, 3), (1, 2)):
+        writer = BundleWriter(str(tmp_path))
+        for step in steps:
+            writer.write(step, RECORDS)
+    assert BundleReader(str(tmp_path)).steps() == [1, 2]

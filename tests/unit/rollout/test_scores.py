@@ -11,8 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError
-from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate, ScoresReader, write_scores
+from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate, ScoreRecorder, ScoresReader, write_scores
 
 
 def batch(seed: int, rows: int = 2, columns: int = 5, *, kl: bool = True) -> ScoredBatch:
@@ -119,3 +120,17 @@ def test_a_missing_rank_is_told(tmp_path: Path, left: int) -> None:
 def test_a_step_that_was_not_recorded(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no scores of this step"):
         ScoresReader(tmp_path).read(1)
+
+
+def test_a_shorter_run_in_the_same_folder_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        for rank in range(3):
+            write_scores(tmp_path, step, [update(rank)], data_rank=rank, data_size=3)
+    config = Config.model_validate({"model": {"checkpoint": "none"}, "record": {"bundle": str(tmp_path)}})
+    recorders = [ScoreRecorder(config, rank, 2) for rank in range(2)]
+    for step in (1, 2):
+        for recorder in recorders:
+            recorder.write(step)
+    assert ScoresReader(tmp_path).steps() == [1, 2]
+    assert ScoresReader(tmp_path).read(2) == []
+    assert len(list(tmp_path.glob("scores-*"))) == 4
