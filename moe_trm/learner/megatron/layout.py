@@ -85,17 +85,24 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
     where = "learner.parallel"
     if (
         is_moe
-        and parallel.tensor > 1
-        and parallel.expert_tensor == 1
+        and parallel.expert_tensor < parallel.tensor
         and parallel.expert == 1
         and _release(megatron_version) < (0, 17)
     ):
         raise ConfigError(
             "this Megatron-Core does not reduce expert gradients over tensor-parallel ranks",
             where=where,
-            got=f"tensor={parallel.tensor}, expert_tensor=1, expert=1 on Megatron-Core {megatron_version}",
+            got=f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core {megatron_version}",
             expected="expert_tensor equal to tensor, or expert > 1, or Megatron-Core 0.17",
             fix="Gradients would be silently wrong. Change the layout or upgrade.",
+        )
+    if parallel.tensor % parallel.expert_tensor:
+        raise ConfigError(
+            "ranks that share an expert's matrices must forward micro-batches of one length",
+            where="learner.parallel.expert_tensor",
+            got=f"expert_tensor={parallel.expert_tensor}, tensor={parallel.tensor}",
+            expected=f"a divisor of {parallel.tensor}",
+            fix="Megatron gathers the same number of tokens from each of them, and data-parallel ranks have different ones. Use learner.parallel.expert.",
         )
     if parallel.virtual_pipeline is not None and parallel.pipeline < 2:
         raise ConfigError(

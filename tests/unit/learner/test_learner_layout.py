@@ -61,10 +61,10 @@ def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) 
     ("parallel", "reason"),
     [
         ({"virtual_pipeline": 2}, "need a pipeline"),
+        ({"expert_tensor": 2}, "micro-batches of one length"),
         ({"expert": 3}, "8 experts, 3 ranks"),
         ({"tensor": 3, "expert": 2}, "4 attention heads, 3 ranks"),
-        ({"tensor": 4, "expert": 2}, "2 key/value heads, 4 ranks"),
-        ({"tensor": 2, "expert_tensor": 3}, "32 columns of an expert, 3 ranks"),
+        ({"tensor": 4, "expert_tensor": 3}, "2 key/value heads, 4 ranks"),
         ({"pipeline": 3}, "4 layers, 3 ranks and stages"),
         ({"pipeline": 2, "virtual_pipeline": 4}, "4 layers, 8 ranks and stages"),
     ],
@@ -77,8 +77,10 @@ def test_layouts_that_do_not_divide_are_refused(parallel: dict[str, int], reason
 
 
 def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron() -> None:
-    with pytest.raises(ConfigError, match="does not reduce expert gradients"):
-        check_layout(config(tensor=2), "0.16.1", MOE)
+    wide = {**MOE, "num_key_value_heads": 4}
+    for parallel in ({"tensor": 2}, {"tensor": 4, "expert_tensor": 2}):
+        with pytest.raises(ConfigError, match="does not reduce expert gradients"):
+            check_layout(config(**parallel), "0.16.1", wide)
     for version in ("0.17.0", "0.19.2rc1"):
         check_layout(config(tensor=2), version, MOE)
 
