@@ -37,6 +37,8 @@ MOE_TRM_API_KEY=$(openssl rand -hex 32)
 export MOE_TRM_API_KEY
 # Training ranks of one node share its cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# A fresh store for ranks that are started again: the old one still has the addresses of those that died.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Ranks that were asked to stop may take this many seconds to finish their step and save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host
@@ -66,7 +66,11 @@ def run(config: Config, interruption: Interruption) -> None:
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
+    host, restarts = Host.here(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store, rank, world_size = next(iter(rendezvous("env://")))
+    if host.alone:
+        # torchrun gives restarted ranks the store of those that died, with their addresses still in it.
+        store = PrefixStore(f"attempt-{restarts}", store)
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
@@ -77,9 +81,7 @@ def run(config: Config, interruption: Interruption) -> None:
         max_age=config.pipeline.staleness_limit,
     )
     run_dir = Path(config.run_dir) / config.name
-    host = Host.here()
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
+    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarts > 0)
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if rank == 0:

@@ -1,7 +1,8 @@
-"""Recordings made up without an engine: valid records with random answers, routes and masks, for runs whose subject is not sampling."""
+"""Recordings made up without an engine: valid records with made-up answers, routes and masks, for runs whose subject is not sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,16 @@ def make_recording(config: Config, folder: Path, steps: int) -> Path:
         prompts = task.train_prompts(step, config.rollout.prompts_per_step)
         first = (step - 1) * len(prompts)
         records = [
-            _record(prompt, model, sample_id=(first + i) * size + j, group_id=first + i, version=step - 1)
+            _record(
+                prompt,
+                # Every other answer is right, so that there is something to learn.
+                task.tokens.encode_plain(f"{'' if j % 2 else '1'}#{prompt.answer if j % 2 else 'no'}"),
+                task.tokens.stop_token_ids[0],
+                model,
+                sample_id=(first + i) * size + j,
+                group_id=first + i,
+                version=step - 1,
+            )
             for i, prompt in enumerate(prompts)
             for j in range(size)
         ]
@@ -34,10 +44,19 @@ def make_recording(config: Config, folder: Path, steps: int) -> Path:
     return folder
 
 
-def _record(prompt: Prompt, model: ServedModel, *, sample_id: int, group_id: int, version: int) -> RolloutRecord:
+def _record(
+    prompt: Prompt,
+    answer: Sequence[int],
+    stop: int,
+    model: ServedModel,
+    *,
+    sample_id: int,
+    group_id: int,
+    version: int,
+) -> RolloutRecord:
     rng = np.random.default_rng(sample_id)
-    num_sampled = int(rng.integers(3, 8))
-    sampled = rng.integers(0, model.vocab_size, num_sampled)
+    sampled = np.array([*answer, stop])
+    num_sampled = len(sampled)
     tokens = np.concatenate([prompt.token_ids, sampled]).astype(np.int32)
     others = [rng.permutation(np.delete(np.arange(model.vocab_size), token))[: KEPT - 1] for token in sampled]
     kept = np.concatenate([sampled[:, None], np.array(others)], axis=1)
@@ -59,5 +78,4 @@ def _record(prompt: Prompt, model: ServedModel, *, sample_id: int, group_id: int
             kept.reshape(-1).astype(np.int32), np.arange(num_sampled + 1, dtype=np.int64) * KEPT, logprobs.reshape(-1)
         ).ascending(),
         finish_reason="stop",
-        reward=float(rng.integers(0, 2)),
     )

@@ -51,10 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
 class Job:
     """A command in the background, and what it printed."""
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
         self._log = log
+        everything = learner_environment(None) | environment
         with log.open("a") as file:
-            self.process = subprocess.Popen(command, env=learner_environment(None), stdout=file, stderr=file)
+            self.process = subprocess.Popen(command, env=everything, stdout=file, stderr=file)
 
     def wait(self, timeout_s: float = 180.0) -> int:
         return self.process.wait(timeout_s)
@@ -75,6 +76,7 @@ def alone(folder: Path) -> Path:
     """The run on two ranks that nothing happened to."""
     job = start(folder, "alone")
     assert job.wait() == 0, job.output
+    assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(folder / "alone")[1:]), "nothing was trained"
     return folder / "alone"
 
 
@@ -216,7 +218,8 @@ def test_two_hosts_meet_and_one_that_dies_comes_back(folder: Path, alone: Path) 
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job", "--max-restarts", "3"]
         command += ["--local-addr", "127.0.0.1", "-m", "launch.train", str(folder / "config.yaml")]
-        return Job([*command, "name=hosts", "learner.parallel.expert=2"], folder / f"host-{number}.log")
+        command += ["name=hosts", "learner.parallel.expert=2"]
+        return Job(command, folder / f"host-{number}.log", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
     hosts = [host(0)]
     time.sleep(2)  # the first to come holds the rendezvous

@@ -76,7 +76,9 @@ def test_the_kubernetes_objects_fit_together(config: Path) -> None:
     assert endpoint.split("=")[1].startswith("moe-trm-learner-0.moe-trm-learner:")
     assert job["template"]["spec"]["subdomain"] == objects["Service", "moe-trm-learner"]["metadata"]["name"]
     grace = int(job["template"]["spec"]["terminationGracePeriodSeconds"])
-    assert int({e["name"]: e["value"] for e in ranks["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     [server] = objects["Deployment", "moe-trm-rollout"]["spec"]["template"]["spec"]["containers"]
     port = objects["Service", "moe-trm-rollout"]["spec"]["ports"][0]["port"]
     learner_config = load(config, ranks["args"][ranks["args"].index("/config/config.yaml") + 1 :])

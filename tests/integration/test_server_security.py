@@ -1,0 +1,93 @@
+"""Hostile requests to a real rollout server: without the key nothing is done, nonsense is refused, and it goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+
+from moe_trm.rollout.supervisor import Server
+
+ACTIONS = (
+    "/generate",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/init_weights_update_group",
+    "/weights_checker",
+    "/flush_cache",
+    "/pause_generation",
+    "/abort_request",
+)
+GOOD = {"input_ids": [1, 5, 6], "sampling_params": {"temperature": 1.0, "max_new_tokens": 2}}
+ROUNDS = 300
+
+
+def ask(server: Server, work: Callable[[aiohttp.ClientSession], Awaitable[None]], *, key: str | None) -> None:
+    """Do `work`; afterwards the server must answer an ordinary request."""
+
+    async def go() -> None:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with aiohttp.ClientSession(server.url, headers=headers) as session:
+            await work(session)
+        async with (
+            aiohttp.ClientSession(server.url, headers={"Authorization": f"Bearer {server.api_key}"}) as session,
+            session.post("/generate", json=GOOD) as answer,
+        ):
+            assert answer.status == 200
+            assert len((await answer.json())["output_ids"]) <= 2
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("key", [None, "", "wrong", "integration-ke", "integration-key2"])
+def test_without_the_key_nothing_is_done(rollout_server: Server, key: str | None) -> None:
+    async def work(session: aiohttp.ClientSession) -> None:
+        for path in ACTIONS:
+            async with session.post(path, json=GOOD) as answer:
+                assert answer.status == 401, path
+
+    ask(rollout_server, work, key=key)
+
+
+def nonsense(rng: random.Random) -> bytes:
+    good = json.dumps(GOOD).encode()
+    kind = rng.randrange(4)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(400))
+    if kind == 1:
+        return good[: rng.randrange(len(good))]
+    if kind == 2:
+        return b"[" * rng.randrange(1, 50_000)
+    odd: list[object] = [-1, 1e400, "x", {}, {"a": 1}, ["x"], [None], [{}]]
+    return json.dumps({"input_ids": rng.choice(odd), "sampling_params": rng.choice(odd)}).encode()
+
+
+def test_malformed_bodies_are_refused(rollout_server: Server) -> None:
+    rng = random.Random(0)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for _ in range(ROUNDS):
+            async with session.post(
+                "/generate", data=nonsense(rng), headers={"Content-Type": "application/json"}
+            ) as answer:
+                assert answer.status >= 400
+
+    ask(rollout_server, work, key=rollout_server.api_key)
+
+
+def test_oversized_bodies_are_refused(rollout_server: Server) -> None:
+    async def without_key(session: aiohttp.ClientSession) -> None:
+        async with session.post("/generate", data=io.BytesIO(b"\0" * (64 << 20))) as answer:
+            assert answer.status == 401
+
+    async def prompt_beyond_the_context(session: aiohttp.ClientSession) -> None:
+        async with session.post("/generate", json={**GOOD, "input_ids": [5] * 1_000_000}) as answer:
+            assert answer.status == 400
+
+    ask(rollout_server, without_key, key=None)
+    ask(rollout_server, prompt_beyond_the_context, key=rollout_server.api_key)
