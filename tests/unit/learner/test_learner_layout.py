@@ -64,7 +64,7 @@ def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) 
         ({"expert_tensor": 2}, "micro-batches of one length"),
         ({"expert": 3}, "8 experts, 3 ranks"),
         ({"tensor": 3, "expert": 2}, "4 attention heads, 3 ranks"),
-        ({"tensor": 4, "expert_tensor": 3}, "2 key/value heads, 4 ranks"),
+        ({"tensor": 4, "expert_tensor": 4}, "2 key/value heads, 4 ranks"),
         ({"pipeline": 3}, "4 layers, 3 ranks and stages"),
         ({"pipeline": 2, "virtual_pipeline": 4}, "4 layers, 8 ranks and stages"),
     ],
