@@ -98,7 +98,7 @@ def replaced(page: str, benchmark: Benchmark, measured: Mapping[str, Any]) -> st
 
 def rendered(measured: Mapping[str, Any]) -> str:
     """Command, date and machine, then one Markdown table for each run of rows with the same columns."""
-    command = re.sub(r" --json \S+", "", measured["command"])
+    command = re.sub(r" --(json|picture) \S+", "", measured["command"])
     machine = f"{measured['cores']} cores, {measured['cpu']}, Python {measured['python']}, torch {measured['torch']}"
     lines = [f"`{command}`, {measured['date'][:10]}, {machine}.", "", "; ".join(measured["title"].splitlines())]
     for columns, rows in itertools.groupby(measured["rows"], key=list):

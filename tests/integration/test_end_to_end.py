@@ -56,6 +56,7 @@ def test_every_promised_metric_is_in_every_step(live: Path) -> None:
     promised = {
         *("reward/mean", "response/length_mean", "replay/applied_fraction", "routing/local_flip_rate"),
         *("routing/native_flip_rate", "engine/k3_kl", "staleness/k3_kl", "total/k3_kl"),
+        *("routing/flips/engine", "routing/flips/engine/layer_0", "routing/flips/engine/position_1_64"),
         *("correction/kept_fraction", "correction/trm_max/kept_fraction", "correction/icepop/kept_fraction"),
         *("loss/pg_clipfrac", "optimizer/grad_norm", "weights/version", "ledger/rejected", "ledger/issued"),
         *("total/exact_kl", "correction/trm_max/only_exact_keeps", "correction/trm_max/only_sampled_keeps"),
