@@ -32,7 +32,7 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     if config.observe.prometheus_port:
         others["prometheus"] = open_prometheus(config.observe.prometheus_port)
     if config.observe.transcripts:
-        others["transcripts"] = open_transcripts(config, run_dir)
+        others["transcripts"] = open_transcripts(config, run_dir, first_step)
     if config.observe.report:
         others["report"] = ReportPage(run_dir)
     sinks = [JsonLines(path), *(Guarded(sink, name) for name, sink in others.items())]

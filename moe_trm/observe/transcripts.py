@@ -101,9 +101,12 @@ class Transcripts(Sink):
         return self._decoder.pieces(transcript.row.record.tokens.tolist())
 
 
-def open_transcripts(config: Config, run_dir: Path) -> Transcripts:
-    """As configured; `observe.transcripts` is above 0."""
+def open_transcripts(config: Config, run_dir: Path, first_step: int) -> Transcripts:
+    """As configured; `observe.transcripts` is above 0. What an earlier run of this name wrote after `first_step` is removed."""
     observe = config.observe
+    for path in (run_dir / "transcripts").glob("step-*.*"):
+        if int(path.stem.removeprefix("step-")) > first_step:
+            path.unlink()
     return Transcripts(
         run_dir, config.model.checkpoint, every=observe.transcripts, rollouts=observe.transcript_rollouts
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moe_trm.observe.transcripts import Transcripts, transcript
+from moe_trm.config.schema import Config
+from moe_trm.observe.transcripts import Transcripts, open_transcripts, transcript
+from moe_trm.ratios import LogRatios
 from tests.unit.observe.made_transcripts import Letters, judged, made_transcripts, rows, sampled_places
 from tests.unit.report.page_reader import PageReader
 
@@ -62,6 +65,25 @@ def test_every_so_many_steps_and_the_first(tmp_path: Path) -> None:
         "step-000003.html",
         "step-000006.html",
     ]
+
+
+def test_a_run_that_begins_anew_or_goes_on_drops_later_transcripts(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"checkpoint": "nowhere"}})
+    path = made_transcripts(tmp_path)
+    open_transcripts(config, tmp_path, first_step=1)
+    assert path.with_suffix(".html").is_file()
+    open_transcripts(config, tmp_path, first_step=0)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_where_engine_and_lag_are_not_known_apart_the_ratio_is_called_merged() -> None:
+    given = rows()[:1]
+    batch, evidence, correction = judged(given)
+    learner = batch.rollout_logprobs + 0.25
+    merged = replace(evidence, ratios=LogRatios(batch.rollout_logprobs, None, learner, batch.mask, learner))
+    told = transcript(given[0], 0, merged, correction)
+    assert told.ratio == "merged"
+    assert told.log_ratio[4:] == [pytest.approx(0.25)] * 6
 
 
 def test_tokens_that_are_not_scored_have_no_ratio() -> None:
