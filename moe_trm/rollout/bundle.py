@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from moe_trm.errors import BundleError, RecordRejected
@@ -43,6 +44,7 @@ class Header(CheckedHeader, kw_only=True):
     mask_kinds: list[str]
     mask_violations: list[int]
     rejected: dict[int, str]
+    reward_parts: list[dict[str, float]] = msgspec.field(default_factory=list)
 
 
 class BundleWriter:
@@ -73,6 +75,7 @@ class BundleWriter:
             prompt_ids=[record.prompt_id for record in records],
             finish_reasons=[record.finish_reason for record in records],
             mask_kinds=[_mask_kind(record) for record in records],
+            reward_parts=[dict(record.reward_parts) for record in records],
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
         )
@@ -305,6 +308,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 sampling_mask=mask,
                 finish_reason=header.finish_reasons[number],
                 reward=None if np.isnan(reward) else reward,
+                reward_parts=header.reward_parts[number] if header.reward_parts else {},
             )
         )
     return records

@@ -9,7 +9,9 @@ import pytest
 from moe_trm.config import resolve
 from moe_trm.recipe import recipe
 
-_CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+_REPOSITORY = Path(__file__).parents[2]
+_CONFIGS = sorted((_REPOSITORY / "configs").rglob("*.yaml"))
+_EXAMPLES = sorted((_REPOSITORY / "examples").glob("*/config.yaml"))
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
@@ -22,6 +24,14 @@ def test_shipped_configuration(path: Path) -> None:
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
 def test_shipped_corrections_and_losses_exist_and_take_these_parameters(path: Path) -> None:
     recipe(resolve(path).config)
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.parent.name)
+def test_the_configuration_of_an_example(path: Path) -> None:
+    resolved = resolve(path)
+    assert resolved.warnings == ()
+    assert resolved.config.name == path.parent.name
+    recipe(resolved.config)
 
 
 def test_there_are_configurations() -> None:
