@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from importlib.metadata import version
+from pathlib import Path
 
+from moe_trm.checkpoint.folder import read_manifest
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.functions.check import check_functions
 from moe_trm.hf_config import check_vocabulary, read_hf_config
@@ -20,7 +22,7 @@ def check_launch(config: Config, *, world_size: int) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
     Looks at the checkpoint's config.json and tokenizer, whether the learner can train that model (Megatron-Core: in this layout), and the
-    names and thresholds of corrections and loss, and functions of the user's own.
+    names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":
@@ -31,6 +33,8 @@ def check_launch(config: Config, *, world_size: int) -> None:
     Objective(config)
     check_trackers(config)
     check_functions(own_functions(config))
+    if config.checkpoint.resume not in ("auto", "never"):
+        read_manifest(Path(config.checkpoint.resume))
 
 
 def own_functions(config: Config) -> dict[str, tuple[str, str]]:

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.resume_drill import kill_everything, metrics_of, run_drill, timeless
 from launch.job import free_port, learner_command, learner_environment
+from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config import load
 from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
 from tests.integration.recordings import make_recording
@@ -74,7 +75,7 @@ def start(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Job:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
     """The run on two ranks that nothing happened to."""
-    job = start(folder, "alone")
+    job = start(folder, "alone", f"checkpoint.keep={STEPS}")
     assert job.wait() == 0, job.output
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(folder / "alone")[1:]), "nothing was trained"
     return folder / "alone"
@@ -126,6 +127,31 @@ def test_ctrl_c_once_saves_and_another_layout_goes_on(folder: Path, alone: Path)
             assert one[key] == pytest.approx(two[key], rel=2e-3, abs=1e-6), key
         assert one["optimizer/lr"] == two["optimizer/lr"]
         assert one["ledger/issued"] == two["ledger/issued"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [("tensor=2", "expert_tensor=2"), ("tensor=2", "expert=2"), ("pipeline=2",), ("context=2",)],
+    ids=lambda layout: "-".join(layout),
+)
+def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path, layout: tuple[str, ...]) -> None:
+    """From step 2 of the expert-parallel run to its end on another layout: the same names and shapes, weights and moments."""
+    name = "-".join(layout)
+    parallel = [f"learner.parallel.{size}" for size in ("expert=1", *layout)]
+    begin = f"checkpoint.resume={alone / 'checkpoints' / 'step-000002'}"
+    job = start(folder, name, *parallel, begin)
+    assert job.wait() == 0, job.output
+    one, two = (
+        PieceReader(sorted((run / "checkpoints" / f"step-{STEPS:06d}").glob("rank-*")))
+        for run in (alone, folder / name)
+    )
+    for kind, tolerance in (("weight", 1e-3), ("exp_avg", 1e-3), ("exp_avg_sq", 1e-3)):
+        assert one.names(kind) == two.names(kind)
+        for tensor in one.names(f"{kind}/"):
+            expected = one.read(tensor)
+            assert two.read(tensor).shape == expected.shape
+            assert (two.read(tensor) - expected).abs().max() <= tolerance * expected.abs().max(), tensor
 
 
 def test_a_finished_run_has_nothing_left_to_do(folder: Path, alone: Path) -> None:

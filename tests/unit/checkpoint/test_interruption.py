@@ -1,0 +1,77 @@
+"""The first signal asks, a second one ends; `metrics.jsonl` is cut where a run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe_trm.interruption import ECHO_S, Interruption
+from moe_trm.observe.sinks import keep_steps
+
+
+@pytest.fixture
+def interruption() -> Iterator[Interruption]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    asked = Interruption()
+    asked.install()
+    yield asked
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_request(interruption: Interruption, number: signal.Signals) -> None:
+    assert not interruption.requested
+    os.kill(os.getpid(), number)
+    assert interruption.requested == number.name
+
+
+def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interruption) -> None:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert interruption.requested == "SIGINT"
+
+
+def test_a_second_signal_ends_the_process() -> None:
+    program = (
+        "import os, signal, time; from moe_trm.interruption import Interruption; i = Interruption(); i.install();"
+        f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); os.kill(os.getpid(), signal.SIGTERM); print('alive')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stdout == ""
+
+
+LINES = [b'{"step":0}\n', b'{"step":1,"a":2}\n', b'{"step":2}\n', b'{"step":3}\n']
+
+
+@pytest.mark.parametrize(
+    ("content", "last", "kept"),
+    [
+        (LINES, 2, LINES[:3]),
+        (LINES, 7, LINES),
+        ([*LINES[:3], b'{"step":3,"ha'], 3, LINES[:3]),
+        ([*LINES[:3], b'{"step":3,"ha'], 1, LINES[:2]),
+    ],
+)
+def test_metrics_are_cut_after_the_step_that_a_run_goes_on_from(
+    tmp_path: Path, content: list[bytes], last: int, kept: list[bytes]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(content))
+    keep_steps(path, last)
+    assert path.read_bytes() == b"".join(kept)
+
+
+def test_a_run_that_begins_anew_has_no_old_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(LINES))
+    keep_steps(path, 0)
+    assert not path.exists()
+    keep_steps(path, 5)
