@@ -164,6 +164,8 @@ SECTIONS = (
                    ("time/sync_s", "sync"), ("time/eval_s", "evaluation"), ("time/checkpoint_s", "checkpoint"))),
             Lines("Seconds of the rollout side", "Sampling, idling because the learner is slower, loading weights.",
                   (("time/rollout_s", "sampling"), ("time/rollout_idle_s", "idle"), ("time/push_s", "loading")), floor=True),
+            Lines("Idle shares", "Of the learner's step, waiting for samples; of the rollout engine's time, with nothing to sample.",
+                  (("time/learner_idle_share", "learner"), ("time/rollout_idle_share", "rollout")), floor=True),
             Lines("Rollout servers", "In service; recoveries and samples asked for again since the start.",
                   (("rollout/servers", "servers"), ("rollout/recoveries", "recoveries"), ("rollout/reissued", "asked again")), floor=True),
             Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",

@@ -95,10 +95,10 @@ def test_phases_are_told_when_they_begin() -> None:
             told.append(phase)
 
     phases = Phases([Listener()])
-    with phases.time("step"), phases.time("wait"):
+    with phases.time("step"), phases.time("score"):
         pass
-    assert told == ["step", "wait"]
-    assert phases.take().keys() == {"time/step_s", "time/wait_s"}
+    assert told == ["step", "score"]
+    assert phases.take().keys() == {"time/step_s", "time/score_s"}
 
 
 def test_an_interrupted_run_has_its_metrics_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
