@@ -39,6 +39,10 @@ class EngineError(MoeTrmError):
     """The rollout engine cannot be started or reached, or answered with an error."""
 
 
+class EngineLost(EngineError):
+    """The engine did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
+
+
 class RecordRejected(MoeTrmError):
     """One rollout record violates an invariant. Counted under `reason`; the run goes on without the record."""
 

@@ -10,8 +10,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from moe_trm.errors import EngineError, MoeTrmError, RecordRejected, SyncError
-from moe_trm.rollout.http import EngineLost, EngineSlow
+from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
+from moe_trm.rollout.http import EngineSlow
 from moe_trm.rollout.remote import RemoteServer
 
 REISSUES = 8

@@ -10,7 +10,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from moe_trm.errors import EngineError
+from moe_trm.errors import EngineError, EngineLost
 
 FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
@@ -22,10 +22,6 @@ class HttpStatusError(EngineError):
     """The server answered, with an HTTP status of 400 or more: `status`."""
 
     status = 0
-
-
-class EngineLost(EngineError):
-    """The server did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
 
 
 class EngineSlow(EngineLost):

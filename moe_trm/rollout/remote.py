@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from moe_trm.errors import EngineError
-from moe_trm.rollout.http import EngineHttp, EngineLost
+from moe_trm.errors import EngineError, EngineLost
+from moe_trm.rollout.http import EngineHttp
 
 MEMORY_TAGS = ("weights", "kv_cache")
 """What a server can lend, in the order in which it is taken back: weights are loaded before there is a cache."""

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.errors import CheckpointError, EngineError, SyncError
+from moe_trm.errors import CheckpointError, EngineError, EngineLost, SyncError
 from moe_trm.sync.api import EngineApi, check_version, check_weights
 from moe_trm.sync.checksum import DTYPES, EngineChecksums, tensor_digest
 from moe_trm.sync.manifest import TensorEntry, WeightPush
@@ -128,8 +128,8 @@ async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify
     """Make the engine serve `push` with an empty prefix cache. With `verify`, prove it; see the module's chain of proof.
 
     Raises:
-        SyncError: the files, the engine's tensors or its version label are not those of the push.
-        EngineError: the engine cannot be reached.
+        SyncError: the files, the engine's tensors or its version label are not those of the push, or it refuses to load them.
+        EngineLost: the engine cannot be reached, or fails.
     """
     expected = await asyncio.to_thread(verified_checksums, push, dtype, device) if verify else None
     await load_folder(api, push, expected)
@@ -140,6 +140,8 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
         answer = await api.post("/update_weights_from_disk", body)
+    except EngineLost:
+        raise
     except EngineError as error:
         raise SyncError(
             "the engine did not load the push", where=push.directory, got=error.got, fix=error.fix

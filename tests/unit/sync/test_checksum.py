@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moe_trm.errors import CheckpointError, SyncError
+from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.sync.api import check_can_verify, check_version, check_weights
 from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, tensor_digest
 from moe_trm.sync.disk import finish_push, load_from_disk, verified_checksums, write_shard
@@ -226,3 +226,12 @@ def test_checks_say_what_is_wrong() -> None:
         check_can_verify({"tp_size": 2, "device": "cpu"})
     with pytest.raises(SyncError, match="device hpu"):
         check_can_verify({"tp_size": 1, "device": "hpu"})
+
+
+def test_an_engine_that_is_lost_while_it_loads_may_be_given_the_push_again(tmp_path: Path) -> None:
+    class LostEngine(FakeEngine):
+        async def post(self, path: str, body: Mapping[str, object]) -> Any:
+            raise EngineLost("the connection was dropped")
+
+    with pytest.raises(EngineLost, match="dropped"):
+        asyncio.run(load_from_disk(LostEngine(TENSORS, "1"), push(tmp_path), dtype="float32", verify=True))
