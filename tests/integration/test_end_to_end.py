@@ -257,7 +257,9 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
     exported = run / "checkpoints" / "final"
     assert (exported / "config.json").is_file()
     assert (exported / "tokenizer.json").is_file()
-    assert "a key for both" not in (run / "config.json").read_text() + (run / "rollout.log").read_text()
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert {"config.json", "rollout.log", "metrics.jsonl", "controller.log"} <= {path.name for path in written}
+    assert not [path for path in written if b"a key for both" in path.read_bytes()]
 
 
 def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
