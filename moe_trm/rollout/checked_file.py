@@ -35,7 +35,7 @@ H = TypeVar("H", bound=CheckedHeader)
 
 def write_checked(path: Path, header: CheckedHeader, arrays: Arrays) -> None:
     """Write `path` whole or not at all. The header's checksum is filled in."""
-    header.checksum = _checksum(header, arrays)
+    header.checksum = _checksum(msgspec.json.encode(header), arrays)
     # Ranks that hold the same rows write the same file: each its own partial one.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(save(dict(arrays), metadata={"bundle": msgspec.json.encode(header).decode()}))
@@ -48,13 +48,14 @@ def read_header(path: Path, kind: type[H], file_format: str, version: int) -> H:
     Raises:
         BundleError: a file that is damaged, truncated, of another format or of another version.
     """
-    return _open(path, kind, file_format, version, with_arrays=False)[0]
+    header, _, _ = _open(path, kind, file_format, version, with_arrays=False)
+    return header
 
 
 def read_checked(path: Path, kind: type[H], file_format: str, version: int) -> tuple[H, Arrays]:
     """Header and arrays after checking the checksum. Raises `BundleError` as `read_header` does, and where it does not match."""
-    header, arrays = _open(path, kind, file_format, version, with_arrays=True)
-    if _checksum(header, arrays) != header.checksum:
+    header, text, arrays = _open(path, kind, file_format, version, with_arrays=True)
+    if _checksum(text, arrays) != header.checksum:
         raise damaged(path, "the checksum does not match")
     return header, arrays
 
@@ -70,7 +71,7 @@ def damaged(path: Path, how: str) -> BundleError:
     )
 
 
-def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arrays: bool) -> tuple[H, Arrays]:
+def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arrays: bool) -> tuple[H, bytes, Arrays]:
     try:
         with safe_open(path, framework="np") as file:
             text = (file.metadata() or {}).get("bundle", "")
@@ -84,14 +85,14 @@ def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arr
                     fix="Read it with the version of moe-trm that wrote it, or record the run again.",
                 )
             header = msgspec.json.decode(text, type=kind)
-            return header, {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
+            return header, text.encode(), {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118
     except (SafetensorError, msgspec.DecodeError, OSError) as error:
         raise damaged(path, str(error)) from error
 
 
-def _checksum(header: CheckedHeader, arrays: Arrays) -> str:
-    content = msgspec.structs.replace(header, checksum="")
-    hasher = hashlib.blake2b(msgspec.json.encode(content), digest_size=16)
+def _checksum(text: bytes, arrays: Arrays) -> str:
+    """Of the header as it was written, so that fields which a later version adds do not look like damage."""
+    hasher = hashlib.blake2b(msgspec.json.encode({**msgspec.json.decode(text), "checksum": ""}), digest_size=16)
     for name in sorted(arrays):
         hasher.update(name.encode())
         hasher.update(np.ascontiguousarray(arrays[name]).data)
