@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
+from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, tensor_group
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
@@ -81,9 +82,21 @@ class TrainingState:
         chunks: this rank's model, one chunk per virtual pipeline stage.
         optimizer: its optimizer.
         hf: config.json of the model.
+
+    Raises:
+        ConfigError: an option of Megatron's optimizer under which master weights lie elsewhere.
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], optimizer: GuardedOptimizer, hf: Mapping[str, Any]) -> None:
+        for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+            if getattr(optimizer.megatron.config, option, False):
+                raise ConfigError(
+                    "checkpoints do not hold the state of this kind of optimizer",
+                    where=f"optimizer.extra.{option}",
+                    got=True,
+                    expected="false or left out",
+                    fix="A run that cannot be resumed is not started.",
+                )
         self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
