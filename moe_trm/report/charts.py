@@ -125,7 +125,7 @@ SECTIONS = (
         "Correction",
         (
             Lines("Kept tokens", "What the rules let into the gradient; denominators never change.",
-                  (("correction/kept_fraction", "all rules, tokens"), ("correction/kept_sequence_fraction", "all rules, sequences"), ("correction/*/kept_fraction", ""))),
+                  (("correction/kept_fraction", "all rules, tokens"), ("correction/kept_sequence_fraction", "all rules, sequences"), ("correction/*/kept_fraction", ""), ("acceptance/later_turn_tokens", "later turns"))),
             Heat("Kept sequences by length", "Share of sequences that lost no token, by sampled tokens. Paler rows below darker ones: long answers are rejected more.",
                  (("acceptance/length_*", ""),), top=1.0),
             Lines("Kept sequences by kind", "A rule that prefers right or wrong answers biases what is learned.",
