@@ -75,7 +75,9 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def running(count: int, *, interrupt: bool = False, patience_s: float = 5.0) -> AsyncIterator[Any]:
+async def running(
+    count: int, *, interrupt: bool = False, patience_s: float = 5.0, timeout_s: float = 5.0
+) -> AsyncIterator[Any]:
     """`count` fake servers and a fleet over them; a load changes a server's label to the version in `newest`."""
     fakes = [FakeServer(name) for name in "abc"[:count]]
     for fake in fakes:
@@ -88,7 +90,7 @@ async def running(count: int, *, interrupt: bool = False, patience_s: float = 5.
         next(fake for fake in fakes if fake.url == server.http.url).label = str(newest["version"])
         server.version = newest["version"]
 
-    connections = [EngineHttp(fake.url, None, timeout_s=5.0, max_attempts=1) for fake in fakes]
+    connections = [EngineHttp(fake.url, None, timeout_s=timeout_s, max_attempts=1) for fake in fakes]
     fleet = Fleet([RemoteServer(http) for http in connections], load, interrupt=interrupt, patience_s=patience_s)
     fleet.start()
     try:
@@ -194,6 +196,17 @@ async def test_a_sample_that_fails_on_every_server_is_rejected_and_not_asked_for
             await fleet.ask({})
         assert caught.value.reason == "engine_failed"
         assert fakes[0].asked == fleet_module.REISSUES + 1
+
+
+@in_loop
+async def test_a_sample_that_is_not_finished_in_time_is_tried_twice() -> None:
+    async with running(1, timeout_s=0.1) as (fleet, fakes, _):
+        fakes[0].slow = True
+        with pytest.raises(RecordRejected) as caught:
+            await fleet.ask({})
+        assert caught.value.reason == "engine_failed"
+        assert fakes[0].asked == 2
+        assert fleet.metrics()["rollout/servers"] == 1
 
 
 @in_loop
