@@ -118,8 +118,6 @@ class TrainingState:
         steps, masters = counters["optimizer_steps"], _masters(self._optimizer.megatron)
         for name, parameter in global_parameters(self._chunks):
             if not parameter.requires_grad:
-                continue  # frozen: as in the checkpoint that the run started from
-            if not parameter.requires_grad:
                 continue  # frozen: it is still as in the checkpoint that the run started from
             share, master = _share(name, parameter, self._hf), masters.get(parameter)
             weight = share.flat("weight", reader, parameter.numel())
