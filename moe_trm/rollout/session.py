@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal
 
 from moe_trm.errors import ConfigError
@@ -91,7 +92,7 @@ class Session:
 
     async def append_ids(self, token_ids: Sequence[int]) -> None:
         """Add tokens that the policy did not write."""
-        await self._ask("append_ids", {"token_ids": list(token_ids)})
+        await self._ask("append_ids", {"token_ids": [index(token) for token in token_ids]})
 
     async def append_messages(self, messages: Sequence[Mapping[str, str]]) -> None:
         """Add messages (`role`, `content`) in the chat template's form: it closes the answer before them and opens the next one.

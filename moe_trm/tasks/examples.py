@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moe_trm.errors import ConfigError
 from moe_trm.tasks.rows import Row, read_rows
 
@@ -70,7 +72,21 @@ def _example(row: Row, fields: Fields) -> Example:
             fix="name the field with task.answer_field; only a reward of your own can do without",
         )
     extra = {name: value for name, value in row.fields.items() if name not in (key, fields.answer)}
+    _check_sendable([question, answer, extra], row)
     return Example(row.name, question, "" if missing else str(answer), extra)
+
+
+def _check_sendable(values: object, row: Row) -> None:
+    """Rewards and rollout functions run in other processes: what cannot be sent there is told now, not in the middle of a run."""
+    try:
+        msgspec.msgpack.encode(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            "a row of the prompt file has a field that is no plain data",
+            where=row.where,
+            got=str(error),
+            expected="text in valid Unicode, numbers, lists, objects, dates, bytes",
+        ) from error
 
 
 def _question(value: object) -> str | tuple[Message, ...] | None:

@@ -63,6 +63,13 @@ def test_fields_are_named_and_the_others_are_extras(tmp_path: Path) -> None:
         read_examples(source)
 
 
+def test_a_field_that_no_function_could_be_sent_is_told_at_launch(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "answer": "y", "note": "\\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"no plain data .*line 1"):
+        read_examples(path)
+
+
 def test_parquet_and_jsonl_give_the_same_examples(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"prompt": MESSAGES, "answer": "4", "tests": ["a", "b"]}] * 3
     one = read_examples(parquet(tmp_path / "a.parquet", rows))
