@@ -40,20 +40,23 @@ from moe_trm.tasks.build import build_task
 ENGINES = ("sglang", "megatron", "hf")
 
 
-def measure(a: Setting, b: Setting, *, prompts: int, group_size: int, max_new_tokens: int, seed: int = 0) -> Comparison:
-    """Sample with `a`, score with both, compare.
+def measure(
+    a: Setting, b: Setting, *, prompts: int, group_size: int, max_new_tokens: int, questions: Path | None = None
+) -> Comparison:
+    """Sample with `a`, score with both, compare. `questions`: JSONL as of the task `jsonl`; None: sums.
 
     Raises:
         MoeTrmError: an engine failed; `ReplayProofError`: B did not compute with the routes it was given.
     """
-    task = build_task(TaskConfig(eval_size=0), str(a.checkpoint), seed)
-    questions, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
+    settings = {"name": "jsonl", "prompts": str(questions)} if questions else {"name": "arithmetic"}
+    task = build_task(TaskConfig.model_validate({**settings, "eval_size": 0}), str(a.checkpoint), seed=0)
+    asked, stop = task.train_prompts(1, prompts), task.tokens.stop_token_ids
     with ExitStack() as stack:
         if a.engine == "sglang":
             with serving(a) as server:
-                texts, left = server.sample(questions, group_size, max_new_tokens, stop)
+                texts, left = server.sample(asked, group_size, max_new_tokens, stop)
         else:
-            texts = sample(replace(a, engine="hf", dtype="float32"), questions, group_size, max_new_tokens)
+            texts = sample(replace(a, engine="hf", dtype="float32"), asked, group_size, max_new_tokens)
             left = _scorer(a, stack).score(texts)
         scorer = _scorer(b, stack)
         native = scorer.score(texts)
@@ -111,6 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--together", type=int, nargs=2, default=(32, 16), metavar=("A", "B"), help="sequences computed together"
     )
     parser.add_argument("--layout", nargs="*", default=(), metavar="SIZE", help="of Megatron, e.g. expert=2 tensor=2")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        help="JSONL with prompt and answer (default: sums, which need the quickstart's tokenizer)",
+    )
     parser.add_argument("--prompts", type=int, default=32, help="prompts (default: 32)")
     parser.add_argument("--group-size", type=int, default=4, help="answers to each (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=32)
@@ -132,7 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             )
             compared = measure(
-                a, b, prompts=args.prompts, group_size=args.group_size, max_new_tokens=args.max_new_tokens
+                a,
+                b,
+                prompts=args.prompts,
+                group_size=args.group_size,
+                max_new_tokens=args.max_new_tokens,
+                questions=args.questions,
             )
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

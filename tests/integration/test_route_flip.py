@@ -51,3 +51,13 @@ def test_sglang_and_megatron_agree_in_float32_and_other_weights_show_as_stalenes
     aged = measure(a, Setting("sglang", other_moe, "float32", together=8), prompts=4, group_size=2, max_new_tokens=16)
     assert aged.pooled["layer_flip_rate"].value > 0.5
     assert "all/replayed_k3" not in aged.pooled
+
+
+def test_any_prompts(tmp_path: Path, hf_models: None) -> None:
+    folder = FAMILIES["mixtral"](tmp_path / "mixtral")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "Say something.", "answer": "-"}\n{"prompt": "And more.", "answer": "-"}\n')
+    setting = Setting("hf", folder, "float32", together=4)
+    found = measure(setting, setting, prompts=2, group_size=2, max_new_tokens=6, questions=questions)
+    assert found.pooled["layer_flip_rate"].value == 0.0
+    assert found.local_flips == 0.0
