@@ -1,0 +1,364 @@
+"""Does the doctor name the fault that was planted? `python -m benchmarks.planted_faults [--checkpoint DIR] [--seeds 0 1 2] [--only FAULT ...] [--json FILE]`
+
+Every fault is planted from outside, into what one of the two engines is given: its weights, its config.json, its settings, its tokenizer,
+or the line between them. Rollouts are recorded once per seed by a real float32 SGLang server that serves the untouched checkpoint; then
+`moe-trm doctor` replays them into a learner that was given something else, three severities each, and names a cause. Clean controls
+are given the same. Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.short_run import starting_checkpoint
+from benchmarks.swallowing_proxy import swallowing
+from benchmarks.table import Row, report
+from launch.job import free_port
+from moe_trm.config import load
+from moe_trm.config.schema import Config
+from moe_trm.doctor.checks import Check
+from moe_trm.doctor.examine import examine
+from moe_trm.errors import MoeTrmError
+from moe_trm.rollout.supervisor import start_server
+
+SEVERITIES = ("mild", "medium", "severe")
+KEY = "planted-faults"
+SETTINGS = {
+    "model": {"checkpoint": ""},
+    "task": {"eval_size": 0},
+    "rollout": {
+        "prompts_per_step": 16,
+        "group_size": 8,
+        "server": {"dtype": "float32", "max_total_tokens": 16384, "max_running_requests": 64},
+    },
+    "learner": {"micro_batch_rows": 64},
+}
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors, dict[str, object], int], None]
+"""Alters a checkpoint's tensors and config.json in place, for a seed."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault at one severity.
+
+    Attributes:
+        expected: what the doctor should say; `none` for a control.
+        change: of the learner's checkpoint.
+        learner: further settings of the learner's side.
+        recorded: the recording to learn from.
+    """
+
+    name: str
+    severity: str
+    expected: str
+    change: Change | None = None
+    learner: tuple[str, ...] = ()
+    recorded: str = "clean"
+
+
+def faults(versions: Sequence[Path]) -> Iterator[Planted]:
+    """Every fault that a recording can show. `versions`: later weights of the same model, near to far."""
+    yield Planted("clean", "severe", "none")
+    yield Planted("clean, top-p 0.8", "severe", "none", recorded="top_p 0.8")
+    for severity, folder in zip(SEVERITIES, versions, strict=False):
+        yield Planted("weights of another version", severity, "weights", _replaced_by(folder))
+    for severity, factor in zip(SEVERITIES, (1.2, 3.0, 30.0), strict=True):
+        yield Planted("rope base", severity, "positions", _rope(factor))
+    for severity, bits in zip(SEVERITIES, (10, 7, 5), strict=True):
+        yield Planted("rounded weights", severity, "precision", _rounded(bits))
+    yield Planted("bfloat16 rollout", "severe", "precision", recorded="bfloat16")
+    for severity, size in zip(SEVERITIES, (0.05, 0.2, 0.6), strict=True):
+        yield Planted("router noise", severity, "routing", _router_noise(size))
+    for severity, temperature in zip(SEVERITIES, (1.02, 1.1, 1.4), strict=True):
+        yield Planted("temperature", severity, "temperature", learner=(f"rollout.temperature={temperature}",))
+    for severity, top_p in zip(SEVERITIES, (0.98, 0.9, 0.8), strict=True):
+        yield Planted("mask off", severity, "mask", learner=("sampling_mask.mode=off",), recorded=f"top_p {top_p}")
+    for severity, share in zip(SEVERITIES, (0.1, 0.5, 1.0), strict=True):
+        yield Planted("one expert permuted", severity, "expert", _permuted(share))
+
+
+def _replaced_by(folder: Path) -> Change:
+    def change(tensors: Tensors, _config: dict[str, object], _seed: int) -> None:
+        for path in folder.glob("*.safetensors"):
+            tensors.update(load_file(path))
+
+    return change
+
+
+def _rope(factor: float) -> Change:
+    def change(_tensors: Tensors, config: dict[str, object], _seed: int) -> None:
+        rope = config["rope_parameters"]
+        assert isinstance(rope, dict)
+        rope["rope_theta"] *= factor
+
+    return change
+
+
+def _rounded(bits: int) -> Change:
+    """To `bits` bits of significand (bfloat16 has 8)."""
+
+    def change(tensors: Tensors, _config: dict[str, object], _seed: int) -> None:
+        for name, tensor in tensors.items():
+            mantissa, exponent = torch.frexp(tensor)
+            tensors[name] = torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+    return change
+
+
+def _router_noise(size: float) -> Change:
+    def change(tensors: Tensors, _config: dict[str, object], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                tensors[name] = tensor + size * tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+    return change
+
+
+def _permuted(share: float) -> Change:
+    """The rows of one expert's up projection, of which `share` are permuted; which expert depends on the seed."""
+
+    def change(tensors: Tensors, _config: dict[str, object], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        name = f"model.layers.{1 + seed % 2}.mlp.experts.{3 + seed}.up_proj.weight"
+        tensor = tensors[name]
+        chosen = torch.randperm(len(tensor), generator=generator)[: max(2, round(share * len(tensor)))]
+        tensors[name] = tensor.clone()
+        tensors[name][chosen] = tensor[chosen.roll(1)]
+
+    return change
+
+
+def planted_checkpoint(checkpoint: Path, folder: Path, change: Change | None, seed: int) -> Path:
+    """A copy of `checkpoint` with the fault in it."""
+    shutil.copytree(checkpoint, folder)
+    if change:
+        tensors = load_file(folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        change(tensors, config, seed)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+class Clinic:
+    """Runs the doctor on configurations of one folder."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.folder, self.checkpoint, self._count = folder, checkpoint, 0
+
+    def visit(self, *overrides: str, probe: bool = True) -> tuple[str, dict[str, float], Path]:
+        """The cause that the doctor names, its figures, and where the probe's recording lies."""
+        self._count += 1
+        folder = self.folder / f"visit-{self._count:03d}"
+        folder.mkdir()
+        path = folder / "config.yaml"
+        path.write_text(json.dumps(SETTINGS), encoding="utf-8")  # JSON is YAML
+        words = [f"run_dir={folder}", f"model.checkpoint={self.checkpoint}", *overrides]
+        config = load(path, words)
+        failed: list[Check] = []
+        found = examine(
+            str(path),
+            words,
+            config,
+            1,
+            folder,
+            lambda check: failed.append(check) if check.status == "fail" else None,
+            probe=probe,
+        )
+        if found.finding is not None:
+            return found.finding.cause, dict(found.finding.figures), folder / "bundle"
+        return _named(failed), {}, folder / "bundle"
+
+
+def _named(failed: Sequence[Check]) -> str:
+    """The cause that failed checks name by themselves."""
+    for check in failed:
+        if check.name.startswith("tokenizer"):
+            return "tokenizer"
+        if "SyncError" in check.says:
+            return "sync"
+    return "; ".join(f"{check.name}: {check.says}" for check in failed) or "nothing"
+
+
+@contextmanager
+def serving(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
+    """The address of a server of the untouched checkpoint."""
+    server_settings = {**SETTINGS["rollout"]["server"], "dtype": dtype, "port": free_port()}  # type: ignore[index]
+    config = Config.model_validate(
+        {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "rollout": {"server": server_settings}}
+    )
+    server = start_server(config, folder / f"server-{dtype}.log", KEY)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def record(clinic: Clinic, seeds: Sequence[int]) -> dict[tuple[str, int], tuple[Path, str]]:
+    """Recordings by name and seed: the bundle, and the overrides under which it was made."""
+    wanted = {"clean": "rollout.top_p=0.95", **{f"top_p {p}": f"rollout.top_p={p}" for p in (0.98, 0.9, 0.8)}}
+    found = {}
+    for dtype, names in (("float32", list(wanted)), ("bfloat16", ["bfloat16"])):
+        with serving(clinic.checkpoint, clinic.folder, dtype) as url:
+            for name in names:
+                for seed in seeds:
+                    sampling = wanted.get(name, wanted["clean"])
+                    cause, _, bundle = clinic.visit(
+                        f"rollout.url={url}",
+                        f"rollout.api_key={KEY}",
+                        f"rollout.server.dtype={dtype}",
+                        f"seed={seed}",
+                        sampling,
+                    )
+                    print(f"recorded {name}, seed {seed}: the doctor says {cause}", flush=True)
+                    found[name, seed] = bundle, sampling
+    return found
+
+
+def of_recordings(
+    clinic: Clinic,
+    recorded: Mapping[tuple[str, int], tuple[Path, str]],
+    planted: Sequence[Planted],
+    seeds: Sequence[int],
+) -> Iterator[Row]:
+    """One row for each fault, severity and seed."""
+    for fault in planted:
+        for seed in seeds:
+            bundle, sampling = recorded[fault.recorded, seed]
+            prompts = bundle.parent / "prompts.jsonl"
+            learner = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", fault.change, seed)
+            task = json.dumps({"name": "jsonl", "prompts": str(prompts), "reward": "exact"})
+            started = time.perf_counter()
+            cause, figures, _ = clinic.visit(
+                "rollout.engine=bundle",
+                f"rollout.bundle={bundle}",
+                f"task={task}",
+                f"seed={seed}",
+                sampling,
+                f"model.checkpoint={learner}",
+                *fault.learner,
+            )
+            shutil.rmtree(learner)
+            print(
+                f"{fault.name}, {fault.severity}, seed {seed}: {cause} ({time.perf_counter() - started:.0f} s)  "
+                + "  ".join(f"{name} {value:.3g}" for name, value in figures.items()),
+                flush=True,
+            )
+            yield {
+                "fault": fault.name,
+                "severity": fault.severity,
+                "seed": seed,
+                "expected": fault.expected,
+                "found": cause,
+            }
+
+
+def of_live_servers(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
+    """Faults that no recording shows: another tokenizer, and pushes that do not arrive."""
+    with serving(clinic.checkpoint, clinic.folder, "float32") as url:
+        base = (f"rollout.url={url}", f"rollout.api_key={KEY}")
+        for severity, swaps in zip(SEVERITIES, (1, 4, 16), strict=True):
+            for seed in seeds:
+                other = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", None, seed)
+                swap_tokens(other / "tokenizer.json", swaps, seed)
+                cause, _, _ = clinic.visit(*base, f"model.checkpoint={other}", probe=False)
+                shutil.rmtree(other)
+                yield {
+                    "fault": "tokenizers differ",
+                    "severity": severity,
+                    "seed": seed,
+                    "expected": "tokenizer",
+                    "found": cause,
+                }
+        for severity, kept in zip(SEVERITIES, ("one element", "one expert", "everything"), strict=True):
+            for seed in seeds:
+                with swallowing(url, KEY, clinic.checkpoint, clinic.folder / "stale", kept, seed) as proxy:
+                    cause, _, _ = clinic.visit(f"rollout.url={proxy}", f"rollout.api_key={KEY}", f"seed={seed}")
+                print(f"failed sync, {kept}, seed {seed}: {cause}", flush=True)
+                yield {"fault": "failed sync", "severity": severity, "seed": seed, "expected": "sync", "found": cause}
+
+
+def swap_tokens(path: Path, swaps: int, seed: int) -> None:
+    """Exchange the ids of `swaps` pairs of characters that the probe texts hold."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = data["model"]["vocab"]
+    used = [character for character in "672+39=The quickbrownfxs,#14" if character in vocabulary]
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [used[i] for i in torch.randperm(len(used), generator=generator).tolist()]
+    for a, b in zip(chosen[:swaps], chosen[swaps : 2 * swaps], strict=False):
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def matrix(rows: Sequence[Row]) -> list[Row]:
+    """One line for each fault and severity: how often each cause was named."""
+    table: list[Row] = []
+    for fault, severity, expected in dict.fromkeys((row["fault"], row["severity"], row["expected"]) for row in rows):
+        found = Counter(row["found"] for row in rows if (row["fault"], row["severity"]) == (fault, severity))
+        named = ", ".join(f"{cause} {count}" for cause, count in found.most_common())
+        right = found[expected] / found.total()
+        table.append(
+            {"fault": fault, "severity": severity, "should be": expected, "doctor says": named, "right": right}
+        )
+    return table
+
+
+def summary(rows: Sequence[Row]) -> str:
+    severe = [row for row in rows if row["severity"] == "severe" and row["expected"] != "none"]
+    clean = [row for row in rows if row["expected"] == "none"]
+    right = sum(row["found"] == row["expected"] for row in severe)
+    alarms = sum(row["found"] != "none" for row in clean)
+    return f"severe faults named: {right} of {len(severe)}; false alarms: {alarms} of {len(clean)} clean controls"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.planted_faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder (default: the quickstart's)")
+    parser.add_argument("--versions", type=Path, nargs="*", default=[], help="later weights of it, near to far")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", help="faults by name")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-trm-faults-") as scratch:
+            clinic = Clinic(Path(scratch), starting_checkpoint(args.checkpoint, Path(scratch)).resolve())
+            planted = [fault for fault in faults(args.versions) if not args.only or fault.name in args.only]
+            rows = list(of_recordings(clinic, record(clinic, args.seeds), planted, args.seeds)) if planted else []
+            if not args.only or {"tokenizers differ", "failed sync"} & set(args.only):
+                rows += of_live_servers(clinic, args.seeds)
+    except MoeTrmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    report(
+        f"The doctor on planted faults, {len(args.seeds)} seeds. {summary(rows)}",
+        matrix(rows),
+        args.json,
+        {"visits": rows},
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

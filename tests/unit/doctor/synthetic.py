@@ -1,0 +1,36 @@
+"""Evidence as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, K experts per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moe_trm.doctor.evidence import Evidence
+
+N, L, K, E = 2000, 3, 2, 16
+
+
+def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
+    """Engines that differ by `noise` nats; `changed` replaces whole arrays."""
+    rng = np.random.default_rng(seed)
+    rollout = -rng.exponential(0.5, N)
+    x = noise * rng.standard_normal(N)
+    values: dict[str, Any] = {
+        "group": np.arange(N) // 50,
+        "position": np.arange(N) % 50,
+        "rollout": rollout,
+        "full": rollout,
+        "replayed": x,
+        "native": x,
+        "entropy": rng.exponential(0.5, N),
+        "flipped_layers": np.zeros(N, int),
+        "experts": np.stack([rng.permuted(np.arange(E))[:K] for _ in range(N * L)]).reshape(N, L, K),
+        "num_experts": E,
+    }
+    return Evidence(**(values | changed))
+
+
+def with_ratio(x: np.ndarray, **changed: Any) -> Evidence:
+    """Engines that differ by `x`, whichever routes are used."""
+    return clean(replayed=x, native=x, **changed)
