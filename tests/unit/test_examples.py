@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from inspect import iscoroutinefunction
 from pathlib import Path
 
 import pytest
 
+from moe_trm.config.schema import Config
 from moe_trm.functions.load import load_function
+from moe_trm.tasks import RewardInput
 from moe_trm.tasks.problems import Problem
 
-CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator" / "rollout.py"
+REPOSITORY = Path(__file__).parents[2]
+CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
+PAGE = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -36,3 +42,20 @@ def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
         for step in problem.working().removeprefix("~").split(","):
             question, _, answer = step.rpartition("=")
             assert calculate(f"{question}=") == answer
+
+
+def test_the_code_on_the_page_runs() -> None:
+    reward_code, rollout_code = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(reward_code, names)
+    exec(rollout_code, names)
+    sample = RewardInput("p", "2+2", "4", " 4 ", (4,), " 4 ", 1, "stop")
+    assert names["reward"](sample) == 1.0  # type: ignore[operator]
+    assert iscoroutinefunction(names["rollout"])
+
+
+def test_every_key_on_the_page_exists() -> None:
+    config = Config.model_validate({"model": {"checkpoint": "unused"}})
+    keys = set(re.findall(r"`(task|rollout|loss)\.([a-z_]+)", PAGE))
+    assert len(keys) > 10
+    assert not [key for key in keys if not hasattr(getattr(config, key[0]), key[1])]
