@@ -42,7 +42,7 @@ class TaskConfig(Section):
     """Prompts, rewards and held-out evaluation."""
 
     name: Literal["arithmetic", "jsonl", "gsm8k"] = "arithmetic"
-    """Where prompts and rewards come from."""
+    """Where prompts and rewards come from: sums that are made up (`arithmetic`), prompts of your own from the source in `task.prompts` (`jsonl`), or such of GSM8K (`gsm8k`)."""
     prompts: str | None = None
     """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as `hf:NAME[:SPLIT]` or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields reach the reward as extras."""
     eval_prompts: str | None = None
