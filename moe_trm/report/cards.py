@@ -1,0 +1,141 @@
+"""The report's figures: key figures as tiles, charts as cards, and the numbers that they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from moe_trm.report import draw
+from moe_trm.report.charts import SECTIONS, Chart, Heat, Lines, Totals, shown
+from moe_trm.report.draw import Series
+from moe_trm.report.html import number
+from moe_trm.report.run import Run
+from moe_trm.report.summary import tiles
+
+COLOURS = 8
+
+
+class Cards:
+    """Draws the charts of `runs` and remembers which metrics it drew."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._shown: set[str] = set()
+        self._steps = (min(int(run.rows[0]["step"]) for run in runs), max(run.last_step for run in runs))
+        self._known = sorted({name for run in runs for name in run.metrics()})
+
+    def data(self) -> Mapping[str, object]:
+        """Every number that is drawn: by run and metric, steps and values as they stand in `metrics.jsonl`."""
+        return {
+            "runs": [
+                {
+                    "name": run.name,
+                    "metrics": {
+                        name: {"steps": [step for step, _ in points], "values": [value for _, value in points]}
+                        for name in sorted(self._shown)
+                        if (points := run.series(name))
+                    },
+                }
+                for run in self._runs
+            ]
+        }
+
+    def tiles(self) -> str:
+        """The few figures to look at first."""
+        cards = []
+        for tile in tiles():
+            lines = []
+            for run in self._runs:
+                name = next((metric for metric in tile.metrics if run.series(metric)), None)
+                if name is None:
+                    continue
+                self._shown.add(name)
+                points = run.series(name)
+                first = f"{number(points[0][1])} → " if tile.first and len(points) > 1 else ""
+                whose = f'<span class="whose">{escape(run.name)}</span>' if len(self._runs) > 1 else ""
+                lines.append(
+                    f'<p class="figure">{first}{number(points[-1][1])} {whose}</p>{draw.spark(points, log=tile.log)}'
+                )
+            if lines:
+                cards.append(
+                    f'<div class="tile"><h3>{escape(tile.label)}</h3>{"".join(lines)}<p class="note">{escape(tile.note)}</p></div>'
+                )
+        return f'<section class="tiles" aria-label="Key figures">{"".join(cards)}</section>'
+
+    def sections(self) -> Iterable[str]:
+        for section in SECTIONS:
+            cards = [card for chart in section.charts if (card := self._card(chart))]
+            if cards:
+                yield f'<section><h2>{escape(section.title)}</h2><div class="cards">{"".join(cards)}</div></section>'
+
+    def _card(self, chart: Chart) -> str:
+        found = shown(chart, self._known)
+        if isinstance(chart, Totals):
+            return self._totals(chart, found)
+        series = [
+            Series(run, name, label, place % COLOURS, points)
+            for place, (name, label) in enumerate(found)
+            for run, each in enumerate(self._runs)
+            if (points := each.series(name))
+        ]
+        if not any(value is not None for each in series for _, value in each.points):
+            return ""
+        self._shown |= {each.metric for each in series}
+        if isinstance(chart, Lines):
+            drawing = draw.lines(chart.title, series, self._steps, log=chart.log, floor=chart.floor)
+            return self._frame(chart, self._legend(series) + drawing, _left_out(series, log=chart.log))
+        parts = []
+        for place, run in enumerate(self._runs):
+            own = [each for each in series if each.run == place]
+            if own:
+                parts.append(f'<p class="whose">{escape(run.name)}</p>' if len(self._runs) > 1 else "")
+                if isinstance(chart, Heat):
+                    parts.append(self._shades(chart, own) + draw.heat(chart.title, own, self._steps, chart.top))
+                else:
+                    parts.append(self._legend(own) + draw.stack(chart.title, own, self._steps))
+        return self._frame(chart, "".join(parts), _left_out(series, log=False))
+
+    def _frame(self, chart: Chart, content: str, remark: str = "") -> str:
+        note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
+        return f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>{content}{remark}</figure>'
+
+    def _legend(self, series: Sequence[Series]) -> str:
+        items = []
+        for each in series:
+            last = each.points[-1][1]
+            whose = f" {escape(self._runs[each.run].name)}" if len(self._runs) > 1 else ""
+            dashed = " dashed" if each.run else ""
+            items.append(
+                f'<li><i class="f{each.colour}{dashed}"></i>{escape(each.label)}{whose} <b>{number(last)}</b></li>'
+            )
+        return f'<ul class="legend">{"".join(items)}</ul>'
+
+    def _shades(self, chart: Heat, rows: Sequence[Series]) -> str:
+        most = max((value for each in rows for _, value in each.finite), default=1.0)
+        return f'<p class="shades">0 <i></i> {number(most) if chart.top is None else f"{chart.top:g}"}</p>'
+
+    def _totals(self, chart: Totals, found: Sequence[tuple[str, str]]) -> str:
+        self._shown |= {name for name, _ in found}
+        bars = [
+            (run, name, label, run.series(name)[-1][1] or 0.0)
+            for name, label in found
+            for run in self._runs
+            if run.series(name)
+        ]
+        if not bars:
+            return self._frame(chart, f'<p class="quiet">{escape(chart.nothing)}</p>')
+        most = max(value for *_, value in bars) or 1.0
+        rows = "".join(
+            f'<tr><th scope="row">{escape(label)}{" " + escape(run.name) if len(self._runs) > 1 else ""}</th>'
+            f'<td>{number(value)}</td><td class="bar"><i style="width:{100 * value / most:.1f}%"></i></td></tr>'
+            for run, _, label, value in bars
+        )
+        return self._frame(chart, f'<table class="bars">{rows}</table>')
+
+
+def _left_out(series: Sequence[Series], *, log: bool) -> str:
+    infinite = sum(value is None for each in series for _, value in each.points)
+    below = sum(value <= 0 for each in series for _, value in each.finite) if log else 0
+    said = [f"values that were not finite ({infinite})"] if infinite else []
+    said += [f"values of 0 or less, on a logarithmic axis ({below})"] if below else []
+    return f'<p class="note">Not drawn: {"; ".join(said)}.</p>' if said else ""

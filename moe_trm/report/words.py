@@ -1,0 +1,172 @@
+"""The report's words: what state a run is in, what was proved, what the verdicts said, and the settings."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from moe_trm.config.flat import as_yaml, different_keys, flatten
+from moe_trm.report.html import number
+from moe_trm.report.run import Run
+from moe_trm.report.summary import Check, Saying, checks, sayings
+
+
+def state(run: Run, *, many: bool) -> str:
+    """Where the run stands, and what a reader must know of its files."""
+    planned = f" of {run.planned_steps}" if run.planned_steps is not None else ""
+    when = run.rows[-1].get("time/unix_s")
+    written = f", last written {_when(when)}" if when else ""
+    state = "complete" if run.complete else "stopped early or still running"
+    model = run.config.get("model", {}).get("checkpoint")
+    about = [f"step {run.last_step}{planned}{written}: {state}"]
+    about += [f"model {model}"] if model else []
+    about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
+    notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
+    whose = f"<strong>{escape(run.name)}</strong> " if many else ""
+    return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
+
+
+def verdict_now(run: Run, *, many: bool) -> str:
+    """The latest verdict and what to try."""
+    said = sayings(run)
+    if not said:
+        return ""
+    latest = said[-1]
+    whose = f"{escape(run.name)}: " if many else ""
+    advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
+    head = (
+        "Nothing to change"
+        if latest.state == "good"
+        else "Look at this"
+        if latest.state == "bad"
+        else "Not yet healthy"
+    )
+    return (
+        f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{whose}{head}</h2>'
+        f"<p>{escape(run.rows[-1].get('verdict', latest.sentence))}</p>{advice}{_ribbon(run, said)}</section>"
+    )
+
+
+def _ribbon(run: Run, said: Sequence[Saying]) -> str:
+    """The verdicts over the run as one strip."""
+    first, last = said[0].step, run.last_step
+    if len(said) < 2:
+        return ""
+    ends = [*(saying.step for saying in said[1:]), last + 1]
+    pieces = "".join(
+        f'<i class="{saying.state}" style="flex-grow:{end - saying.step}" title="from step {saying.step}: {escape(saying.sentence)}"></i>'
+        for saying, end in zip(said, ends, strict=True)
+    )
+    return f'<div class="ribbon" aria-hidden="true">{pieces}</div><p class="note">steps {first} to {last}</p>'
+
+
+def proofs(run: Run, *, many: bool) -> str:
+    """Proofs and alarms at their worst step."""
+
+    def row(check: Check) -> str:
+        mark = {"good": "✓", "note": "!", "bad": "✗", "none": "–"}[check.state]
+        value = (
+            {"good": "yes", "none": "not measured"}.get(check.state, "no")
+            if check.value is None
+            else number(check.value)
+        )
+        return f'<tr class="{check.state}"><td class="mark">{mark}</td><th scope="row">{escape(check.what)}</th><td>{value}</td></tr>'
+
+    title = "Proofs and alarms" + (f": {run.name}" if many else "")
+    return f'<section><h2>{escape(title)}</h2><table class="checks">{"".join(row(check) for check in checks(run))}</table></section>'
+
+
+def verdicts(runs: Sequence[Run]) -> str:
+    """Every change of verdict."""
+    rows = []
+    for run in runs:
+        whose = f"<td>{escape(run.name)}</td>" if len(runs) > 1 else ""
+        for said in sayings(run):
+            setting = f"<code>{escape(said.setting)}</code>" if said.setting else ""
+            time = _when(said.unix_s) if said.unix_s else ""
+            rows.append(
+                f'<tr class="{said.state}">{whose}<td>{said.step}</td><td>{time}</td><td>{escape(said.sentence)} {setting}</td></tr>'
+            )
+    if not rows:
+        return ""
+    head = (
+        "<th>run</th>" if len(runs) > 1 else ""
+    ) + "<th>from step</th><th>time</th><th>verdict, and what to try</th>"
+    return f'<section><h2>Verdicts</h2><div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div></section>'
+
+
+def compared(runs: Sequence[Run]) -> str:
+    """The settings of two runs that differ."""
+    one, other = (flatten(run.config) for run in runs)
+    keys = [key for key in different_keys(one, other) if key != "name"]
+    both = [key for key in keys if key in one and key in other]
+    lone = [key for key in keys if key not in both]
+    head = "<tr><th>setting</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+
+    def table(keys: Sequence[str]) -> str:
+        rows = "".join(
+            f"<tr><th scope=row><code>{escape(key)}</code></th>"
+            + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in (one, other))
+            + "</tr>"
+            for key in keys
+        )
+        return f'<div class="wide"><table class="rows">{head}{rows}</table></div>'
+
+    main = table(both) if both else "<p>None.</p>"
+    more = (
+        f"<details><summary>{len(lone)} settings that only one of them has</summary>{table(lone)}</details>"
+        if lone
+        else ""
+    )
+    return f"<section><h2>Settings that differ</h2>{main}{more}</section>"
+
+
+def transcripts(run: Run) -> str:
+    """Links to the transcripts beside the page."""
+    pages = sorted((run.folder / "transcripts").glob("step-*.html"))
+    if not pages:
+        return ""
+    links = "".join(
+        f'<li><a href="transcripts/{escape(page.name)}">step {int(page.stem.removeprefix("step-"))}</a></li>'
+        for page in pages
+    )
+    return f'<section><h2>Transcripts: {escape(run.name)}</h2><p class="note">Sampled rollouts with every token\'s log-ratio and what the correction kept; beside this page in the run directory.</p><ul class="links">{links}</ul></section>'
+
+
+def settings(run: Run) -> str:
+    """How to run it again, and every setting."""
+    if not run.config:
+        return ""
+    rows = "".join(
+        f"<tr><th scope=row><code>{escape(key)}</code></th><td>{escape(as_yaml(value))}</td></tr>"
+        for key, value in flatten(run.config).items()
+    )
+    again = f"moe-trm train {shlex.quote(str(run.folder / 'config.json'))} name={shlex.quote(run.name + '-again')}"
+    return (
+        f"<section><h2>Run it again: {escape(run.name)}</h2><pre><code>{escape(again)}</code></pre>"
+        f'<details><summary>Every setting</summary><div class="wide"><table class="rows">{rows}</table></div></details></section>'
+    )
+
+
+def everything(runs: Sequence[Run]) -> str:
+    """The last value of every metric."""
+    names = sorted({name for run in runs for name in run.metrics()})
+    head = "<th>metric</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    rows = []
+    for name in names:
+        last = [run.series(name) for run in runs]
+        cells = "".join(f"<td>{number(points[-1][1]) if points else ''}</td>" for points in last)
+        rows.append(f"<tr><th scope=row><code>{escape(name)}</code></th>{cells}</tr>")
+    return (
+        "<section><h2>Every metric</h2><details><summary>Last value of each; all steps are in metrics.jsonl</summary>"
+        f'<div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div></details></section>'
+    )
+
+
+def _when(unix_s: float) -> str:
+    if not math.isfinite(unix_s):
+        return ""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M} UTC"
