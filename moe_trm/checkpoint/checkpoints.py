@@ -36,7 +36,7 @@ class Checkpoints:
         restarted: this group of ranks replaces one that failed, and goes on from the newest checkpoint whatever `checkpoint.resume` says.
 
     Raises:
-        CheckpointError: `checkpoint.resume` names no valid checkpoint, or all that the run has are damaged.
+        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be written.
     """
 
     def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:
@@ -49,9 +49,7 @@ class Checkpoints:
         """Steps that are done already; 0 when the run begins anew."""
         self.interrupted = False
         """The run stopped before its last step because it was asked to."""
-        if self._peers.rank == 0:
-            self._folder.begin_after(self.first_step)
-        self._peers.gather(b"")
+        self._prepare()
 
     def load(self, learner: Learner) -> RunState | None:
         """Give the learner its state back; the state of the other parts, or None when the run begins anew."""
@@ -96,6 +94,24 @@ class Checkpoints:
         self._report(self._writer.wait())
         if self.interrupted and self._peers.rank == 0:
             print(f"stopped as asked; the same command goes on from {self._folder.root}", flush=True)
+
+    def _prepare(self) -> None:
+        """Make the folder ready; no rank goes on when the first one cannot."""
+        failure = ""
+        if self._peers.rank == 0:
+            try:
+                self._folder.begin_after(self.first_step)
+            except OSError as error:
+                failure = str(error)
+        failure = self._peers.gather(failure.encode())[0].decode()
+        if failure:
+            raise CheckpointError(
+                "checkpoints cannot be written",
+                where=str(self._folder.root),
+                got=failure,
+                expected="a folder that this user may write to",
+                fix="Set checkpoint.dir to another folder.",
+            )
 
     def _save(self, step: int, learner: Learner, run: RunState) -> None:
         self._report(self._writer.wait())

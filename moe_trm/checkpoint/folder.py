@@ -108,7 +108,10 @@ class CheckpointFolder:
             shutil.rmtree(self.path(step))
 
     def begin_after(self, step: int) -> None:
-        """Set aside the checkpoints of later steps, and remove what an interrupted write left behind."""
+        """Make the folder, set aside the checkpoints of later steps, and remove what an interrupted write left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / ".writable").touch()
+        (self.root / ".writable").unlink()
         for partial in self.root.glob("*-*.partial"):
             shutil.rmtree(partial)
         for later in [number for number in self.steps() if number > step]:

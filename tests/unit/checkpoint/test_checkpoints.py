@@ -94,7 +94,13 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
 
 def test_no_interval_no_checkpoint(tmp_path: Path) -> None:
     train(open_checkpoints(tmp_path, every=0), TinyLearner(), 10)
-    assert not (tmp_path / "checkpoints").exists()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        open_checkpoints(tmp_path)
 
 
 def test_a_request_to_stop_ends_the_run_with_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
