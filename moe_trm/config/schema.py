@@ -422,20 +422,20 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the learner's ranks share the model. What the product leaves over is data parallel."""
+    """How the learner's ranks share the model. What the product of `tensor`, `pipeline` and `context` leaves over is data parallel; experts are shared over all ranks of a stage."""
 
     tensor: Positive = 1
-    """Ranks that share each matrix (with sequence parallelism, which MoE layers need)."""
+    """Ranks that share each matrix and, between matrices, each sequence (sequence parallelism, which MoE layers need). A divisor of the key/value heads."""
     pipeline: Positive = 1
-    """Ranks that share the layers."""
+    """Ranks that share the layers. A divisor of their number."""
     virtual_pipeline: Positive | None = None
-    """Model chunks per pipeline rank; none: one."""
+    """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one."""
     context: Positive = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence, for long ones. On CUDA it needs Transformer Engine."""
     expert: Positive = 1
-    """Ranks that share the experts."""
+    """Ranks that share the experts. A divisor of their number; the first to raise for a mixture of experts."""
     expert_tensor: Positive = 1
-    """Ranks that share each expert's matrices."""
+    """Ranks that share each expert's matrices: `tensor`, or a divisor of it."""
 
 
 class DeepSpeedConfig(Section):
