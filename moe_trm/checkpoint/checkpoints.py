@@ -33,7 +33,8 @@ class Checkpoints:
         config: the run's configuration.
         run_dir: its folder, which all ranks must see.
         interruption: whether this process was asked to stop.
-        restarted: this group of ranks replaces one that failed, and goes on from the newest checkpoint whatever `checkpoint.resume` says.
+        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest checkpoint, whatever
+            `checkpoint.resume` says.
 
     Raises:
         CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be written.
@@ -44,7 +45,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(folder_of(config, run_dir))
         self._peers = Peers()
         self._writer = BackgroundWriter(self._folder, Peers(), config.checkpoint.keep)
-        self._found = self._find(config.checkpoint.resume, restarted=restarted)
+        self._found = self._find(config.checkpoint.resume, restarted=self._peers.any(restarted))
         self.first_step: int = self._found[1].step if self._found else 0
         """Steps that are done already; 0 when the run begins anew."""
         self.interrupted = False
