@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.functions.host import Refused
+from moe_trm.functions.process import Refused
 from moe_trm.rollout.conversation import Conversation
 from moe_trm.rollout.parse import SampledTurn
 from moe_trm.types import Prompt, SamplingParams

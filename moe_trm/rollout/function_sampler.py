@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionFailed, FunctionHost
+from moe_trm.functions.host import FunctionHost
+from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.conversation import naming
 from moe_trm.rollout.dialogue import Dialogue, Limits, TurnEngine
 from moe_trm.rollout.sampler import SingleTurn, rewarded

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionFailed, FunctionHost
+from moe_trm.functions.host import FunctionHost
+from moe_trm.functions.process import FunctionFailed
 from moe_trm.tasks.reward_input import RewardInput
 
 ADAPTER = "moe_trm.tasks.reward_adapter:adapt"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import Refused
+from moe_trm.functions.process import Refused
 from moe_trm.rollout.dialogue import Dialogue, Limits
 from moe_trm.rollout.parse import Wanted
 from moe_trm.sampling_mask.record import SamplingMask
