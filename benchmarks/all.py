@@ -2,7 +2,8 @@
 
 Each runs as a process of its own and writes its rows as JSON to `--rows`; its table then takes the place of the block between
 `<!-- NAME -->` and `<!-- end NAME -->`, which is made at the end of the page where there is none. Everything else on the page stays. One that
-fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before.
+fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before. The hours-long
+`benchmarks.soak` and `benchmarks.resume_drill` need a configuration and are run by themselves.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ BENCHMARKS = (
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("corrections", "Corrections", "corrections"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
+    Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
+    Benchmark("planted_faults", "Planted faults and what the doctor says of them", "planted_faults"),
 )  # fmt: skip
 
 

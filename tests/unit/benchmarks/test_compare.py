@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
-from benchmarks.all import BENCHMARKS, rendered, replaced
+from benchmarks.all import BENCHMARKS, Benchmark, rendered, replaced
 from benchmarks.engines.compare import compare
 from benchmarks.engines.scored import Scored, Text
 from moe_trm.errors import MoeTrmError
@@ -95,6 +97,11 @@ def test_a_block_takes_the_place_of_the_old_one_and_nothing_else() -> None:
     made = replaced("# Results\n", one, MEASURED)
     assert f"## {one.title}\n" in made
     assert replaced(made, one, MEASURED) == made
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda one: one.name)
+def test_every_block_has_its_benchmark(benchmark: Benchmark) -> None:
+    assert find_spec(f"benchmarks.{benchmark.module}") is not None
 
 
 def test_tables_say_command_date_and_machine() -> None:
