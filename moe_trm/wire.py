@@ -49,5 +49,5 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T]) -> T:
         raise ControllerError("empty message", expected="a msgpack body")
     try:
         return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise ControllerError("malformed message", got=str(error), expected=kind.__name__) from error

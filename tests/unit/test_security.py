@@ -86,8 +86,10 @@ def wrong_types(rng: random.Random) -> list[bytes]:
 
 
 def nested(rng: random.Random) -> list[bytes]:
-    """Arrays in arrays, deeper than any stack."""
-    return [b"\x91" * rng.randrange(1000, 100_000) + b"\xc0"]
+    """Arrays in arrays, deeper than any stack, as the message or inside of it."""
+    deep = b"\x91" * rng.randrange(1000, 100_000) + b"\xc0"
+    inside = msgspec.msgpack.encode({"key": KEY, "op": "restore", "state": {"a": msgspec.Raw(deep)}})
+    return [rng.choice([deep, inside])]
 
 
 def authorised(rng: random.Random) -> list[bytes]:
@@ -156,6 +158,12 @@ def test_malformed_replies_are_refused_by_a_rank() -> None:
         except ControllerError:
             refused += 1
     assert refused > ROUNDS / 2
+
+
+def test_a_message_deeper_than_the_stack_is_refused() -> None:
+    deep = msgspec.msgpack.encode({"state": {"a": msgspec.Raw(b"\x91" * 100_000 + b"\xc0")}})
+    with pytest.raises(ControllerError, match="malformed"):
+        wire.decode([deep], Reply)
 
 
 def test_a_bundle_with_names_that_climb_writes_and_reads_nothing_elsewhere(tmp_path: Path) -> None:
