@@ -11,6 +11,7 @@ import contextvars
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, BinaryIO
@@ -39,6 +40,8 @@ from moe_trm.functions.messages import (
 
 _CALL: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
 _LONGEST_TEXT = 2000
+_NUM_TOLD = 3
+"""Tracebacks written to standard error; after that the function is known to fail."""
 
 
 class Worker:
@@ -48,7 +51,7 @@ class Worker:
         self._hosted, self._limit_s, self._board, self._send = hosted, hello.limit_s, board, send
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._num_asked = 0
+        self._num_asked = self._num_told = 0
 
     def receive(self, message: ToProcess) -> None:
         """Act on one message; called in the event loop."""
@@ -84,6 +87,9 @@ class Worker:
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
             reason = "timeout" if isinstance(error, TimeoutError) and limit.expired() else "error"
             text = f"nothing within {self._limit_s:g} s" if reason == "timeout" else f"{type(error).__name__}: {error}"
+            if reason == "error" and self._num_told < _NUM_TOLD:
+                self._num_told += 1
+                traceback.print_exception(error)
             self._send(Failed(call.number, reason, text[:_LONGEST_TEXT]))
             return
         try:

@@ -10,6 +10,7 @@ Source: AReaL (arXiv 2505.24298), section 5.1.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,6 +22,11 @@ from moe_trm.rollout.sampler import Sampler
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import Group, GroupStore, Outcome
 from moe_trm.types import Prompt
+
+log = logging.getLogger(__name__)
+
+NUM_TOLD = 3
+"""Rejections of each reason that are told in full, in the controller's log; the rest are only counted."""
 
 
 class Producer:
@@ -133,6 +139,8 @@ class Producer:
             outcome = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
+            if self._ledger.rejected[rejection.reason] <= NUM_TOLD:
+                log.warning("rejected as %s: %s", rejection.reason, rejection)
             outcome = rejection.reason
         self._sampling -= 1
         self._issue()
