@@ -2,8 +2,8 @@
 
 `python -m benchmarks.async_overlap [--steps N] [--json FILE]` makes a tiny checkpoint and a recording whose answers are held back, so that
 sampling a batch takes as long as training on it, and lets the real learner train on the recording in each pipeline mode. The bound is
-the longer of the two: the seconds that the answers are held back, and the run's own seconds of everything but waiting. 1.0 of it is
-perfect overlap.
+the longer of the two, step by step: the seconds that answers are held back, and the step's own seconds of everything but waiting. 1.0 of
+it is perfect overlap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe_trm.types import Prompt, RolloutRecord
 from routing import RouteRecord, token_digest
 
 GROUPS, GROUP_SIZE, CONCURRENCY, ANSWER_TOKENS = 8, 8, 8, 64
-MODES = (("sync", 0), ("one_step", 1), ("async", 1), ("async", 2))
+MODES = (("sync", 0), ("one_step", 1), ("async", 2))
 SKIPPED = 3
 """First steps: nothing has been sampled ahead yet, and caches are cold."""
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), args.steps, args.rollout_to_train)
-    report("Seconds of a step, medians; sampling is a recording at a pace, training is real", rows, args.json)
+    report("Seconds of a step, means; sampling is a recording at a pace, training is real", rows, args.json)
     return 0
 
 
@@ -58,26 +58,31 @@ def measure(folder: Path, steps: int, rollout_to_train: float) -> list[Row]:
     config = write_config(folder, steps)
     for eta in {eta for _, eta in MODES}:
         record_rollouts(config, folder / f"bundle-{eta}", steps, eta)
-    train_s = medians(run(folder, "calibration", "sync", 0, 0.0))["train_s"]
-    rollout_s = rollout_to_train * train_s
+    calibration = run(folder, "calibration", "sync", 0, 0.0)[1 + SKIPPED :]
+    rollout_s = rollout_to_train * statistics.median(row["time/step_s"] - row["time/wait_s"] for row in calibration)
     delay_s = rollout_s * CONCURRENCY / (GROUPS * GROUP_SIZE)
-    rows: list[Row] = []
-    for mode, eta in MODES:
-        measured = medians(run(folder, f"{mode}-{eta}", mode, eta, delay_s))
-        # A run's own training seconds: on a machine that others use, they drift between runs.
-        bound_s = max(rollout_s, measured["train_s"])
-        shares = {"bound_s": bound_s, "step / bound": measured["step_s"] / bound_s}
-        rows.append({"mode": mode, "max_staleness": eta, **measured, "rollout_s": rollout_s, **shares})
-    return rows
+    return [
+        {"mode": mode, "max_staleness": eta, **summary(run(folder, f"{mode}-{eta}", mode, eta, delay_s), rollout_s)}
+        for mode, eta in MODES
+    ]
 
 
-def medians(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Median seconds per step: whole, waiting for samples, and all the rest."""
+def summary(metrics: Sequence[Mapping[str, float]], rollout_s: float) -> dict[str, float]:
+    """Means over the counted steps of one run.
+
+    The bound of each step is the longer of sampling and of that very step's training: on a machine that others use, both drift.
+    """
     counted = metrics[1 + SKIPPED :]
+    train_s = [row["time/step_s"] - row["time/wait_s"] for row in counted]
+    step_s = statistics.fmean(row["time/step_s"] for row in counted)
+    bound_s = statistics.fmean(max(rollout_s, seconds) for seconds in train_s)
     return {
-        "step_s": statistics.median(row["time/step_s"] for row in counted),
-        "wait_s": statistics.median(row["time/wait_s"] for row in counted),
-        "train_s": statistics.median(row["time/step_s"] - row["time/wait_s"] for row in counted),
+        "step_s": step_s,
+        "wait_s": statistics.fmean(row["time/wait_s"] for row in counted),
+        "train_s": statistics.fmean(train_s),
+        "rollout_s": rollout_s,
+        "bound_s": bound_s,
+        "step / bound": step_s / bound_s,
         "age": statistics.fmean(row["rollout/age_mean"] for row in counted),
     }
 
