@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,13 @@ from moe_trm.config import load
 LAUNCH = Path(__file__).parents[2] / "launch"
 STUBS = {
     "scontrol": 'printf "node%s\\n" 1 2 3 4',
-    # srun runs the command once, as the learner or the server of its first node, and says what it was given.
-    "srun": 'echo "srun $*" >> "$CALLS"; [[ "$*" == *launch.train* ]] && sleep 0.2; exit 0',
+    # Notes what it was given; servers serve until they are ended, learners end by themselves or linger until they are asked to.
+    "srun": """
+echo "srun $*" >> "$CALLS"
+[[ "$*" == *launch.train* ]] || exec sleep 60
+trap 'echo asked >> "$CALLS"; sleep 0.5; echo saved >> "$CALLS"; exit 143' TERM
+[[ -z "${LINGER:-}" ]] || { touch "$CALLS.started"; while sleep 0.1; do :; done; }
+""",
     "openssl": "echo 0123456789abcdef",
 }
 
@@ -29,8 +35,10 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def run_slurm_script(tmp_path: Path, config: Path, *overrides: str) -> list[str]:
-    """The `srun` lines of the batch script, run with stand-ins for Slurm's commands."""
+def slurm_script(
+    tmp_path: Path, config: Path, *overrides: str, **settings: str
+) -> tuple[subprocess.Popen[bytes], Path]:
+    """The batch script, run with stand-ins for Slurm's commands, and the file in which they note what they were given."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, body in STUBS.items():
@@ -40,15 +48,17 @@ def run_slurm_script(tmp_path: Path, config: Path, *overrides: str) -> list[str]
     calls = tmp_path / "calls"
     environment = {
         **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_NODELIST": "node[1-4]",
-        "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": "2",
+        "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": "2", **settings,
     }  # fmt: skip
-    subprocess.run(["bash", LAUNCH / "slurm.sh", str(config), *overrides], env=environment, check=True, timeout=30)
-    return calls.read_text().splitlines()
+    script = subprocess.Popen(["bash", LAUNCH / "slurm.sh", str(config), *overrides], env=environment)
+    return script, calls
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_the_slurm_script_starts_servers_and_learners_that_know_each_other(tmp_path: Path, config: Path) -> None:
-    lines = run_slurm_script(tmp_path, config, "train.steps=7")
+    script, calls = slurm_script(tmp_path, config, "train.steps=7")
+    assert script.wait(30) == 0
+    lines = calls.read_text().splitlines()
     server = next(line for line in lines if "launch.rollout" in line)
     learner = next(line for line in lines if "launch.train" in line)
     assert "--nodelist=node1,node2 " in server
@@ -61,6 +71,17 @@ def test_the_slurm_script_starts_servers_and_learners_that_know_each_other(tmp_p
     assert loaded.rollout.urls == ("http://node1:30100", "http://node2:30100")
     assert loaded.train.steps == 7
     assert load(config, server.split(str(config), 1)[1].split()).rollout.server.host == "0.0.0.0"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_slurm_script_waits_for_learners_that_were_asked_to_stop(tmp_path: Path, config: Path) -> None:
+    script, calls = slurm_script(tmp_path, config, LINGER="1")
+    while not Path(f"{calls}.started").exists():
+        assert script.poll() is None
+        time.sleep(0.02)
+    script.terminate()
+    assert script.wait(30) == 143
+    assert calls.read_text().splitlines()[-2:] == ["asked", "saved"]
 
 
 def test_the_kubernetes_objects_fit_together(config: Path) -> None:
