@@ -105,7 +105,7 @@ class RolloutController:
             raise ControllerError(
                 "no record of this step was accepted",
                 where=f"step {step}",
-                got=dict(self._ledger.rejected),
+                got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
                 fix="The reasons above say what the engine sent; `rollout.log` in the run directory has its side.",
             )
