@@ -5,13 +5,11 @@ Only values are looked at here, never files or devices: those are checked by who
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from moe_trm.config import deepspeed_rules
+from moe_trm.config import deepspeed_rules, training_rules
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
-from moe_trm.schedule import learning_rate
 
 MASK_LIMIT = 4096
 """Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
@@ -27,9 +25,7 @@ def refusals(config: Config) -> list[Problem]:
         *_task(config),
         *_batch(config),
         *_pipeline(config),
-        *_kl(config),
-        *_optimizer(config),
-        *_evaluation(config),
+        *training_rules.refusals(config),
         *_observe(config),
         *_bypass(config),
         *_parallel(config),
@@ -227,90 +223,6 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             "the ranks that broadcast wait for the engine, so there is nothing to gain from interrupting",
             got="interrupt with sync.method=distributed",
             expected="wait, or sync.method=disk",
-        )
-
-
-def _kl(config: Config) -> Iterator[Problem]:
-    kl = config.kl
-    if kl.controller == "adaptive" and kl.coef == 0:
-        yield Problem(
-            "kl.coef",
-            "an adaptive coefficient grows from where it starts",
-            got="0 with kl.controller=adaptive",
-            expected="a positive number, e.g. 0.001",
-        )
-    if kl.where == "reward" and kl.estimator == "k3_is":
-        yield Problem(
-            "kl.estimator",
-            "k3_is differs from k3 by its gradient, which a reward does not have",
-            got="k3_is with kl.where=reward",
-            expected="k1, k2, k3 or abs",
-        )
-
-
-def _optimizer(config: Config) -> Iterator[Problem]:
-    optimizer, rate = config.optimizer, learning_rate(config)
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            "optimizer.min_lr",
-            "the schedule goes down",
-            got=f"{optimizer.min_lr} above optimizer.lr={optimizer.lr}",
-            expected="at most optimizer.lr",
-        )
-    if optimizer.schedule != "constant" and rate.num_steps <= optimizer.warmup_steps:
-        yield Problem(
-            "optimizer.warmup_steps",
-            "warm-up takes as long as the whole schedule",
-            got=f"{optimizer.warmup_steps} of {rate.num_steps} optimizer steps",
-            expected=f"less than {rate.num_steps}",
-            fix="lower optimizer.warmup_steps, or set optimizer.decay_steps",
-        )
-    elif optimizer.schedule == "wsd" and rate.final_steps > rate.num_steps - optimizer.warmup_steps:
-        yield Problem(
-            "optimizer.final_steps",
-            "the way down does not fit after warm-up",
-            got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
-            expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
-        )
-    if optimizer.ess_scale != "off" and config.pipeline.recovery in ("interpolate", "bypass"):
-        yield Problem(
-            "optimizer.ess_scale",
-            "the ratio of policy to rollout is not known before the update",
-            got=f"{optimizer.ess_scale} with pipeline.behavior={config.pipeline.recovery}",
-            expected="pipeline.behavior=snapshot or merged",
-        )
-    for index, group in enumerate(optimizer.groups):
-        try:
-            re.compile(group.match)
-        except re.error as error:
-            yield Problem(
-                f"optimizer.groups.{index}.match",
-                f"not a regular expression: {error}",
-                got=group.match,
-                expected="one that Python's `re` accepts",
-            )
-
-
-def _evaluation(config: Config) -> Iterator[Problem]:
-    settings, k = config.eval, config.eval.samples
-    for name in config.task.eval_sets:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            yield Problem(
-                "task.eval_sets",
-                "a set's name becomes part of the names of its metrics",
-                got=repr(name),
-                expected="letters, digits, dots, dashes and underscores",
-            )
-    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
-    metrics = ["accuracy", "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
-    known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
-    if settings.keep_best and settings.best_metric not in known:
-        yield Problem(
-            "eval.best_metric",
-            "no evaluation measures this",
-            got=settings.best_metric,
-            expected=", ".join(known),
-            fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
         )
 
 
