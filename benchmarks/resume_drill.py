@@ -78,8 +78,8 @@ def run_drill(
     """
     started, rng = time.perf_counter(), random.Random(seed)
     settings = [
-        *overrides, "rollout.engine=bundle", f"rollout.bundle={bundle}", f"run_dir={folder}", "checkpoint.every=1",
-        f"learner.parallel.expert={ranks}", "train.export=false",
+        "rollout.engine=bundle", f"rollout.bundle={bundle}", f"run_dir={folder}", "checkpoint.every=1",
+        f"learner.parallel.expert={ranks}", "train.export=false", *overrides,
     ]  # fmt: skip
     alone = _start(config, [*settings, "name=alone"], ranks)
     if alone.wait():

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
 from routing.replay import ReplayRecords
+from tests.integration.learner_support.families import FAMILIES, make_family
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
@@ -24,31 +25,44 @@ OTHER_STAGE = "backend=deepspeed:stage=2:from=3"
 RECOMPUTE_2, RECOMPUTE_3 = (f"backend=deepspeed:stage={stage}:recompute=full" for stage in (2, 3))
 OFFLOAD_2, OFFLOAD_3 = (f"backend=deepspeed:stage={stage}:offload=1" for stage in (2, 3))
 BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for stage in (2, 3))
+OTHER_FAMILIES = [f"backend=deepspeed:stage={2 + place % 2}:model={name}" for place, name in enumerate(FAMILIES)]
 FEW = [MEGATRON, ZERO_1, ZERO_2, ZERO_3]
 MORE = [RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD_3]
 EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)]
 WITH_BFLOAT16 = [*EVERY, *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3))]
+EVERY_MODEL = [*WITH_BFLOAT16, *(pytest.param(run, marks=pytest.mark.slow) for run in OTHER_FAMILIES)]
 
 SCRIPT = Path(__file__).parent / "learner_support" / "conformance.py"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("conformance") / "main")
+    folder = tmp_path_factory.mktemp("conformance")
+    for name in FAMILIES:
+        make_family(name, folder / name)
+    return make_checkpoint(folder / "main")
 
 
 class Finished:
-    """Runs by name, each done when it is first asked for; runs of one backend that are asked for together share their processes."""
+    """Runs by name, each done once, when it is first asked for; those of one group share their processes."""
+
+    GROUPS = (
+        (MEGATRON,),
+        (ZERO_1, ZERO_2, ZERO_3, OTHER_STAGE),
+        (*MORE, BFLOAT16_2, BFLOAT16_3),
+        *((run,) for run in OTHER_FAMILIES),
+    )
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
-        self.folder, self.checkpoint = folder, checkpoint
+        self._folder, self._checkpoint = folder, checkpoint
+        self._begun = set[str]()
 
     def __getitem__(self, run: str) -> Ranks:
-        if not (self.folder / run).exists():
-            together = [ZERO_1, ZERO_2, ZERO_3, OTHER_STAGE]
-            group = [run] if run == MEGATRON else together if run in together else [*MORE, BFLOAT16_2, BFLOAT16_3]
-            run_ranks(self.folder, self.checkpoint, 2, *group, script=SCRIPT, limit_s=300.0)
-        return Ranks(self.folder, 2)
+        if run not in self._begun:
+            group = next(group for group in self.GROUPS if run in group)
+            self._begun.update(group)
+            run_ranks(self._folder, self._checkpoint, 2, *group, script=SCRIPT, limit_s=300.0)
+        return Ranks(self._folder, 2)
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +144,11 @@ def moved(ranks: Ranks, run: str) -> dict[str, Tensor]:
     return {name: value.double() - before[name] for name, value in ranks.exported(run, "after").items()}
 
 
-@pytest.mark.parametrize("run", EVERY)
+@pytest.mark.parametrize("run", [*EVERY, *EVERY_MODEL[len(WITH_BFLOAT16) :]])
 def test_weights_come_in_and_go_out_bit_for_bit(finished: Finished, checkpoint: Path, run: str) -> None:
     ranks = finished[run]
-    assert same_bits(ranks.exported(run, "before"), load_file(checkpoint / "model.safetensors"))
+    start = checkpoint.with_name(run.partition("model=")[2] or checkpoint.name)
+    assert same_bits(ranks.exported(run, "before"), load_file(start / "model.safetensors"))
     weights = load_reference(ranks.folder / run / "final").state_dict()
     after = ranks.exported(run, "after")
     assert torch.equal(weights["lm_head.weight"], after["lm_head.weight"])
@@ -149,7 +164,7 @@ def test_scores_are_those_of_transformers_in_float64(finished: Finished, exact: 
             torch.testing.assert_close(got[f"{kind}.{number}"].double(), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("run", WITH_BFLOAT16)
+@pytest.mark.parametrize("run", EVERY_MODEL)
 def test_passes_at_the_same_weights_and_routes_are_bit_identical(finished: Finished, run: str) -> None:
     got = scores(finished[run], run)
     for number in range(NUM_BATCHES):
@@ -168,6 +183,21 @@ def test_the_first_step_is_that_of_the_float64_gradient_of_the_sum(finished: Fin
     assert worst_relative(moved(ranks, run), expected) < 1e-4
     norm = torch.cat([value.flatten() for value in gradient.values()]).norm()
     assert float(ranks.saved(run, "facts")["first_norm"]) == pytest.approx(float(norm), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", OTHER_FAMILIES)
+def test_scores_of_other_families_are_those_of_transformers_in_float64(
+    finished: Finished, checkpoint: Path, run: str
+) -> None:
+    model = load_reference(checkpoint.with_name(run.partition("model=")[2])).double()
+    model.set_experts_implementation("eager")
+    got = scores(finished[run], run)
+    for number in range(NUM_BATCHES):
+        with torch.no_grad():
+            expected = masked(model, global_batch(number))
+        for kind, values in zip(("score", "mass", "full"), expected, strict=False):
+            torch.testing.assert_close(got[f"{kind}.{number}"].double(), values, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("run", EVERY[1:])
@@ -191,7 +221,7 @@ def test_stages_give_the_same_losses(finished: Finished, run: str) -> None:
         assert float(ours) == pytest.approx(float(theirs), abs=1e-5)
 
 
-@pytest.mark.parametrize("run", WITH_BFLOAT16)
+@pytest.mark.parametrize("run", EVERY_MODEL)
 def test_replay_is_counted_and_proved(finished: Finished, run: str) -> None:
     facts = {name: float(value) for name, value in finished[run].saved(run, "facts").items()}
     token_layers = facts["valid"] * facts["layers"]
@@ -201,7 +231,7 @@ def test_replay_is_counted_and_proved(finished: Finished, run: str) -> None:
     assert facts["update_flips"] > 0.8
 
 
-@pytest.mark.parametrize("run", WITH_BFLOAT16)
+@pytest.mark.parametrize("run", EVERY_MODEL)
 def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: str) -> None:
     ranks = finished[run]
     for rank in range(2):
@@ -229,11 +259,25 @@ def test_a_micro_batch_of_padding_keeps_up(finished: Finished, run: str) -> None
     assert facts["padding_norm"] > 0
 
 
-@pytest.mark.parametrize("run", WITH_BFLOAT16)
+@pytest.mark.parametrize("run", EVERY_MODEL)
 def test_a_resumed_learner_repeats_the_next_step_bit_for_bit(finished: Finished, run: str) -> None:
     ranks = finished[run]
     assert same_bits(ranks.exported(run, "restored"), ranks.exported(run, "after"))
     assert same_bits(ranks.exported(run, "resumed"), ranks.exported(run, "second"))
+
+
+@pytest.mark.parametrize("run", [*EVERY, *EVERY_MODEL[len(WITH_BFLOAT16) :]])
+def test_parameter_groups_and_a_frozen_router(finished: Finished, run: str) -> None:
+    ranks = finished[run]
+    before, plain, grouped = (ranks.exported(run, name) for name in ("before", "after", "grouped"))
+    for name, start in before.items():
+        moved, usual = grouped[name] - start, plain[name] - start
+        if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+            assert not moved.any(), name
+            assert usual.any(), name
+        elif usual.any():
+            expected = 0.5 * usual if "lm_head" in name else usual
+            assert float((moved - expected).norm() / expected.norm()) < 1e-4, name
 
 
 def test_another_stage_resumes(finished: Finished) -> None:

@@ -103,6 +103,15 @@ def test_killed_more_often(folder: Path, tmp_path: Path, ranks: int) -> None:
     assert drill.identical
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_killed_on_deepspeed(folder: Path, tmp_path: Path, stage: int) -> None:
+    learner = ["learner.parallel.expert=1", "learner.backend=deepspeed", f"learner.deepspeed.zero_stage={stage}"]
+    drill = run_drill(str(folder / "config.yaml"), learner, str(folder / "bundle"), tmp_path, ranks=2, kills=2, seed=5)
+    assert drill.kills == 2
+    assert drill.identical
+
+
 def test_ctrl_c_once_saves_and_another_layout_goes_on(folder: Path, alone: Path) -> None:
     """Interrupted on two ranks that share the experts, finished by one rank: the same training up to rounding."""
     run = folder / "moved"

@@ -39,10 +39,10 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     checkpoint = HfCheckpoint(folder)
     check_groups(config.optimizer, checkpoint.names)
     device = _start_process_group()
-    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full").to(device)
+    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full")
     freeze(policy.causal, config.learner)
     partitioned = config.learner.deepspeed.zero_stage == 3
-    engine = _initialize(policy, config)
+    engine = _initialize(policy, config, device)
     replayer = None
     if num_experts(hf):
         replayer = HFReplayer(
@@ -78,17 +78,16 @@ def _start_process_group() -> torch.device:
     return device
 
 
-def _initialize(policy: HfPolicy, config: Config) -> object:
-    """DeepSpeed's engine around `policy`."""
+def _initialize(policy: HfPolicy, config: Config, device: torch.device) -> object:
+    """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole."""
+    deepspeed, settings = load_deepspeed(), zero_config(config)
     # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    engine, *_ = load_deepspeed().initialize(
-        model=policy,
-        optimizer=adamw(policy.causal, config.optimizer),
-        config=zero_config(config),
-        dist_init_required=False,
-    )
+    optimizer = adamw(policy.causal, config.optimizer)
+    if config.learner.deepspeed.zero_stage == 3:
+        deepspeed.zero.Init(module=policy, config_dict_or_path=settings)
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     for name, value in precise.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(policy.get_submodule(owner), leaf, value)
+        setattr(policy.get_submodule(owner), leaf, value.to(device))
     return engine

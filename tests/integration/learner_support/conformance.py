@@ -1,6 +1,6 @@
 """What every learner must do alike, on real ranks. Started by torchrun: `conformance.py CHECKPOINT OUT RUN [RUN ...]`.
 
-A RUN is `backend=NAME:key=value:...`; what it saves goes to OUT/RUN. Global work is four micro-batches; with two ranks, each takes two. Only the
+A RUN is `backend=NAME:key=value:...`; what it saves goes to OUT/RUN; `model=NAME` takes the checkpoint NAME beside CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two. Only the
 `Learner` protocol is used. Nothing is asserted here: results are saved for the tests to judge.
 """
 
@@ -52,6 +52,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                         "offload_optimizer": options.get("offload") == "1",
                     },
                     "recompute": options.get("recompute", "none"),
+                    "freeze_router": options.get("freeze") == "1",
                     "dtype": options.get("dtype", "float32"),
                 },
             }
@@ -147,6 +148,11 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     save(out, "facts", facts)
     save(out, "scores", found)
 
+    groups = [{"match": "lm_head", "lr_multiplier": 0.5}]
+    grouped = build(checkpoint, {**options, "freeze": "1"}, groups=groups)
+    grouped.update(batches, native, objective(batches, []))
+    grouped.export_shard(str(out / "grouped"), "float32")
+
 
 def take_over(checkpoint: str, saved: Path, out: Path, options: dict[str, str]) -> Learner:
     """Restore what the run in `saved` was after its first step, and repeat its second."""
@@ -216,7 +222,7 @@ def main() -> None:
         if "from" in options:
             take_over(checkpoint, Path(out) / f"backend={options['backend']}:stage={options['from']}", folder, options)
         else:
-            conform(checkpoint, folder, options)
+            conform(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
     dist.destroy_process_group()
 
 

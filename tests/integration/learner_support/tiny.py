@@ -28,7 +28,7 @@ SHAPE = {
 }
 
 
-def _allow_hf_models() -> None:
+def allow_hf_models() -> None:
     """Model classes of transformers import torchvision, whose wheel does not load beside a CPU build of torch."""
     if find_spec("moe_trm_sglang_cpu") is not None:
         from moe_trm_sglang_cpu import torchvision_ops
@@ -38,36 +38,40 @@ def _allow_hf_models() -> None:
 
 def make_checkpoint(folder: Path, **overrides: object) -> Path:
     """Random weights, with norms away from 1 so that a swapped norm shows."""
-    _allow_hf_models()
+    allow_hf_models()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     moe = {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "mlp_only_layers": [1]}
     config = Qwen3MoeConfig(**{**SHAPE, **moe, "norm_topk_prob": True, "router_aux_loss_coef": 0.0, **overrides})
-    return _save(Qwen3MoeForCausalLM, config, folder)
+    return save_model(Qwen3MoeForCausalLM, config, folder)
 
 
 def make_dense_checkpoint(folder: Path) -> Path:
     """A Qwen3 model without experts."""
-    _allow_hf_models()
+    allow_hf_models()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return _save(Qwen3ForCausalLM, Qwen3Config(**SHAPE), folder)
+    return save_model(Qwen3ForCausalLM, Qwen3Config(**SHAPE), folder)
 
 
-def _save(model_class: Any, config: Any, folder: Path) -> Path:
+def save_model(model_class: Any, config: Any, folder: Path) -> Path:
+    """A checkpoint with random weights, also of norms and of experts' selection biases."""
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     model.save_pretrained(folder)
     return folder
 
 
 def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers runs it, in float32."""
-    _allow_hf_models()
+    allow_hf_models()
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,31 @@
+"""Tiny random checkpoints of the families of transformers that the DeepSpeed learner trains, with the sizes of `tiny.py`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from tests.integration.learner_support.tiny import EXPERTS, SHAPE, TOP_K, allow_hf_models, save_model
+
+SIGMOID = {
+    "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("Olmoe", {"num_experts": EXPERTS, "norm_topk_prob": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": EXPERTS}),
+    "deepseek_v3": ("DeepseekV3", {**SIGMOID, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16,
+                                   "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
+    "glm4_moe": ("Glm4Moe", SIGMOID),
+}  # fmt: skip
+"""Name in transformers -> prefix of its classes, and what its configuration says beside `SHAPE`."""
+
+
+def make_family(name: str, folder: Path) -> Path:
+    """Random weights; a selection bias, where there is one, that changes the choice of experts."""
+    allow_hf_models()
+    prefix, options = FAMILIES[name]
+    module = importlib.import_module(f"transformers.models.{name}")
+    config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options})
+    return save_model(getattr(module, f"{prefix}ForCausalLM"), config, folder)
