@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected, SyncError
+from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.http import EngineSlow
 from moe_trm.rollout.remote import RemoteServer
 
@@ -52,13 +52,14 @@ class Fleet:
         self._changed = asyncio.Event()
         self._repairs: dict[RemoteServer, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._failure: MoeTrmError | None = None
+        self._failure: BaseException | None = None
         self.reissued = 0
         self.recovered = 0
 
     def start(self) -> None:
         """Begin to watch."""
         self._watch = asyncio.ensure_future(self._watching())
+        self._watch.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stop watching and release the connections."""
@@ -67,7 +68,7 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for server in self.servers:
-            await server.http.close()
+            await server.close()
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
         """An answer to `request` from a server with the newest weights.
@@ -108,6 +109,18 @@ class Fleet:
         self._version = version
         await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
         await self._ready()
+
+    async def fence_restarted(self) -> None:
+        """Look for servers that were started again while they owed nothing, and so serve other weights under another label."""
+        for server in self.servers:
+            if server.fenced or server.updating:
+                continue
+            try:
+                same = await self._label(server) == str(self._version)
+            except EngineLost:
+                same = False
+            if not same:
+                self._fence(server, EngineLost("the rollout server was started again", where=server.http.url))
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start; see `SglangEngine.metrics`."""
@@ -157,6 +170,7 @@ class Fleet:
         log.warning("rollout server %s is out of service: %s (%s)", server.http.url, why.what, why.got)
         server.fence()
         self._repairs[server] = asyncio.ensure_future(self._repair(server))
+        self._repairs[server].add_done_callback(self._ended)
 
     async def _repair(self, server: RemoteServer) -> None:
         """Until the server generates, and serves the newest weights, proved; the run fails after `patience_s` without any other."""
@@ -193,12 +207,20 @@ class Fleet:
     async def _prove(self, server: RemoteServer) -> None:
         """A server that still bears the label of its last proved version has not been restarted; any other loads the weights again."""
         while self._version is not None:
-            info = json.loads(await server.http.request("GET", "/model_info", timeout_s=DOOR_S, attempts=1))
-            if server.version == self._version and info["weight_version"] == str(self._version):
+            if server.version == self._version and await self._label(server) == str(self._version):
                 return
             server.version = None
             await self._load(server)
 
-    def _give_up(self, error: MoeTrmError) -> None:
+    async def _label(self, server: RemoteServer) -> str:
+        info = json.loads(await server.http.request("GET", "/model_info", timeout_s=DOOR_S, attempts=1))
+        return str(info["weight_version"])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whoever waits for a server must not wait for a task that died."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._changed.set()

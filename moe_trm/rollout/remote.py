@@ -80,6 +80,14 @@ class RemoteServer:
         for task in self._asking:
             task.cancel()
 
+    async def close(self) -> None:
+        """Give up what is in flight and release the connection."""
+        asking = [*self._asking]
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await self.http.close()
+
     async def lend_memory(self) -> None:
         """Release the device memory of weights and cache, once nothing is in flight; their contents are lost."""
         await self.drained()

@@ -104,6 +104,7 @@ class SglangEngine:
         """
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
         so_far: SampledTurn | None = None
+        refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
         for _ in range(params.max_new_tokens + REISSUES):
             tokens = [*context, *(so_far.tokens.tolist() if so_far else ())]
             first_row = start if so_far is None else len(tokens) - 1
@@ -116,13 +117,17 @@ class SglangEngine:
             try:
                 piece = parse_turn(body, tokens, self._model, wanted, start=first_row)
             except RecordRejected as rejection:
-                if rejection.reason == "aborted" and wanted.partial:
-                    continue  # before its first token
-                raise
+                unknown = rejection.reason == "version_unknown" and self._push is not None
+                if unknown:
+                    await self._fleet.fence_restarted()
+                elif not (rejection.reason == "aborted" and wanted.partial):  # before its first token
+                    raise
+                refused = rejection
+                continue
             so_far = piece if so_far is None else continued(so_far, piece)
             if so_far.finish_reason != "abort":
                 return so_far
-        raise RecordRejected("aborted", "the engine aborted the request every time it was asked")
+        raise refused
 
     async def load_weights(self, push: WeightPush) -> None:
         """Make every server load `push` from its folder and prove it; a lost one follows when it is back. Raises `SyncError`, `EngineError`."""

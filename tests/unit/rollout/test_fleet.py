@@ -165,6 +165,17 @@ async def test_a_restarted_server_samples_only_after_it_was_given_the_newest_wei
 
 
 @in_loop
+async def test_a_server_that_was_restarted_while_idle_is_given_its_weights_before_it_is_asked_again() -> None:
+    async with running(1) as (fleet, fakes, _):
+        fakes[0].label = "default"
+        assert await fleet.ask({}) == b"a default"
+        await fleet.fence_restarted()
+        assert await fleet.ask({}) == b"a 1"
+        await fleet.fence_restarted()
+        assert fleet.metrics()["rollout/recoveries"] == 1
+
+
+@in_loop
 async def test_a_server_that_misses_a_push_is_fenced_until_it_has_it() -> None:
     async with running(2) as (fleet, fakes, newest):
         fakes[0].free.clear()
