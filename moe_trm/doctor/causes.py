@@ -36,8 +36,10 @@ EXPLAINED = 0.6
 """Share of the variance that a trace must explain."""
 OFTEN = 0.05
 """Share of token-layers that flip when a router is disturbed; rounding flips about 1%."""
-EARLY = 4
-"""Positions that count as the start of a context."""
+EARLY, LATE = 2, 8
+"""Tokens with at most so many before them are the start of a context, with at least so many its later part."""
+CERTAIN = 1e-7
+"""Tokens less surprising than this are certain to both engines (one kept id) and show nothing."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,15 @@ def traces(evidence: Evidence) -> dict[str, float]:
     """Every figure that a judgement rests on.
 
     `native_k3`, `replayed_k3`, `flip_rate` (token-layers); `mask_explains` and `mask_slope`, `temperature_explains` and `temperature_slope`
-    (share of the variance of x, and the factor); `early_over_late` (k3 at the start of a context over k3 later); `expert_over_rest` and
+    (share of the variance of x, and the factor); `early_over_late` (median of |x| at the start of a context over that later, of tokens
+    that are not certain); `expert_over_rest` and
     `expert_share` (k3 of the tokens of the worst expert over that of the others, and their share of the whole), with `expert_layer`, `expert_id`.
     """
     x = evidence.replayed
     mask_explains, mask_slope = _fit(x, evidence.full - evidence.rollout)
     temperature_explains, temperature_slope = _fit(x, evidence.full + evidence.entropy)
-    early = evidence.position < EARLY
+    uncertain = np.abs(evidence.rollout) > CERTAIN
+    early, late = uncertain & (evidence.position <= EARLY), uncertain & (evidence.position >= LATE)
     k3 = _k3(x)
     return {
         "native_k3": float(_k3(evidence.native).mean()),
@@ -78,7 +82,7 @@ def traces(evidence: Evidence) -> dict[str, float]:
         "mask_slope": mask_slope,
         "temperature_explains": temperature_explains,
         "temperature_slope": temperature_slope,
-        "early_over_late": _over(k3[early], k3[~early]),
+        "early_over_late": _over(np.abs(x[early]), np.abs(x[late])),
         **_worst_expert(evidence, k3),
     }
 
@@ -107,7 +111,7 @@ def _temperature(figures: Mapping[str, float]) -> Finding | None:
 
 
 def _positions(figures: Mapping[str, float]) -> Finding | None:
-    if figures["replayed_k3"] < LARGE or figures["early_over_late"] > 0.1:
+    if figures["replayed_k3"] < LARGE or figures["early_over_late"] > 0.25:
         return None
     return Finding(
         "positions",
@@ -187,10 +191,10 @@ def _fit(x: Array, by: Array) -> tuple[float, float]:
 
 
 def _over(part: Array, rest: Array) -> float:
-    """Mean of `part` over mean of `rest`; 1 where either is missing."""
-    if len(part) == 0 or len(rest) == 0 or rest.mean() == 0:
+    """Median of `part` over median of `rest`; 1 where either is missing."""
+    if len(part) == 0 or len(rest) == 0 or np.median(rest) == 0:
         return 1.0
-    return float(part.mean() / rest.mean())
+    return float(np.median(part) / np.median(rest))
 
 
 def _worst_expert(evidence: Evidence, k3: Array) -> dict[str, float]:

@@ -18,7 +18,7 @@ def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
     x = noise * rng.standard_normal(N)
     values: dict[str, Any] = {
         "group": np.arange(N) // 50,
-        "position": np.arange(N) % 50,
+        "position": 1 + np.arange(N) % 50,
         "rollout": rollout,
         "full": rollout,
         "replayed": x,

@@ -43,7 +43,7 @@ def test_a_learner_without_the_mask() -> None:
 
 
 def test_a_fault_that_grows_with_the_context() -> None:
-    x = noise(0.4) * (clean().position >= 4)
+    x = noise(0.4) * (clean().position > 2)
     assert find_cause(with_ratio(x)).cause == "positions"
 
 
