@@ -27,7 +27,9 @@ VOCAB_MULTIPLE = 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _ATTENTION = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
+"""An expert's first two matrices, as most families call them and as Mixtral does."""
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -51,8 +53,8 @@ def engine_place(name: str) -> tuple[str, tuple[int, int]]:
     if match := _ATTENTION.fullmatch(name):
         return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
     if match := _EXPERT.fullmatch(name):
-        fused = "w2_weight" if match[3] == "down" else "w13_weight"
-        return f"{match[1]}.{fused}", (int(match[2]), int(match[3] == "up"))
+        fused = "w13_weight" if match[3] in _GATE_AND_UP else "w2_weight"
+        return f"{match[1]}.{fused}", (int(match[2]), int(match[3] in _UP))
     if match := _DENSE.fullmatch(name):
         return f"{match[1]}.gate_up_proj.{match[3]}", (0, int(match[2] == "up"))
     return name, (0, 0)

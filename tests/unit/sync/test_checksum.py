@@ -235,3 +235,10 @@ def test_an_engine_that_is_lost_while_it_loads_may_be_given_the_push_again(tmp_p
 
     with pytest.raises(EngineLost, match="dropped"):
         asyncio.run(load_from_disk(LostEngine(TENSORS, "1"), push(tmp_path), dtype="float32", verify=True))
+
+
+def test_matrices_of_an_expert_by_either_name() -> None:
+    for prefix, names in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
+        stem = f"model.layers.0.{prefix}.experts"
+        places = [engine_place(f"{stem}.5.{name}.weight") for name in names]
+        assert places == [(f"{stem}.w13_weight", (5, 0)), (f"{stem}.w13_weight", (5, 1)), (f"{stem}.w2_weight", (5, 0))]
