@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from moe_trm.config.schema import Config
@@ -13,7 +14,7 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "l
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model whose log-probs or weights this learner would get wrong.
+    """Refuse what cannot be trained: a model whose log-probs this learner would get wrong, a machine without DeepSpeed.
 
     Args:
         config: the whole run.
@@ -21,8 +22,16 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: logits that are more than `W h`, or layers that transformers drops.
-        ConfigError: replay of a dense model.
+        ConfigError: replay of a dense model, or no DeepSpeed.
     """
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "DeepSpeed is not installed",
+            where="learner.backend",
+            got="deepspeed",
+            expected="the package deepspeed",
+            fix="pip install 'moe-trm[deepspeed]', or set learner.backend=megatron.",
+        )
     where = f"{config.model.checkpoint}/config.json"
     for key in _LOGIT_CHANGES:
         if hf_config.get(key) not in (None, 1, 1.0):

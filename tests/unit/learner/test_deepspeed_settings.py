@@ -11,6 +11,7 @@ import pytest
 from moe_trm.config import rules
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.deepspeed import settings
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
 
 MOE = {"architectures": ["OlmoeForCausalLM"], "num_experts": 8}
@@ -73,6 +74,12 @@ def test_replay_of_a_dense_model_is_refused() -> None:
     check_model(config({}, replay={"mode": "none"}), dense)
     with pytest.raises(ConfigError, match="mixture of experts"):
         check_model(config({}), dense)
+
+
+def test_a_machine_without_deepspeed_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"moe-trm\[deepspeed\]"):
+        check_model(config({}), MOE)
 
 
 def test_checks_import_no_engine() -> None:
