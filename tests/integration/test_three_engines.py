@@ -1,4 +1,4 @@
-"""SGLang, Megatron-Core and Hugging Face on the same tokens, all in float32: the three must say the same."""
+"""SGLang, Megatron-Core, DeepSpeed and Hugging Face on the same tokens, all in float32: they must say the same, and learn the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,24 @@ from launch.job import run_job
 from moe_trm.rollout.bundle import BundleReader
 from tests.integration.jobs import metrics_of, write_config
 
+# One optimizer step that is close to the gradient itself, so that its scale shows; the entropy bonus gives one whatever the rewards are.
+PLAIN_STEP = [
+    "train.steps=1",
+    "train.export=true",
+    "learner.minibatches=1",
+    "loss.entropy_coef=0.1",
+    "optimizer.lr=1.0",
+    "optimizer.eps=1.0",
+    "optimizer.warmup_steps=0",
+    "optimizer.max_grad_norm=1000",
+]
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> Path:
     folder = tmp_path_factory.mktemp("three")
     config = write_config(folder, brief_checkpoint)
-    overrides = ["rollout.server.dtype=float32", "train.steps=1", f"record.bundle={folder / 'bundle'}"]
+    overrides = ["rollout.server.dtype=float32", *PLAIN_STEP, f"record.bundle={folder / 'bundle'}"]
     assert run_job(str(config), overrides) == 0
     return folder
 
@@ -33,6 +45,32 @@ def test_sglang_and_megatron_agree(run: Path) -> None:
     step = metrics_of(run / "runs" / "live")[1]
     assert step["routing/native_flip_rate"] == 0.0
     assert step["engine/k3_kl"] < 1e-9
+
+
+def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
+    overrides = [*PLAIN_STEP, "name=deepspeed", "learner.backend=deepspeed", "learner.parallel.expert=1"]
+    overrides += ["learner.deepspeed.zero_stage=3", "rollout.engine=bundle", f"rollout.bundle={run / 'bundle'}"]
+    assert run_job(str(run / "config.yaml"), overrides, 2) == 0
+    start = load_file(brief_checkpoint / "model.safetensors")
+    probes, steps, norms = [], [], []
+    for name in ("live", "deepspeed"):
+        folder = run / "runs" / name
+        probes.append([load_file(path) for path in sorted((folder / "probe").glob("*.safetensors"))])
+        shards = sorted((folder / "checkpoints" / "final").glob("*.safetensors"))
+        final = {key: value for shard in shards for key, value in load_file(shard).items()}
+        steps.append({key: final[key] - value for key, value in start.items()})
+        norms.append(metrics_of(folder)[1]["optimizer/grad_norm"])
+    for megatron, deepspeed in zip(*probes, strict=True):
+        assert len(megatron["native"]) > 10
+        for kind in ("native", "replayed"):
+            torch.testing.assert_close(deepspeed[kind], megatron[kind], atol=1e-4, rtol=0)
+    assert norms[0] > 0.01
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    error, size = (
+        torch.cat([value.flatten() for value in values]).norm()
+        for values in ([steps[1][key] - steps[0][key] for key in start], steps[0].values())
+    )
+    assert float(error / size) < 1e-4
 
 
 def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path, hf_models: None) -> None:
