@@ -1,4 +1,4 @@
-"""A small complete run on a GPU: stock SGLang and Megatron-Core share one device, weights proved by the CUDA engine's own hash."""
+"""A small complete run on a GPU: stock SGLang and a learner share one device, weights proved by the CUDA engine's own hash."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replay_is_proved_and_weights_are_verified_on_cuda(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("learner", ["megatron", "deepspeed"])
+def test_replay_is_proved_and_weights_are_verified_on_cuda(tmp_path: Path, dtype: str, learner: str) -> None:
     warm_up(tmp_path / "checkpoint", recipe=BRIEF)
     config = write_config(tmp_path, tmp_path / "checkpoint")
-    overrides = [f"learner.dtype={dtype}", "learner.parallel.expert=1", "rollout.server.device=cuda"]
+    overrides = [
+        f"learner.backend={learner}",
+        f"learner.dtype={dtype}",
+        "learner.parallel.expert=1",
+        "rollout.server.device=cuda",
+    ]
     overrides += ["rollout.server.extra_args=[--mem-fraction-static, '0.3']"]
     assert run_job(str(config), overrides) == 0
     for row in metrics_of(tmp_path / "runs" / "live")[1 : STEPS + 1]:
