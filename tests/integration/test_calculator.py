@@ -76,11 +76,33 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path, params: SamplingPa
     assert np.array_equal(np.sort(record.routes.experts, -1), np.sort(chosen, -1))
 
 
+REWARD = """
+import time
+from moe_trm.tasks import RewardInput
+
+calls = 0
+
+def reward(sample: RewardInput) -> dict[str, float]:
+    global calls
+    calls += 1
+    match calls % 8:
+        case 1: raise KeyError("no such field")
+        case 3: return {"right": float("nan")}
+        case 5: return [1.0, 2.0]
+        case 7: time.sleep(1000)
+    right = sample.finished and sample.completion.rpartition("#")[2] == sample.answer
+    return {"right": float(right), "asked": sample.num_turns > 1}
+"""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> Path:
-    """Two recorded steps of the example on a briefly warmed model."""
+    """Two recorded steps of the example on a briefly warmed model, with a reward that fails on every other sample."""
     folder = tmp_path_factory.mktemp("calculator")
-    assert train(folder, brief_checkpoint, "calculator", f"record.bundle={folder / 'bundle'}") == 0
+    (folder / "reward.py").write_text(REWARD)
+    own = [f"task.reward={folder / 'reward.py'}:reward", "task.reward_timeout_s=1", "task.reward_processes=1"]
+    own += ["task.reward_weights={right: 1, asked: 0.1}", f"record.bundle={folder / 'bundle'}"]
+    assert train(folder, brief_checkpoint, "calculator", *own) == 0
     return folder
 
 
@@ -118,6 +140,16 @@ def test_the_tool_is_used_replayed_and_never_scored(run: Path) -> None:
         assert row["turns/appended_tokens_mean"] > 0
         assert 0 <= row["acceptance/later_turn_tokens"] <= 1
     assert rows[0]["eval/prompts"] == 8
+    assert rows[0]["eval/rejected/reward_error"] > 0
+
+
+def test_a_reward_that_raises_hangs_or_returns_nonsense_costs_only_its_samples(run: Path) -> None:
+    last = metrics_of(run / "calculator")[-1]
+    reasons = ("reward_error", "reward_timeout", "reward_nan", "reward_type")
+    assert all(last[f"records/rejected/{reason}"] > 0 for reason in reasons)
+    assert last["ledger/rejected"] == sum(last[f"records/rejected/{reason}"] for reason in reasons)
+    assert last["ledger/trained"] > 0
+    assert last["reward/mean"] == pytest.approx(last["reward/right/mean"] + 0.1 * last["reward/asked/mean"])
 
 
 def test_the_recorded_run_repeats_without_server_or_tool(run: Path, brief_checkpoint: Path) -> None:
@@ -126,5 +158,12 @@ def test_the_recorded_run_repeats_without_server_or_tool(run: Path, brief_checkp
     for one, two in zip(
         timeless(metrics_of(run / "calculator"))[1:], timeless(metrics_of(run / "again"))[1:], strict=True
     ):
-        for key in ("reward/mean", "engine/k3_kl", "loss/policy", "optimizer/grad_norm", "turns/mean"):
+        for key in (
+            "reward/mean",
+            "engine/k3_kl",
+            "loss/policy",
+            "optimizer/grad_norm",
+            "turns/mean",
+            "reward/right/mean",
+        ):
             assert one[key] == two[key]
