@@ -21,7 +21,7 @@ SLOW_REISSUES = 1
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 """Pause before a sample is asked for again; it doubles."""
 WATCH_S = 2.0
-"""Pause between two looks at the servers."""
+"""Pause between two looks at the servers, and longest between two at one that is lost."""
 SILENCE_S = 5.0
 """A server that owes answers and gave none for so long is asked whether it is there."""
 DOOR_S = 10.0
@@ -198,7 +198,7 @@ class Fleet:
                 )
                 return
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(2 * pause, WATCH_S)
         server.fenced = False
         self.recovered += 1
         log.warning("rollout server %s is back, with weights of version %s", server.http.url, server.version)

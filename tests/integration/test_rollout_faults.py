@@ -24,7 +24,7 @@ from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
 """On two cores that are free. On busy ones starting a server alone takes longer: then half as much again as the first start."""
-GROUPS, GROUP_SIZE = 12, 8
+GROUPS, GROUP_SIZE = 6, 8
 
 
 KEY = "key of the drill"
