@@ -38,6 +38,7 @@ from moe_trm.preflight import check_launch
 from moe_trm.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
+from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load(args.config, args.overrides)
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
         run(config, interruption)
-    except MoeTrmError as error:
+    except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -145,7 +145,7 @@ def _routing(figures: Mapping[str, float]) -> Finding | None:
 
 
 def _weights(figures: Mapping[str, float]) -> Finding | None:
-    if figures["native_k3"] < LARGE:
+    if figures["replayed_k3"] < LARGE:
         return None
     return Finding(
         "weights",

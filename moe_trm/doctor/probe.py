@@ -30,6 +30,7 @@ NEUTRAL = (
     "learner.minibatches=1",
     "learner.epochs=1",
     "replay.mode=R3",
+    "replay.max_local_flip_rate=1.0",  # to be measured, not to stop at
     "pipeline={}",
     "probe.every=1",
     "probe.save=true",
