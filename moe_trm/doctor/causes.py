@@ -34,6 +34,8 @@ LARGE = 3e-3
 """k3 above which rounding is no longer an explanation (bfloat16 leaves about 1e-4)."""
 EXPLAINED = 0.6
 """Share of the variance that a trace must explain."""
+TEMPERATURE_EXPLAINED = 0.4
+"""The same of the temperature's trace, which is exact only to first order."""
 OFTEN = 0.05
 """Share of token-layers that flip when a router is disturbed; rounding flips about 1%."""
 EARLY, LATE = 2, 8
@@ -100,11 +102,11 @@ def _mask(figures: Mapping[str, float]) -> Finding | None:
 
 def _temperature(figures: Mapping[str, float]) -> Finding | None:
     slope = figures["temperature_slope"]
-    if figures["temperature_explains"] < EXPLAINED or abs(slope) < 0.01:
+    if figures["temperature_explains"] < TEMPERATURE_EXPLAINED or abs(slope) < 0.005:
         return None
     return Finding(
         "temperature",
-        f"The learner scores at about {1 / (1 + slope):.2f} times the rollout's temperature: that explains {figures['temperature_explains']:.0%} of the mismatch.",
+        f"The learner scores at a {'lower' if slope > 0 else 'higher'} temperature than the rollout sampled at: that explains {figures['temperature_explains']:.0%} of the mismatch.",
         figures,
         "rollout.temperature: the value that the rollout samples with",
     )

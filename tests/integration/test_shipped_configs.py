@@ -34,6 +34,7 @@ def test_two_steps(config: Path, brief_checkpoint: Path, tmp_path: Path) -> None
     text = config.read_text(encoding="utf-8")
     files = [f"task.prompts={prompts}"] if "prompts: " in text else []
     files += [f"task.eval_prompts={prompts}"] if "eval_prompts: " in text else []
+    files += ["task.max_digits=1"] if "name: arithmetic" in text else []
     sizes = ["task.eval_size=4", f"run_dir={tmp_path}", f"model.checkpoint={brief_checkpoint}"]
     assert run_job(str(config), [*SMALL, *sizes, *files]) == 0
     rows = metrics_of(tmp_path / config.stem)

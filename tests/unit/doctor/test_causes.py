@@ -32,7 +32,7 @@ def test_temperature_and_how_much(temperature: float) -> None:
     x = (1 / temperature - 1) * (evidence.full + evidence.entropy) + noise(0.01)
     found = find_cause(with_ratio(x))
     assert found.cause == "temperature"
-    assert f"{temperature:.2f} times the rollout's temperature" in found.sentence
+    assert f"at a {'lower' if temperature < 1 else 'higher'} temperature" in found.sentence
 
 
 def test_a_learner_without_the_mask() -> None:
