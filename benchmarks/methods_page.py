@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import length_bias
-from benchmarks.sources import SOURCES
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import OUTCOME
 from moe_trm.diagnostics import acceptance, bounds, metrics, verdict
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.parameters import Parameter, declared
+from moe_trm.recipe import FROM_ANCHORS
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 
@@ -34,20 +34,26 @@ another one than its own.
 **Shapes.** B rows, T tokens: log-probs, ratios, advantages, masks, weights and keep masks are `[B, T]`; row statistics are `[B]`.
 Only sampled tokens count: prompts, tool outputs and padding change nothing. Statistics are float32 at least.
 
-**Cost.** `token` and `sequence` scope: a few passes over the sampled tokens of a micro-batch. `batch` scope: a few numbers of each
-sampled token are gathered from all ranks, and after the first update of a step one more forward pass without gradient.
+**Calibration.** Where `target_reject_rate` is possible, it takes the place of the thresholds: the rule measures for
+`correction.calibration_steps` steps, and then rejects what would have been that share.
 """
 
+TOKENS = "element-wise on the micro-batch; nothing is sent between ranks."
+ROWS = "one sum or maximum over each row of the micro-batch; nothing is sent between ranks."
+GATHERED = "a few numbers of each sampled token are gathered from all ranks once for each update"
+AGAIN = "; every update of a step but the first needs one more forward pass without gradient."
+ENTROPY = " The entropy takes one more pass of the output layer over the vocabulary."
+
 WHEN = {
-    "corrections": """Listed in `correction.rules`, or by `correction.preset`. **When:** reweight (`*_tis`, `icepop`) when the mismatch is small and
+    "corrections": """Listed in `correction.rules`, or by `correction.preset`. In short: reweight (`*_tis`, `icepop`) when the mismatch is small and
 unbiased gradients matter; reject tokens (`token_*`, `icepop`) against isolated outliers; reject rows by a mean (`trm_avg`, `ser`,
 `ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`, `seq_max_*`) for guarantees on every
 token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with `target_reject_rate` choose their threshold
 themselves. Look at `acceptance/length_*` before you trust any of them.""",
-    "losses": """Chosen by `loss.name`, parameters in `loss.parameters`. **When:** `ppo_clip` unless there is a reason; sequence ratios
+    "losses": """Chosen by `loss.name`, parameters in `loss.parameters`. In short: `ppo_clip` unless there is a reason; sequence ratios
 (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still learn;
 `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
-    "advantages": """Chosen by `advantage.name`. **When:** `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard deviation;
+    "advantages": """Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard deviation;
 `opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
 }
 
@@ -84,20 +90,29 @@ def _correction(name: str) -> str:
     rule = corrections.get(name)
     reads = "`target_reject_rate` possible" if rule.calibrate else "thresholds by value only"
     facts = [f"reads `{rule.ratio}`", f"scope `{rule.scope}`", reads]
-    return _entry(name, facts, rule.function)
+    moves = rule.ratio not in FROM_ANCHORS
+    return _entry(name, facts, rule.function, _cost(rule.scope, moves=moves))
 
 
 def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
-    return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function)
+    cost = _cost(objective.scope, moves=True) + (ENTROPY if name == "espo" else "")
+    return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
 
 
-def _entry(name: str, facts: list[str], function: Callable[..., Any]) -> str:
+def _cost(scope: str, *, moves: bool) -> str:
+    """What a method of that scope costs; `moves`: it reads a ratio that changes with every update."""
+    if scope == "batch":
+        return GATHERED + (AGAIN if moves else "")
+    return ROWS if scope == "sequence" else TOKENS
+
+
+def _entry(name: str, facts: list[str], function: Callable[..., Any], cost: str) -> str:
     required, defaults = declared(function)
     values = [f"`{key}` (no default)" for key in required] + [f"`{k}` = {_shown(v)}" for k, v in defaults.items()]
     parameters = f"Parameters: {', '.join(values)}.\n\n" if values else ""
-    return f"### `{name}`\n\n{', '.join(facts)}.\n\n{parameters}{_text(function)}\n"
+    return f"### `{name}`\n\n{', '.join(facts)}.\n\n{parameters}{_text(function)}\n\n**Cost:** {cost}\n"
 
 
 def _functions(title: str, functions: list[Any]) -> Iterator[str]:
@@ -148,18 +163,8 @@ def _length_bias() -> str:
 
 def _text(function: Any) -> str:
     text = inspect.getdoc(function) or ""
-    text = re.sub(
-        r"methods\.md (section )?([0-9.]+[0-9])((, |-)[0-9.]+[0-9])?( \([^)]*\))?",
-        lambda found: _source(found[2]),
-        text,
-    )
+    text = re.sub(r"^When: ", "**When:** ", text, flags=re.MULTILINE)
     return re.sub(r"^(Args|Raises|Attributes):$", r"**\1:**\n", text, flags=re.MULTILINE)
-
-
-def _source(section: str) -> str:
-    while section not in SOURCES:
-        section = section.rpartition(".")[0]
-    return SOURCES[section]
 
 
 def _shown(value: Parameter) -> str:

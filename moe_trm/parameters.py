@@ -42,6 +42,24 @@ def resolve(
     return {**defaults, **given}
 
 
+def bind(
+    function: Callable[..., Any],
+    ratio: str,
+    given: Mapping[str, Parameter],
+    known_ratios: Collection[str],
+    *,
+    what: str,
+    where: str,
+    missing_fix: str = "",
+) -> tuple[str, dict[str, Parameter]]:
+    """The ratio that a method reads, `ratio` unless `given` names another one, and all its parameters; refuses what `resolve` does."""
+    own = {name: value for name, value in given.items() if name != "ratio"}
+    chosen = str(given.get("ratio", ratio))
+    if chosen not in known_ratios:
+        raise ConfigError("unknown ratio", where=where, got=chosen, expected=", ".join(known_ratios))
+    return chosen, resolve(function, own, what=what, where=where, missing_fix=missing_fix)
+
+
 def unknown(what: str, name: str, known: Collection[str], where: str) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
     close = difflib.get_close_matches(name, known, n=1)

@@ -140,21 +140,20 @@ def _check_interpolated(rules: Sequence[BoundRule], loss: BoundObjective, config
 
 def placeholder(item: Uncalibrated) -> BoundRule:
     """The rule with an arbitrary threshold: for checking its other settings, never for rejecting."""
-    assert item.rule.calibrate is not None
-    return item.rule.bind(**{**item.rule.calibrate(1.0), **item.fixed})
+    return item.rule.bind(**{**dict.fromkeys(item.rule.calibrated, 1.0), **item.fixed})
 
 
 def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
     rule, where = corrections.get(item.name), f"correction {item.name}, target_reject_rate"
     if rule.calibrate is None:
         raise ConfigError(
-            "this rule cannot be calibrated: it does not compare one score with one threshold",
+            "this rule cannot be calibrated: its threshold does not judge tokens or rows one by one",
             where=where,
             got=target,
             expected="thresholds given by value, or one of "
             + ", ".join(name for name in corrections.names() if corrections.get(name).calibrate is not None),
         )
-    chosen = sorted(set(rule.calibrate(1.0)) & set(item.thresholds))
+    chosen = sorted(set(rule.calibrated) & set(item.thresholds))
     if chosen:
         raise ConfigError(
             "a threshold is either given or chosen from a target",

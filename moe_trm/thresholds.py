@@ -61,7 +61,7 @@ class Thresholds:
         """Take the scores of one micro-batch."""
         if not self._bound:
             for item, window in zip(self._pending, self._window, strict=True):
-                window.append(scores(item.rule, evidence, **item.fixed).float().cpu())
+                window.append(scores(item.rule, evidence, **item.fixed).float().cpu().flatten())
 
     def end_step(self, learner: Learner) -> dict[str, float]:
         """Count a step, freeze after the last one of the window; returns the chosen thresholds as metrics. Collective."""
@@ -86,8 +86,7 @@ class Thresholds:
     def _freeze(self, bound: Sequence[BoundRule]) -> None:
         self._bound, self._window = tuple(bound), [[] for _ in bound]
         for item, rule in zip(self._pending, bound, strict=True):
-            assert item.rule.calibrate is not None
-            values = {name: rule.thresholds[name] for name in item.rule.calibrate(1.0)}
+            values = {name: rule.thresholds[name] for name in item.rule.calibrated}
             self._chosen[item.rule.name] = {name: float(value) for name, value in values.items() if value is not None}
 
     def _save(self, learner: Learner) -> None:

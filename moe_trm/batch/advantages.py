@@ -55,7 +55,9 @@ def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Arr
     """GRPO: A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1; without `normalize_std` the mean alone, as in Dr.GRPO.
 
     A group of equal rewards gets 0. A group of one has nothing to compare with: mean 0 and std 1, so A = R.
-    Source: methods.md 6.1.
+    Source: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783).
+
+    When: the default, with groups of 8 or more.
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     scale = groups.std(rewards) + EPSILON if normalize_std else np.ones_like(rewards)
@@ -64,28 +66,39 @@ def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Arr
 
 
 def rloo(rewards: Array, group_ids: Array) -> Array:
-    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one. Source: methods.md 6.1."""
+    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one. Source: RLOO (arXiv 2402.14740).
+
+    When: small groups; unbiased, and large rewards are not scaled down.
+    """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     result: Array = groups.centered(rewards) * groups.size / np.maximum(groups.size - 1, 1)
     return result
 
 
 def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:
-    """OPO: A_i = R_i - b_g, with the length-weighted baseline b_g = sum_j T_j R_j / sum_j T_j. Source: methods.md 6.1."""
+    """OPO: A_i = R_i - b_g, with the length-weighted baseline b_g = sum_j T_j R_j / sum_j T_j. Source: OPO (arXiv 2505.23585).
+
+    When: lengths differ much within a group.
+    """
     rewards, lengths, groups = np.asarray(rewards, np.float64), np.asarray(num_tokens, np.float64), Groups(group_ids)
     weight = groups.sum(lengths)
     return rewards - groups.sum(lengths * rewards) / np.where(weight > 0, weight, 1.0)
 
 
 def remax(rewards: Array, greedy_rewards: Array) -> Array:
-    """ReMax: reward minus that of the greedy answer to the same prompt, both `[N]`. Source: methods.md 6.1."""
+    """ReMax: reward minus that of the greedy answer to the same prompt, both `[N]`. Source: ReMax (arXiv 2310.10505).
+
+    When: one sample for each prompt, and a greedy answer beside it can be afforded.
+    """
     return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
 
 
 def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0) -> Array:
     """GPG: A_i = alpha (R_i - mean_g) / scale, alpha = N / #(R != 0): all-zero rewards do not dilute the gradient.
 
-    With no reward at all everything is 0. Source: methods.md 5.7.
+    With no reward at all everything is 0. Source: GPG (arXiv 2504.02546).
+
+    When: most groups have no reward at all.
     """
     rewards = np.asarray(rewards, np.float64)
     return Groups(group_ids).centered(rewards) * (len(rewards) / max(int(np.count_nonzero(rewards)), 1)) / scale
@@ -94,7 +107,9 @@ def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0) -> Array:
 def pass_at_k(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Array:
     """pass@k: only the best sample of a group gets anything, its lead over the second best (over std + 1e-6).
 
-    Ties for the best give 0. Source: methods.md 6.1.
+    Ties for the best give 0. Source: pass@k training, as in verl.
+
+    When: the best of several tries counts, not the average one.
 
     Raises:
         ConfigError: a group of one.
@@ -117,7 +132,10 @@ def pass_at_k(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -
 
 
 def gdpo(rewards_ND: Array, group_ids: Array, weights_D: Array) -> Array:
-    """GDPO: GRPO of each reward dimension, weighted sum, then whitened over the batch. Source: methods.md 6.1."""
+    """GDPO: GRPO of each reward dimension, weighted sum, then whitened over the batch. Source: GDPO, as in verl.
+
+    When: several rewards of different scale, none of which may drown the others.
+    """
     columns = np.asarray(rewards_ND, np.float64).T
     parts = [weight * grpo(column, group_ids) for column, weight in zip(columns, weights_D, strict=True)]
     return whiten(np.sum(parts, axis=0))

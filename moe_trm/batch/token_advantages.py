@@ -21,12 +21,18 @@ def rewards_to_go(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
 
 
 def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
-    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the batch. Source: methods.md 6.1."""
+    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the batch. Source: REINFORCE++ (arXiv 2501.03262).
+
+    When: one sample for each prompt, or groups too small to compare.
+    """
     return _whitened(rewards_to_go(rewards, mask, gamma=gamma), mask)
 
 
 def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, mask: Array) -> Array:
-    """REINFORCE++ with baseline: reward `[N]` minus the group mean on every token, whitened over the batch. Source: methods.md 6.1."""
+    """REINFORCE++ with baseline: reward `[N]` minus the group mean on every token, whitened over the batch. Source: REINFORCE++ (arXiv 2501.03262).
+
+    When: groups whose spread says little; prompts of different difficulty keep their weight.
+    """
     return _whitened(Groups(group_ids).centered(np.asarray(rewards, np.float64))[:, None] * mask, mask)
 
 
@@ -34,7 +40,9 @@ def gae(rewards: Array, values: Array, mask: Array, *, gamma: float = 1.0, lam: 
     """Generalised advantage estimation: (advantages, returns), both `[N, T]`.
 
     d_t = r_t + gamma V_next - V_t,  A_t = d_t + gamma lam A_next,  return = A + V; tokens that were not sampled pass V_next
-    and A_next through. Not whitened. Source: methods.md 6.2.
+    and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
+
+    When: a critic is trained.
     """
     rewards, values = np.where(mask, rewards, 0.0), np.where(mask, values, 0.0)
     advantages, next_value, next_advantage = np.zeros(mask.shape), np.zeros(len(mask)), np.zeros(len(mask))
@@ -62,7 +70,9 @@ def otb(
     W_t = cumsum(q), q = 1 - 2 p_t + sum_v p_v^2: a proxy of the squared score norm, times `is_weights`^2 if given. With tool
     tokens positions are counted over sampled tokens alone (TIR-OTB), so rows align by rank. A group of one has B = 0. With
     `zero_tail`, B is 0 on the unique longest row beyond the second longest, where it would be compared with itself.
-    Source: methods.md 6.3.
+    Source: optimal token baseline (OTB, TIR-OTB), as in verl.
+
+    When: long answers off-policy, where one baseline for all tokens leaves much variance.
 
     Args:
         rewards: `[N, T]` token rewards; `mask`: `[N, T]`.

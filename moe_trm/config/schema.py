@@ -262,7 +262,7 @@ class RuleConfig(Section):
     thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
     target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows) over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
+    """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
 
 
 Preset = Literal[

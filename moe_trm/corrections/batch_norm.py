@@ -28,7 +28,7 @@ def weight_sums(correction: Correction, mask: Tensor, level: Level) -> summable.
 def normalized(correction: Correction, sums: Mapping[str, Tensor | float]) -> Correction:
     """w~ = w / mean(w), with the mean of `sums` (`weight_sums` of the whole minibatch, truncation included).
 
-    A mean of at most 1e-8 leaves the weights as they are. Source: methods.md 2.7.
+    A mean of at most 1e-8 leaves the weights as they are. Source: verl's rollout correction.
     """
     factor = summable.finalize(sums).get("weight", 0.0)
     return correction if factor <= 1e-8 else replace(correction, weights=correction.weights / factor)

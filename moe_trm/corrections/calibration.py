@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,16 +14,18 @@ from moe_trm.errors import ConfigError
 
 
 def scores(rule: RegisteredRule, evidence: Evidence, **fixed: float | str) -> Tensor:
-    """The statistic of `rule` for each unit it would judge, tokens or rows, `[units]`: rejected iff above the threshold.
+    """The statistic of `rule` for each unit it would judge, tokens or rows: rejected (or truncated) iff above the threshold.
 
-    `fixed` are thresholds that are not calibrated, such as `delta` of LN-TRM or `divergence`.
+    `[units]`, or `[units, D]` for a rule with D thresholds. `fixed` are thresholds that are not calibrated, such as `delta` of
+    LN-TRM or `divergence`.
     """
-    correction = rule.bind(**{**_calibrated(rule, 1.0), **fixed})(evidence)
-    assert correction.score is not None
-    judged = evidence.mask if correction.score.dim() == 2 else evidence.mask.any(dim=1)
+    correction = _at(rule, [1.0] * rule.num_statistics, fixed)(evidence)
+    statistics = correction.score if correction.statistics is None else correction.statistics
+    assert statistics is not None
+    judged = evidence.mask if rule.scope == "token" else evidence.mask.any(dim=1)
     if correction.judged is not None:
         judged = judged & correction.judged
-    return correction.score[judged].detach()
+    return statistics[judged].detach()
 
 
 def calibrate(
@@ -32,10 +35,11 @@ def calibrate(
 
     The threshold is the empirical quantile 1 - rate, a score that occurred, so at most that share was above it. Freeze, log
     and save it: one that follows the batch would hide a growing mismatch behind a constant reject rate. Symmetric bands and
-    floors take the quantile of the absolute or negated log-ratio.
+    floors take the quantile of the absolute or negated log-ratio, caps the share that would have been truncated. Several
+    thresholds are put at one common quantile of their statistics, the one at which together they reject the target.
 
     Raises:
-        ConfigError: a rate outside (0, 1), a rule without a score, an empty window.
+        ConfigError: a rate outside (0, 1), a rule that cannot be calibrated, an empty window.
     """
     if not 0 < target_reject_rate < 1:
         raise ConfigError(
@@ -44,6 +48,7 @@ def calibrate(
             got=target_reject_rate,
             expected="between 0 and 1",
         )
+    _check_calibrated(rule)
     collected = torch.cat(list(window)).double() if (window := list(window)) else torch.zeros(0)
     if not len(collected):
         raise ConfigError(
@@ -52,16 +57,25 @@ def calibrate(
             got="an empty window",
             expected="at least one batch",
         )
-    quantile = torch.quantile(collected.nan_to_num(nan=torch.inf), 1 - target_reject_rate, interpolation="higher")
-    return rule.bind(**{**_calibrated(rule, max(float(quantile), 1e-12)), **fixed})
+    statistics = collected.nan_to_num(nan=torch.inf).reshape(-1, rule.num_statistics)
+    ascending, order = statistics.sort(dim=0, stable=True)
+    # A unit is rejected when any of its statistics is above its threshold: what counts is its highest place in any column.
+    place = order.argsort(dim=0).amax(dim=1).sort().values
+    chosen = ascending[place[math.ceil((len(place) - 1) * (1 - target_reject_rate))]]
+    return _at(rule, [max(value, 1e-12) for value in chosen.tolist()], fixed)
 
 
-def _calibrated(rule: RegisteredRule, quantile: float) -> dict[str, float]:
+def _at(rule: RegisteredRule, quantiles: Sequence[float], fixed: Mapping[str, float | str]) -> BoundRule:
+    _check_calibrated(rule)
+    assert rule.calibrate is not None
+    return rule.bind(**{**rule.calibrate(*quantiles), **fixed})
+
+
+def _check_calibrated(rule: RegisteredRule) -> None:
     if rule.calibrate is None:
         raise ConfigError(
             "this rule cannot be calibrated",
             where=f"correction {rule.name}",
             got="target_reject_rate",
-            expected="a rule that thresholds one score",
+            expected="a rule that thresholds statistics of single tokens or rows",
         )
-    return dict(rule.calibrate(quantile))

@@ -45,7 +45,9 @@ class Correction:
         weights: `[B, T]` float32, detached, 0 off-mask: multiplies the policy term of the loss.
         keep: `[B, T]` bool: False removes the token from the gradient. Denominators never change.
         metrics: scalars (0-d tensors, not synchronised with the host).
-        score: `[B]` or `[B, T]` statistic that the rule thresholds from above, or None; what calibration takes quantiles of.
+        score: `[B]` or `[B, T]` statistic that the rule thresholds from above, or None.
+        statistics: what calibration takes quantiles of where that is not the score: `[B]`, `[B, T]`, or `[B, D]` for a rule on
+            rows with D thresholds.
         judged: rows or tokens, shaped as `score`, that the threshold can reject; None: all.
     """
 
@@ -54,6 +56,7 @@ class Correction:
     metrics: Mapping[str, Tensor]
     score: Tensor | None = None
     judged: Tensor | None = None
+    statistics: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RowDecision:
     Attributes:
         keep: `[B]` bool, rows that stay.
         weights: `[B]` detached weight of each row; None: 1.
-        metrics, score, judged: as in `Correction`.
+        metrics, score, judged, statistics: as in `Correction`.
     """
 
     keep: Tensor
@@ -71,13 +74,14 @@ class RowDecision:
     metrics: Mapping[str, Tensor]
     score: Tensor | None = None
     judged: Tensor | None = None
+    statistics: Tensor | None = None
 
     def spread(self, mask: Tensor, dtype: torch.dtype) -> Correction:
         """The same over the tokens of `mask` `[B, T]`."""
         keep = mask & self.keep[:, None]
         ones = torch.ones((), dtype=dtype, device=mask.device)
         weights = torch.where(keep, ones if self.weights is None else self.weights[:, None], 0.0)
-        return Correction(weights, keep, self.metrics, self.score, self.judged)
+        return Correction(weights, keep, self.metrics, self.score, self.judged, self.statistics)
 
 
 class Rule(Protocol):

@@ -22,7 +22,10 @@ def geometric_mask(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.999,
     """Keep row i iff low <= rho_geo <= high, rho_geo = exp(mean_t log rho_t), the geometric mean of the token ratios.
 
     Neutral to length: tiling a row leaves rho_geo unchanged. The default band is verl's; other sources use 0.99-1.01.
-    Opposite errors cancel inside the mean. Source: methods.md 2.2.
+    Opposite errors cancel inside the mean. Source: masked importance sampling and geometric mask of verl and slime.
+
+    When: whole answers drifted in one direction and lengths differ; beside a weight, never against isolated outliers,
+    which the mean hides.
     """
     check_band("geometric_mask", low, high)
     average = row_mean(clamp_log_ratio(log_ratio), evidence.mask)

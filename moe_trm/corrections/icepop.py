@@ -25,7 +25,10 @@ def icepop(
 
     The default band is Ring-1T's, which masks 1-2 per mille of tokens; above 10% look for the cause instead. `weight="one"`
     is the 0/1 form (no calibration). With `ratio="total"` and the `reinforce` loss it is the form that bands the full ratio.
-    Source: methods.md 2.3.
+    Source: IcePop (Ring-1T, arXiv 2510.18855); the total-ratio form is prime-rl's.
+
+    When: an MoE policy has isolated tokens that routing or precision threw far off; cheap, and the usual first choice
+    there.
     """
     check_band("icepop", low, high)
     if weight not in ("ratio", "one"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -46,15 +47,23 @@ def _band(level: str) -> RegisteredRule:
         k1 = _ESTIMATORS["k1"](_REDUCTIONS[level](clamp_log_ratio(log_ratio), evidence))
         tested = k1 if orientation == "verl" else -k1
         keep = (tested >= math.log(low)) & (tested <= math.log(high))
-        return keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, k1)
+        decision = keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, k1)
+        return replace(decision, statistics=k1.abs())
 
     function.__name__ = f"{level}_k1"
     function.__doc__ = f"""{_subject(level)} iff log low <= s <= log high, s = {_statistic(level)} of k1 = -log rho.
 
     With `orientation="verl"` (the field's) s is -log rho, so what stays has rho in [1/high, 1/low]: a mirrored band unless
-    low = 1/high. `orientation="ratio"` tests log rho itself. No default thresholds.{_bias(level)} Source: methods.md 2.5.
+    low = 1/high. `orientation="ratio"` tests log rho itself. No default thresholds; a `target_reject_rate` chooses a band
+    with low = 1/high.{_bias(level)} Source: rejection modes of verl's rollout correction.
+
+    When: {_when(level, "k1")}
     """
-    return rule(ratio="engine", scope=_scope(level))(function)
+    return rule(
+        ratio="engine",
+        scope=_scope(level),
+        calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+    )(function)
 
 
 def _upper(level: str, estimator: str) -> RegisteredRule:
@@ -68,7 +77,9 @@ def _upper(level: str, estimator: str) -> RegisteredRule:
     function.__name__ = f"{level}_{estimator}"
     function.__doc__ = f"""{_subject(level)} iff {_statistic(level)} of {estimator} = {formula} is at most `upper` nats.
 
-    No default threshold.{_bias(level)} Source: methods.md 2.5.
+    No default threshold.{_bias(level)} Source: rejection modes of verl's rollout correction.
+
+    When: {_when(level, estimator)}
     """
     return rule(ratio="engine", scope=_scope(level), calibrate=lambda quantile: {"upper": quantile})(function)
 
@@ -83,6 +94,22 @@ def _statistic(level: str) -> str:
 
 def _scope(level: str) -> Scope:
     return "token" if level == "token" else "sequence"
+
+
+def _when(level: str, estimator: str) -> str:
+    """When a mode is the right one, as its docstring says."""
+    unit = {
+        "token": "isolated tokens are off and the rest of their rows should train",
+        "seq_sum": "all answers are short or of one length: rows are judged by their total",
+        "seq_mean": "rows as a whole drifted, whatever their length",
+        "seq_max": "one bad token should cost the row",
+    }[level]
+    kind = {
+        "k1": "the direction matters and errors in both directions may cancel",
+        "k2": "both directions count alike",
+        "k3": "ratios above 1 are the worse ones",
+    }[estimator]
+    return f"{unit}; {kind}."
 
 
 def _bias(level: str) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Literal
 
 import torch
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
-from moe_trm.errors import ConfigError
-from moe_trm.parameters import Parameter, declared, resolve
+from moe_trm.parameters import Parameter, bind, declared
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]
@@ -33,7 +33,7 @@ class RegisteredRule:
         scope: `token`: each token alone; `sequence`: needs whole rows; `batch`: needs the whole minibatch.
         defaults: thresholds that may be left out, with their values.
         required: thresholds without a default, because no value is right for every model.
-        calibrate: the thresholds at which a given score is just kept, or None if the rule has no such score.
+        calibrate: the thresholds at which given statistics are just kept, or None if no threshold stands for a reject rate.
     """
 
     name: str
@@ -42,20 +42,29 @@ class RegisteredRule:
     defaults: Mapping[str, Parameter]
     required: tuple[str, ...]
     function: RuleFunction
-    calibrate: Callable[[float], Mapping[str, float]] | None = None
+    calibrate: Callable[..., Mapping[str, float]] | None = None
+
+    @property
+    def calibrated(self) -> tuple[str, ...]:
+        """The thresholds that a target reject rate chooses; none if it cannot."""
+        return tuple(self.calibrate(*[1.0] * self.num_statistics)) if self.calibrate else ()
+
+    @property
+    def num_statistics(self) -> int:
+        """How many statistics of a row or token `calibrate` takes a quantile of each of."""
+        return len(signature(self.calibrate).parameters) if self.calibrate else 0
 
     def __call__(self, evidence: Evidence, **thresholds: Parameter) -> Correction:
         return self.bind(**thresholds)(evidence)
 
     def bind(self, **thresholds: Parameter) -> BoundRule:
         """This rule with its thresholds, checked now: unknown, missing or senseless ones raise `ConfigError`."""
-        ratio = thresholds.pop("ratio", self.ratio)
-        where = f"correction {self.name}"
-        if ratio not in RATIO_NAMES:
-            raise ConfigError("unknown ratio", where=where, got=ratio, expected=", ".join(RATIO_NAMES))
         fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
-        resolved = resolve(self.function, thresholds, what="threshold", where=where, missing_fix=fix)
-        bound = BoundRule(self, str(ratio), resolved)
+        where = f"correction {self.name}"
+        chosen = bind(
+            self.function, self.ratio, thresholds, RATIO_NAMES, what="threshold", where=where, missing_fix=fix
+        )
+        bound = BoundRule(self, *chosen)
         bound(_no_evidence())
         return bound
 
@@ -86,7 +95,7 @@ class BoundRule:
 
 
 def rule(
-    *, ratio: Ratio, scope: Scope, calibrate: Callable[[float], Mapping[str, float]] | None = None
+    *, ratio: Ratio, scope: Scope, calibrate: Callable[..., Mapping[str, float]] | None = None
 ) -> Callable[[RuleFunction], RegisteredRule]:
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds."""
 

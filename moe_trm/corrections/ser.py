@@ -17,7 +17,9 @@ def ser(evidence: Evidence, log_ratio: Tensor, *, max_score: float) -> RowDecisi
 
     E_mu[SER] is twice the average total variation of the row's contexts. Neutral to length in expectation; its spread
     shrinks as 1 / sqrt(T), so short rows are rejected a little more often. `max_score` has no published value and no
-    default. Source: methods.md 2.12.
+    default. Source: sequence error rate of Trust Region Masking (arXiv 2512.23075).
+
+    When: one threshold should mean the same for short and long answers, and ratios in both directions count alike.
     """
     check_positive("ser", "max_score", max_score)
     score = row_mean(clamp_log_ratio(log_ratio).expm1().abs(), evidence.mask)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moe_trm import summable
@@ -27,7 +28,10 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
     `divergence="sampled"`: d = k2 = (log w)^2 / 2, symmetric in w and 1/w, from the sampled token alone.
     `divergence="exact"`: d = KL(mu || pi_theta) of each context; only then does the guarantee max_t KL <= max_kl hold.
     The threshold does not depend on length, the chance to pass does: (1 - p)^T. `max_kl` in nats has no published value and
-    no default. Source: methods.md 2.9.
+    no default. Source: Trust Region Masking (arXiv 2512.23075).
+
+    When: every token of what trains must be close, as the bounds assume; expect long answers to be rejected more and look
+    at `acceptance/length_*`.
     """
     check_positive("trm_max", "max_kl", max_kl)
 
@@ -45,7 +49,10 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
 
     `divergence="sampled"`: d = k3 = w - 1 - log w, never negative and unbiased, E_mu[k3] = KL(mu || pi_theta).
     `divergence="exact"`: d = KL(mu || pi_theta) of each context. Neutral to length. `mean_kl` in nats has no published value
-    and no default. Source: methods.md 2.9.
+    and no default. Source: Trust Region Masking (arXiv 2512.23075).
+
+    When: answers as a whole must be close and lengths differ; one bad token in a long answer passes, so pair it with
+    `token_veto` or `trm_max`.
     """
     check_positive("trm_avg", "mean_kl", mean_kl)
 
@@ -57,14 +64,21 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
     return _with_disagreement(decision, evidence, lambda d: average(d) <= mean_kl)
 
 
-@rule(ratio="total", scope="sequence")
+@rule(
+    ratio="total",
+    scope="sequence",
+    calibrate=lambda worst, average: {"max_kl": worst, "mean_kl": average},
+)
 def trm_max_avg(
     evidence: Evidence, log_ratio: Tensor, *, max_kl: float, mean_kl: float, divergence: str = "sampled"
 ) -> RowDecision:
     """TRM-Max&Avg: keep row i iff TRM-Max and TRM-Avg both keep it, which allows looser thresholds for each.
 
     The score reported is the larger of the two statistics, each divided by its threshold: above 1 the row is dropped.
-    Divergences and units as in `trm_max` and `trm_avg`. Source: methods.md 2.9.
+    A `target_reject_rate` puts both thresholds at one quantile of their statistics, at which together they reject this share.
+    Divergences and units as in `trm_max` and `trm_avg`. Source: Trust Region Masking (arXiv 2512.23075).
+
+    When: both are wanted at once with looser thresholds for each; the usual way to run trust-region masking.
     """
     check_positive("trm_max_avg", "max_kl", max_kl)
     check_positive("trm_max_avg", "mean_kl", mean_kl)
@@ -79,6 +93,7 @@ def trm_max_avg(
 
     worst, average = statistics(divergence)
     decision = keep_rows(kept(divergence), (worst / max_kl).maximum(average / mean_kl))
+    decision = replace(decision, statistics=torch.stack([worst, average], dim=1))
     return _with_disagreement(decision, evidence, kept)
 
 

@@ -2,7 +2,8 @@
 
 E = J(pi) - J(mu) - E_mu[R sum_t (w_t - 1)] for answers of T tokens; delta bounds the KL of every context, D_seq is the KL of a
 whole answer, Dbar_t the mean total variation at position t. Theorems hold for the *maximum over all contexts*. A batch shows only
-sampled contexts: figures computed from it are estimates of a certificate, not one. Source: methods.md 2.14.
+sampled contexts: figures computed from it are estimates of a certificate, not one.
+Source: Trust Region Masking (arXiv 2512.23075), checked here by enumeration.
 """
 
 from __future__ import annotations

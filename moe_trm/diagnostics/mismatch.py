@@ -41,7 +41,8 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
     `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
     With the rollout's distribution on its kept support, `total/exact_kl` is the mean KL(rollout || current) on it, not an estimate.
-    Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential. Source: methods.md 8.1.
+    Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential.
+    Source: verl's rollout correction, whose names are kept.
     """
     ratios = evidence.ratios
     known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")

@@ -18,7 +18,7 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     `acceptance/negative`, `acceptance/zero`; `acceptance/correct`, `acceptance/wrong` (reward above 0 or not) where rewards are
     known; where turns are, `acceptance/multi_turn` of rows with several turns, and the share of *tokens* kept in the first turn
     and after it, `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens`. The edges are fixed, so that counts of different batches may be added. A rule
-    that is neutral to length shows about the same share everywhere. Source: methods.md 8.3.
+    that is neutral to length shows about the same share everywhere.
     """
     mask = evidence.mask
     lengths, intact = num_tokens(mask), (correction.keep | ~mask).all(dim=1)

@@ -1,7 +1,7 @@
 """From metrics to one sentence: what is wrong, by which figures, and which setting acts on it.
 
 The engine ratio is measured between two engines at the same weights, so it is its own same-checkpoint probe: numerics and staleness
-are told apart without a separate experiment. Thresholds are the field's (methods.md 8.2-8.5); `RISING_STEPS`, `PPL_TOLERANCE` and
+are told apart without a separate experiment. Thresholds are the field's (verl's guide to rollout correction); `RISING_STEPS`, `PPL_TOLERANCE` and
 the two-standard-error rule are ours.
 """
 
@@ -57,7 +57,7 @@ def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float
     """How much correction is called for: `rejection`, `rejection and token_tis`, or `systems` (repair the engines instead).
 
     systems: more than 25% masked, effective sample size below 0.3, Pearson below 0.95, or chi2 above 4; rejection and weights:
-    chi2 above 2 or at least 10% masked; else rejection alone. Source: methods.md 8.5.
+    chi2 above 2 or at least 10% masked; else rejection alone. Source: ours, after the field's health ranges.
     """
     if masked_fraction > 0.25 or eff_sample_size < 0.3 or probs_pearson < 0.95 or chi2_token > 4:
         return "systems"

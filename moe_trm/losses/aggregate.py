@@ -33,7 +33,7 @@ def aggregate(
     | `seq-mean-token-sum-norm` | sum_i sum_t X keep / (N H) | Dr.GRPO |
 
     N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else weigh
-    more. Source: methods.md 1.5.
+    more. Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
 
     Args:
         values: `[B, T]` token losses; where `keep` is False they may be anything.

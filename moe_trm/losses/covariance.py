@@ -16,7 +16,9 @@ from moe_trm.ratios import clamp_log_ratio
 def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
     """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
 
-    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Source: methods.md 5.23.
+    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
+
+    When: entropy collapses early; holds back the tokens that drive it with a penalty.
     """
     require(0 < share <= 1 and beta >= 0, "kl_cov", "0 < share <= 1, beta >= 0", share=share, beta=beta)
     keep, x = inputs.keep, clamp_log_ratio(log_ratio)
@@ -44,7 +46,9 @@ def clip_cov(
     """Clip-cov: PPO clip, with no loss on a random `share` of all tokens (at least one) among those with low < cov < high.
 
     Tokens that PPO clips already are no candidates. The choice depends on `seed` alone: change it every step.
-    Source: methods.md 5.23.
+    Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
+
+    When: entropy collapses early; drops a few tokens that drive it. Milder than `kl_cov`.
     """
     require(0 < share <= 1 and low < high, "clip_cov", "0 < share <= 1, low < high", share=share, low=low, high=high)
     keep, advantages = inputs.keep, inputs.advantages

@@ -28,7 +28,9 @@ def ctpo(
     """CTPO: X = W max(-A e^l, -A e^{clip(l, -low n^p, high n^p)}), l = sg[c_t] + log pi - sg[log pi], c_t = sum_{u <= t} log r_u.
 
     n = 1..T_i is the token's rank; for A < 0 the loss is capped at -A e^{dual n^p}. `form="geometric"` uses c_t / n, usually
-    with `power=-0.5`. The gradient passes through the current token alone; l is capped at 10. Source: methods.md 5.14.
+    with `power=-0.5`. The gradient passes through the current token alone; l is capped at 10. Source: CTPO, as in horizon-llm/CTPO.
+
+    When: long answers, where a token's clip should depend on all that came before it.
     """
     require(min(low, high, dual) >= 0, "ctpo", "low, high, dual >= 0", low=low, high=high, dual=dual)
     if form not in ("cumulative", "geometric"):

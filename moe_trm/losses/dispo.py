@@ -26,7 +26,9 @@ def dispo(
 
     Correct means reward above 0 where rewards are known, else A > 0. The four published values are not established; the
     defaults are ours. Too tight an upper bound on incorrect answers invites repetition, too tight a lower one vanishing
-    length. Source: methods.md 5.20.
+    length. Source: DISPO.
+
+    When: right and wrong answers should be trusted to different degrees; its four bounds need a search.
     """
     got = {
         "correct_low": correct_low,

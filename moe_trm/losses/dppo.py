@@ -19,7 +19,10 @@ def dppo_tv(
     """DPPO-TV: X = -W m sg[min(p / q, cap)] A log p; A > 0 keeps p - q <= bound_high, A <= 0 keeps p - q >= -bound_low.
 
     p is the policy's probability of the token, q the anchor's: the rollout by default, the proximal policy with
-    `ratio="update"`. Source: methods.md 5.10.
+    `ratio="update"`. Source: DPPO (arXiv 2602.04879), with the defaults of Stable-RL.
+
+    When: a ratio clip drops unlikely tokens for tiny changes and lets likely ones move a lot; bounds the change of
+    probability instead.
     """
     require(
         min(bound_low, bound_high, cap) > 0, "dppo_tv", "all > 0", bound_low=bound_low, bound_high=bound_high, cap=cap
@@ -36,7 +39,9 @@ def dppo_kl(
     """DPPO-KL: as `dppo_tv` with b = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), the KL of "this token or another".
 
     A > 0 keeps b <= bound_high or p <= q; A <= 0 keeps b <= bound_low or p >= q. 1e-8 is added to both complements.
-    Source: methods.md 5.10.
+    Source: DPPO (arXiv 2602.04879), with the defaults of Stable-RL.
+
+    When: as `dppo_tv`, measured in KL: stricter for tokens that were unlikely.
     """
     require(
         min(bound_low, bound_high, cap) > 0, "dppo_kl", "all > 0", bound_low=bound_low, bound_high=bound_high, cap=cap

@@ -22,7 +22,9 @@ def espo(
 
     Bins are quantiles of predictive entropy within the row, H_b and H mean entropies of bin and row. Each token has
     sigma_b pi / sg[pi], so advantages may differ. One bin is GSPO-token; as many bins as tokens with equal entropies is token
-    PPO. Grouping, number of bins and direction of the scaling are not established. Needs `entropy`. Source: methods.md 5.24.
+    PPO. Grouping, number of bins and direction of the scaling are not established. Needs `entropy`. Source: ESPO.
+
+    When: a row mixes certain and uncertain tokens and one sequence ratio is too coarse. Research.
     """
     require(
         num_bins >= 1 and clip_low >= 0 and clip_high >= 0,

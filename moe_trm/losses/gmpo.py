@@ -18,7 +18,9 @@ def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> Tok
     """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x = log_update.
 
     The clip is per token and in log space; correction weights enter as their geometric mean over the row's kept tokens.
-    Source: methods.md 5.6.
+    Source: GMPO (arXiv 2507.20673).
+
+    When: outlier tokens dominate the mean of `ppo_clip`; steadier, at a narrower step.
     """
     require(log_clip > 0, "gmpo", "> 0", log_clip=log_clip)
     keep, sign = inputs.keep, inputs.advantages.sign()

@@ -18,7 +18,9 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
     """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update).
 
     Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the row.
-    Source: methods.md 5.5.
+    Source: GSPO (arXiv 2507.18071).
+
+    When: MoE policies and long answers, where token ratios are noise and rewards are of whole answers.
     """
     require(clip_low >= 0 and clip_high >= 0, "gspo", "both >= 0", clip_low=clip_low, clip_high=clip_high)
     keep = inputs.keep
@@ -33,7 +35,9 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
 def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a row.
 
-    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: methods.md 5.5.
+    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: GSPO (arXiv 2507.18071).
+
+    When: as `gspo`, when advantages differ within an answer.
     """
     require(clip_low >= 0 and clip_high >= 0, "gspo_token", "both >= 0", clip_low=clip_low, clip_high=clip_high)
     keep, advantages = inputs.keep, inputs.advantages

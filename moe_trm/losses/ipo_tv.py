@@ -16,7 +16,9 @@ from moe_trm.ratios import clamp_log_ratio
 def ipo_tv(inputs: LossInputs, log_ratio: Tensor, *, max_tv: float = 0.1, penalty: float = 1e-3) -> TokenLoss:
     """X = -W m A w + penalty (log w)^2, m = 1 iff |p - q| <= max_tv for the token's probabilities p now and q at rollout.
 
-    Source: methods.md 5.26.
+    Source: prime-rl's IPO-style loss.
+
+    When: asynchronous rollouts whose anchor pass is to be saved: it reads only the rollout's log-probs.
     """
     require(max_tv > 0 and penalty >= 0, "ipo_tv", "max_tv > 0, penalty >= 0", max_tv=max_tv, penalty=penalty)
     x, current = clamp_log_ratio(log_ratio), inputs.current_logprobs.detach()

@@ -1,7 +1,8 @@
 """Estimators of KL(pi_theta || pi_ref) from sampled tokens, and what sets their coefficient. Shape letters: B sequences, T tokens.
 
 x = log pi_theta - log pi_ref on tokens sampled from pi_theta. Which estimator may be differentiated is not obvious: the gradient
-of the mean of k1 is zero, that of k3 belongs to KL(pi_ref || pi_theta), that of k2 is right. Source: methods.md section 7.
+of the mean of k1 is zero, that of k3 belongs to KL(pi_ref || pi_theta), that of k2 is right.
+Source: KL estimators k1, k2, k3 (J. Schulman, Approximating KL Divergence).
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ def m2po_clip(
 
     The moment is taken over harmful tokens (A > 0 and r > 1, or A < 0 and r < 1) of the minibatch; the clip is never tighter
     than 1 - min_low, 1 + min_high. The masking form is the correction `m2po` with the loss `unclipped`.
-    Source: methods.md 2.13, 5.15.
+    Source: M2PO (arXiv 2510.01161).
+
+    When: as the rule `m2po`, when tokens should be clipped rather than dropped.
     """
     require(
         budget > 0 and min_low >= 0 and min_high >= 0,

@@ -17,7 +17,9 @@ def minirl(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip
     """MiniRL: X = -W sg[w] m A log pi_theta; m = 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low).
 
     w is the total ratio to the rollout, r the ratio this loss reads (default: update). Do not add importance weights on the
-    total ratio: w already is one. Source: methods.md 5.3.
+    total ratio: w already is one. Source: MiniRL (arXiv 2512.01374).
+
+    When: MoE with replayed routes, few updates per step: the least machinery that corrects the engine mismatch.
     """
     require(clip_low >= 0 and clip_high >= 0, "minirl", "both >= 0", clip_low=clip_low, clip_high=clip_high)
     advantages, ratio = inputs.advantages, clamp_log_ratio(log_ratio.detach()).exp()

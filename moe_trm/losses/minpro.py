@@ -17,7 +17,9 @@ def minpro(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 5.0) -> TokenL
     """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier kept tokens, rbar_1 = 1.
 
     The weight is published; the form of the loss and its clip are not established, so a capped, detached weight is used.
-    Use `ratio="total"` without a proximal policy. Source: methods.md 5.13.
+    Use `ratio="total"` without a proximal policy. Source: MinPRO.
+
+    When: prefix ratios without their explosion on long answers. Research.
     """
     require(cap > 0, "minpro", "> 0", cap=cap)
     ratio = clamp_log_ratio(log_ratio.detach()).exp()

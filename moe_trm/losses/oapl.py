@@ -18,7 +18,9 @@ def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value
 
     A regression towards pi proportional to mu exp(R / beta): no ratio, no clip, and the on-policy gradient is not the policy
     gradient. V_g compares the samples of a prompt, which must be in the same batch; beta_value -> infinity makes it the mean.
-    How the paper estimates V_g is not certain. Needs rewards and group ids. Source: methods.md 5.18.
+    How the paper estimates V_g is not certain. Needs rewards and group ids. Source: OAPL.
+
+    When: rollouts may be arbitrarily old, and rewards are dense enough for a regression.
     """
     require(beta > 0 and beta_value > 0, "oapl", "both > 0", beta=beta, beta_value=beta_value)
     if inputs.rewards is None or inputs.group_ids is None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_trm.corrections.rule import Scope
-from moe_trm.errors import ConfigError
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.parameters import Parameter, resolve
+from moe_trm.parameters import Parameter, bind
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 ObjectiveFunction = Callable[..., TokenLoss]
@@ -44,11 +43,9 @@ class Objective:
 
     def bind(self, **parameters: Parameter) -> BoundObjective:
         """This objective with its parameters, checked now: unknown, missing or senseless ones raise `ConfigError`."""
-        ratio = parameters.pop("ratio", self.ratio)
-        if ratio not in RATIO_NAMES:
-            raise ConfigError("unknown ratio", where=f"loss {self.name}", got=ratio, expected=", ".join(RATIO_NAMES))
-        resolved = resolve(self.function, parameters, what="loss parameter", where=f"loss {self.name}")
-        bound = BoundObjective(self, str(ratio), resolved)
+        where = f"loss {self.name}"
+        chosen = bind(self.function, self.ratio, parameters, RATIO_NAMES, what="loss parameter", where=where)
+        bound = BoundObjective(self, *chosen)
         bound(_no_inputs())
         return bound
 

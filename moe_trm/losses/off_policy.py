@@ -14,7 +14,7 @@ from moe_trm.errors import ConfigError
 
 
 def ess_ratio(sequence_weights: Tensor) -> Tensor:
-    """(sum w)^2 / (N sum w^2) of raw sequence ratios `[N]`, in (0, 1]; 1 for equal weights. Source: methods.md 5.17 (VCPO)."""
+    """(sum w)^2 / (N sum w^2) of raw sequence ratios `[N]`, in (0, 1]; 1 for equal weights. Source: VCPO (arXiv 2602.17616)."""
     return sequence_weights.sum() ** 2 / (len(sequence_weights) * (sequence_weights**2).sum()).clamp(min=1e-30)
 
 
@@ -27,7 +27,7 @@ def ess_lr_scale(ratio: float, *, base: float = 1.0, form: str = "sqrt") -> floa
 
 
 def off_policy_baseline(sequence_weights: Tensor, score_norms: Tensor, rewards: Tensor) -> Tensor:
-    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score. Source: methods.md 5.17."""
+    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score. Source: VCPO (arXiv 2602.17616)."""
     energy = sequence_weights**2 * score_norms**2
     return (energy * rewards).sum() / (energy.sum() + 1e-8)
 
@@ -38,7 +38,7 @@ def interpolated_proximal(
     """A-3PO: log pi_prox ~ log mu + alpha (sg[log pi] - log mu), alpha = (v - 1 - v_b) / (v - v_b) for v > v_b >= 0, else 0.
 
     Stands in for a proximal pass when the weights of the last version are gone. `versions` `[B, T]` is -1 off the policy's own
-    tokens. Source: methods.md 5.4.
+    tokens. Source: A-3PO (arXiv 2512.06547).
     """
     age = (current_version - versions).to(behavior_logprobs.dtype)
     alpha = torch.where((versions >= 0) & (age > 0), (age - 1) / age.clamp(min=1), 0.0).clamp(0.0, 1.0)
@@ -50,7 +50,7 @@ def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -
     """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds `max_cosine`.
 
     g <- g - (1 - max_cosine / c) (<g, g'> / |g'|^2) g'. No-op without a previous gradient. Published thresholds are not
-    established; 0.05-0.1 are suggested, synchronous runs are near 0. Source: methods.md 5.29.
+    established; 0.05-0.1 are suggested, synchronous runs are near 0. Source: GAC.
     """
     inner, norms = gradient @ previous, gradient.norm() * previous.norm()
     if float(norms) == 0 or float(inner / norms) <= max_cosine:
@@ -60,14 +60,14 @@ def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -
 
 
 def fused_logits(teacher: Tensor, student: Tensor, share: float) -> Tensor:
-    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies. Source: methods.md 5.28."""
+    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies."""
     return share * teacher + (1 - share) * student
 
 
 def surge_lr(lr: float, length: float, earlier_length: float, *, initial_lr: float, surge: float = 1.2) -> float:
     """Halve the learning rate when answers grew by more than `surge`, down to a tenth of `initial_lr`; call once per cool-down.
 
-    The rule is published, floor and cool-down are ours. Source: methods.md 5.30.
+    The rule is published, floor and cool-down are ours.
     """
     grew = earlier_length > 0 and length / earlier_length > surge
     return max(0.5 * lr, 0.1 * initial_lr) if grew else lr

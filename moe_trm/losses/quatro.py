@@ -18,7 +18,9 @@ def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) ->
     """QUATRO: X = -W sg[r (A - multiplier log r)] log pi_theta.
 
     `multiplier` is the dual variable of max E[A] subject to KL <= budget (`optimal_multiplier` solves it for one prompt). The
-    published sampled estimator, and whether it is per token or per sequence, are not established. Source: methods.md 5.21.
+    published sampled estimator, and whether it is per token or per sequence, are not established. Source: QUATRO.
+
+    When: the trust region should be the same for every prompt whatever its reward spread. Research.
     """
     require(multiplier >= 0, "quatro", ">= 0", multiplier=multiplier)
     x = clamp_log_ratio(log_ratio.detach())

@@ -17,7 +17,9 @@ def r2vpo(inputs: LossInputs, log_ratio: Tensor, *, penalty: float = 0.5) -> Tok
 
     The published form is not established: the abstract describes a variance constraint by a primal-dual method, which is
     this penalty with `penalty` following `next_penalty`; another source describes a clip range that follows the variance of
-    each group. Source: methods.md 5.19.
+    each group. Source: R2VPO.
+
+    When: a soft bound on ratios is wanted in place of a clip. Research.
     """
     require(penalty >= 0, "r2vpo", ">= 0", penalty=penalty)
     ratio = clamp_log_ratio(log_ratio).exp()

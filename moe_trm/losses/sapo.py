@@ -15,7 +15,9 @@ from moe_trm.ratios import clamp_log_ratio
 def sapo(inputs: LossInputs, log_ratio: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     """SAPO: X = -W A h(r), h(r) = (4 / tau) sigmoid(tau (r - 1)), tau = tau_positive where A > 0, else tau_negative.
 
-    h'(1) = 1, so the on-policy gradient is PPO's; it fades smoothly as r leaves 1. Source: methods.md 5.9.
+    h'(1) = 1, so the on-policy gradient is PPO's; it fades smoothly as r leaves 1. Source: SAPO (arXiv 2511.20347).
+
+    When: a clip's edge makes training jumpy; a smooth gate at about the same width.
     """
     require(
         tau_positive > 0 and tau_negative > 0, "sapo", "both > 0", tau_positive=tau_positive, tau_negative=tau_negative

@@ -18,7 +18,9 @@ def tbpo(
 ) -> TokenLoss:
     """TBPO: GSPO's loss on sigma_i, and for A < 0 also X <= -A (1 + dual_high): rows far above the band get no gradient either.
 
-    The published bounds are not established; the defaults are GSPO's. Source: methods.md 5.25.
+    The published bounds are not established; the defaults are GSPO's. Source: TBPO.
+
+    When: wrong answers push probabilities down without end. Research.
     """
     require(
         min(clip_low, clip_high, dual_high) >= 0,

@@ -28,7 +28,9 @@ def vespo(
 
     phi(1) = 1; its maximum is at k / lambda. (k, lambda) depend on the sign of the row's mean advantage. log W is clamped to
     [log 1e-8, 20]; a phi that is not finite becomes 0, lambda is at least 1e-4. Correction weights enter through their
-    product over the row, inside log W, and are not multiplied again. Source: methods.md 5.16.
+    product over the row, inside log W, and are not multiplied again. Source: VESPO, as in its released code.
+
+    When: rollouts are stale and sequence weights explode; its smooth weight replaces a clip and a cap.
     """
     require(min(k_positive, k_negative) > 0, "vespo", "k > 0", k_positive=k_positive, k_negative=k_negative)
     keep = inputs.keep

@@ -1,7 +1,7 @@
 """What the KL and the total variation of two policies can be when only the likeliest ids of one were recorded.
 
 Shape letters: N tokens, M recorded ids in all, V vocabulary. A recorded support is compressed sparse rows, as in
-`sampling_mask.logprobs`. Source: methods.md 2.10.
+`sampling_mask.logprobs`. Source: ours, for the exact divergence of Trust Region Masking (arXiv 2512.23075).
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def masked_logprobs(
     """Log-prob of each target over its kept support, differentiable in `hidden_NH` and `weight_VH`.
 
     log p_S(y) = z_y / tau - log sum_{v in S} exp(z_v / tau),  z = W h;
-    d log p_S(y) / d z_j = (1[j = y] - p_S(j)) / tau on S and 0 elsewhere (methods.md section 4).
+    d log p_S(y) / d z_j = (1[j = y] - p_S(j)) / tau on S and 0 elsewhere (keep sampling mask of DeepSeek-V3.2, arXiv 2512.02556).
 
     Args:
         hidden_NH: last hidden states, any float dtype.

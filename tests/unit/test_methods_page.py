@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import moe_trm
 from benchmarks import length_bias, methods_page
 from moe_trm import corrections, losses
 from moe_trm.batch.outcome import OUTCOME
@@ -14,15 +16,21 @@ def test_the_page_is_up_to_date() -> None:
     assert said == methods_page.page(), "run `python -m benchmarks.methods_page`"
 
 
-def test_every_method_has_an_equation_or_rule_and_a_source() -> None:
-    for name in corrections.names():
-        assert "Source: methods.md" in str(corrections.get(name).__doc__), name
-    for name in losses.names():
-        assert re.search(r"Source: methods\.md \d", str(losses.get(name).__doc__)), name
+def test_every_method_says_when_it_is_the_right_one_and_where_it_comes_from() -> None:
     page = methods_page.page()
-    for name in (*corrections.names(), *losses.names(), *corrections.presets, *OUTCOME):
+    for name in (*corrections.names(), *losses.names()):
+        registered = corrections.get(name) if name in corrections.names() else losses.get(name)
+        assert re.search(r"Source: \w", str(registered.__doc__)), name
+        entry = page.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
+        assert "**When:** " in entry, name
+        assert "**Cost:** " in entry, name
+    for name in (*corrections.presets, *OUTCOME):
         assert f"`{name}`" in page
-    assert "methods.md " not in page.replace("docs/methods.md", "")
+
+
+def test_no_source_is_a_section_that_a_reader_cannot_open() -> None:
+    for path in Path(moe_trm.__file__).parent.rglob("*.py"):
+        assert not re.search(r"(?<!docs/)methods\.md", path.read_text()), path
 
 
 def test_maxima_reject_long_rows_and_means_short_ones() -> None:

@@ -322,7 +322,7 @@ def test_bypass_reads_the_total_ratio_and_brings_its_loss() -> None:
         ({"loss": {"name": "gspo"}, "correction": {"preset": "bypass_pg_is"}}, "own loss"),
         ({"loss": {"name": "gpg", "clip_low": 0.1}}, "clip_low"),
         ({"loss": {"clip_low": 0.1, "parameters": {"clip_low": 0.2}}}, "twice"),
-        ({"correction": {"rules": [{"name": "token_tis", "target_reject_rate": 0.1}]}}, "cannot be calibrated"),
+        ({"correction": {"rules": [{"name": "m2po", "target_reject_rate": 0.1}]}}, "cannot be calibrated"),
         (
             {"correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 1.0}, "target_reject_rate": 0.1}]}},
             "either given or chosen",

@@ -88,20 +88,34 @@ def test_calibrated_threshold_rejects_the_target_share_of_its_window(name: str, 
         batches.append(from_total(x, torch.randn(100, 1, generator=gen, dtype=torch.float64).expand(100, 8), mask))
         window.append(corrections.scores(rule, batches[-1], **fixed))
     bound = corrections.calibrate(rule, window, rate, **fixed)
+    cap = bound.thresholds.get("cap")
     units = rejected = 0
     for evidence, scores in zip(batches, window, strict=True):
         correction = bound(evidence)
-        dropped = evidence.mask & ~correction.keep
-        rejected += int(dropped.sum() if correction.score.dim() == 2 else dropped.any(dim=1).sum())
+        # What a cap truncates is kept, with the cap as its weight: all but the one score that the cap is.
+        dropped = evidence.mask & (~correction.keep if cap is None else correction.weights >= cap)
+        rejected += int(dropped.sum() if rule.scope == "token" else dropped.any(dim=1).sum())
         units += len(scores)
-    assert rejected / units == pytest.approx(rate, abs=1.5 / units + 0.5 * rate * (units < 10))
+    assert rejected / units == pytest.approx(rate, abs=2.5 / units)
+
+
+def test_two_thresholds_are_put_at_one_quantile() -> None:
+    """Rows that are first in one statistic and last in the other: each threshold rejects half of the target."""
+    rule = corrections.get("trm_max_avg")
+    place = torch.arange(1.0, 101.0)
+    bound = corrections.calibrate(rule, [torch.stack([place, 10 * place.flip(0)], dim=1)], 0.1)
+    assert bound.thresholds["max_kl"] * 10 == pytest.approx(bound.thresholds["mean_kl"])
+    rejected = (place > bound.thresholds["max_kl"]) | (10 * place.flip(0) > bound.thresholds["mean_kl"])
+    assert int(rejected.sum()) == 8  # at most the target: the next pair would make it 10, above the score that is kept
+    again = corrections.calibrate(rule, [torch.stack([place, 10 * place.flip(0)], dim=1).flatten()], 0.1)
+    assert again == bound
 
 
 def test_calibration_errors() -> None:
     for rule, window, rate in (
         ("trm_max", [], 0.1),
         ("trm_max", [torch.ones(3)], 0.0),
-        ("token_tis", [torch.ones(3)], 0.1),
+        ("m2po", [torch.ones(3)], 0.1),
     ):
         with pytest.raises(ConfigError):
             corrections.calibrate(corrections.get(rule), window, rate)

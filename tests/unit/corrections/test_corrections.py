@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_trm import corrections
 from moe_trm.corrections import Correction
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
 
 
@@ -161,7 +162,7 @@ def test_trm_reads_the_exact_divergence_when_asked(fx) -> None:
     evidence = Evidence(fx.ratios, fx.advantages, exact_kl=exact)
     assert rows_kept(corrections.get("trm_max")(evidence, max_kl=0.05, divergence="exact"), fx) == [0, 1, 1, 1]
     assert rows_kept(corrections.get("trm_avg")(evidence, mean_kl=0.05, divergence="exact"), fx) == [0, 1, 1, 1]
-    with pytest.raises(corrections.rule.ConfigError, match="exact KL"):
+    with pytest.raises(ConfigError, match="exact KL"):
         corrections.get("trm_max")(fx.evidence, max_kl=0.05, divergence="exact")
 
 
