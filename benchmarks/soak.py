@@ -97,7 +97,7 @@ def summary(name: str, looks: Sequence[Look], steps: int) -> Row | None:
         "process": name,
         "MiB": after / MIB,
         "change_MiB": (after - before) / MIB,
-        "MiB_per_100_steps": 100 * slope / MIB,
+        "MiB_per_100_steps": 100 * float(slope) / MIB,
         "standard_error": 100 * float(np.sqrt(covariance[0, 0])) / MIB,
         "files": files[1],
         "change_files": files[1] - files[0],
