@@ -46,7 +46,7 @@ def test_commands_have_help(command: str) -> None:
 @pytest.mark.parametrize(
     "key",
     commands(
-        r"`((?:model|task|rollout|replay|probe|correction|loss|optimizer|learner|sync|train|record|sampling_mask)\.[a-z_.]+)`"
+        r"`((?:model|task|rollout|replay|probe|correction|loss|optimizer|learner|sync|train|record|sampling_mask|pipeline|checkpoint|batch|eval|kl|observe|advantage)\.[a-z_.]+)`"
     ),
 )
 def test_configuration_keys_exist(key: str) -> None:
