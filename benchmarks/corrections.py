@@ -1,6 +1,7 @@
 """A preset and all diagnostics of the engine mismatch, against verl's own function: `python -m benchmarks.corrections [--json FILE]`.
 
-256 rows of up to 8,192 tokens, half of it padding, on one CPU thread; both start from log-probs and mask. verl is no dependency:
+256 rows of up to 8,192 tokens, half of it padding, on one CPU thread; both start from log-probs and mask. Times are of the
+processor, so that what else the machine does counts little. verl is no dependency:
 `--verl FOLDER` names one into which it was installed for this comparison
 (`pip install --no-deps --target FOLDER verl tensordict ray codetiming`). Without it only our part is measured.
 """
@@ -84,9 +85,9 @@ def load_verl(folder: Path | None) -> Callable[[Batch], Any] | None:
 
 
 def seconds(function: Callable[[Batch], Any], batch: Batch) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     function(batch)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def check_equal(batch: Batch, theirs: Callable[[Batch], Any]) -> float:

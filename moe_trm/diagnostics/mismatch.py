@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
             # Log-ratios are 0 off the mask: their rows may be summed as they are.
             log_ratio = ratios.get(name).detach()
             log_ratio_N = packing.pack(log_ratio)
-            moved = log_ratio.sum(dim=1)
-            result |= _token_metrics(name, log_ratio_N) | _row_metrics(name, log_ratio, moved, lengths)
+            moved, span = log_ratio.sum(dim=1), Span.of(log_ratio_N)
+            result |= _token_metrics(name, log_ratio_N, span) | _row_metrics(name, log_ratio, moved, lengths, span)
             if name in (known[0], "total"):
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
                 result |= _perplexities(name, surprise, moved, lengths)
@@ -65,22 +66,41 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     return result
 
 
-def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
-    extremes = _extremes(f"{name}/rollout_is", log_ratio_N)
-    far = _is_far(log_ratio_N)
-    sums = torch.zeros(6, dtype=torch.float64, device=log_ratio_N.device)
+@dataclass(frozen=True)
+class Span:
+    """Smallest and largest of some log-ratios, 0-d float64, and what need not be looked for among them."""
+
+    bottom: Tensor
+    top: Tensor
+
+    @classmethod
+    def of(cls, log_ratios: Tensor) -> Span:
+        return cls(summable.lowest(log_ratios), summable.highest(log_ratios))
+
+    def beyond(self, limit: float) -> bool:
+        """Whether one is farther than `limit` from 0, NaN included."""
+        return not bool(torch.maximum(self.top, -self.bottom) <= limit)
+
+    def ratios(self, name: str) -> summable.Summable:
+        """`NAME_max` and `NAME_min` of the ratios; infinities of no values at all stay what they are."""
+        return {
+            f"{name}_max:max": torch.where(self.top == -math.inf, self.top, clamp_log_ratio(self.top).exp()),
+            f"{name}_min:min": torch.where(self.bottom == math.inf, self.bottom, clamp_log_ratio(self.bottom).exp()),
+        }
+
+
+def _token_metrics(name: str, log_ratio_N: Tensor, span: Span) -> summable.Summable:
     limit = math.log(HIGH_RATIO)
+    far, wide = span.beyond(LOG_RATIO_LIMIT), span.beyond(limit)
+    sums = torch.zeros(4, dtype=torch.float64, device=log_ratio_N.device)
+    num_high, num_low = sums.new_zeros(()), sums.new_zeros(())
     for block in torch.split(log_ratio_N, BLOCK):
         x = clamp_log_ratio(block) if far else block
         less = x.expm1()
-        sums += torch.stack(
-            [
-                *(_sum(part) for part in (x, x.abs(), less)),
-                _sum(less.mul_(less + 2)),
-                *(summable.count(part) for part in (x > limit, x < -limit)),
-            ]
-        )
-    sum_x, sum_abs, sum_expm1, sum_expm1_twice, num_high, num_low = sums.unbind()
+        sums += torch.stack([_sum(x), _sum(x.abs()), _sum(less), _sum(less.mul_(less + 2))])
+        if wide:
+            num_high, num_low = num_high + summable.count(x > limit), num_low + summable.count(x < -limit)
+    sum_x, sum_abs, sum_expm1, sum_expm1_twice = sums.unbind()
     tokens = torch.tensor(float(len(log_ratio_N)), dtype=torch.float64, device=log_ratio_N.device)
     per_token = {
         "kl": -sum_x,
@@ -94,29 +114,21 @@ def _token_metrics(name: str, log_ratio_N: Tensor) -> summable.Summable:
     metrics = {f"{name}/{key}:sum": value for key, value in per_token.items()}
     metrics |= {f"{name}/{key}:count": tokens for key in per_token}
     metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
-    return metrics | extremes
+    return metrics | span.ratios(f"{name}/rollout_is")
 
 
-def _row_metrics(name: str, log_ratio: Tensor, moved: Tensor, lengths: Tensor) -> summable.Summable:
+def _row_metrics(name: str, log_ratio: Tensor, moved: Tensor, lengths: Tensor, span: Span) -> summable.Summable:
     rows, total = lengths > 0, clamp_log_ratio(moved)
     # A second pass over all tokens only where a clamp would change one of them.
-    drop = -(clamp_log_ratio(log_ratio).sum(dim=1) if _is_far(log_ratio) else moved) / lengths.clamp(min=1)
+    far = span.beyond(LOG_RATIO_LIMIT)
+    drop = -(clamp_log_ratio(log_ratio).sum(dim=1) if far else moved) / lengths.clamp(min=1)
     return {
         **summable.mean(f"{name}/chi2_seq", (2 * total).expm1(), rows),
         **summable.mean(f"{name}/log_ppl_diff", drop, rows),
         **summable.mean(f"{name}/log_ppl_abs_diff", drop.abs(), rows),
         **summable.mean(f"{name}/ppl_ratio", drop.exp(), rows),
         **summable.moments(f"{name}/rollout_is_seq", total.exp(), rows),
-        **_extremes(f"{name}/rollout_is_seq", total[rows]),
-    }
-
-
-def _extremes(name: str, log_ratios: Tensor) -> summable.Summable:
-    """Largest and smallest ratio, from the extremes of its logarithm; infinities of no values at all stay what they are."""
-    top, bottom = summable.highest(log_ratios), summable.lowest(log_ratios)
-    return {
-        f"{name}_max:max": torch.where(top == -math.inf, top, clamp_log_ratio(top).exp()),
-        f"{name}_min:min": torch.where(bottom == math.inf, bottom, clamp_log_ratio(bottom).exp()),
+        **Span.of(total[rows]).ratios(f"{name}/rollout_is_seq"),
     }
 
 
@@ -127,10 +139,10 @@ def _policy_metrics(name: str, rollout_N: Tensor, log_ratio_N: Tensor) -> summab
         p = rollout.exp()
         q = (rollout + log_ratio).exp()
         gap = (p - q).abs_()
-        # Variances are differences of sums: products need the full 53 bits.
-        p, q = p.double(), q.double()
-        sums += torch.stack([p.sum(), q.sum(), p @ p, q @ q, p @ q, _sum(gap), _sum(gap * gap)])
         widest = summable.add([widest, summable.maximum(f"{name}/probs_diff_max", gap)])
+        # Variances are differences of sums: products need the full 53 bits.
+        p, q, gap = p.double(), q.double(), gap.double()
+        sums += torch.stack([p.sum(), q.sum(), p @ p, q @ q, p @ q, gap.sum(), gap @ gap])
     roles = dict(zip(("x", "y", "xx", "yy", "xy"), sums, strict=False))
     tokens = torch.tensor(float(len(rollout_N)), dtype=torch.float64, device=rollout_N.device)
     return {
@@ -151,10 +163,5 @@ def _perplexities(name: str, surprise: Tensor, moved: Tensor, lengths: Tensor) -
     }
 
 
-def _is_far(log_ratio: Tensor) -> bool:
-    """Whether a clamp would change a value, NaN included."""
-    return log_ratio.numel() > 0 and not bool(torch.stack(log_ratio.aminmax()).abs().amax() <= LOG_RATIO_LIMIT)
-
-
 def _sum(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.float64)
+    return values.double().sum()  # twice as fast as a sum that converts as it goes
