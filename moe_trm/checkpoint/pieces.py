@@ -142,10 +142,10 @@ class PieceReader:
 
 
 def _put(target: Tensor, place: Place, values: Tensor) -> None:
-    box = tuple(slice(first, first + size) for first, size in zip(place.offset, place.box, strict=True))
-    flat = target[box].reshape(-1)
+    part = target[tuple(slice(first, first + size) for first, size in zip(place.offset, place.box, strict=True))]
+    flat = part.clone(memory_format=torch.contiguous_format).view(-1)
     flat[place.start : place.start + values.numel()] = values
-    target[box] = flat.view(place.box)
+    part.copy_(flat.view(place.box))
 
 
 def _damaged(where: str, how: str) -> CheckpointError:

@@ -69,6 +69,12 @@ def test_a_host_copy_does_not_follow_training(tmp_path: Path) -> None:
     assert piece.values.tolist() == [1, 1, 1]
 
 
+def test_a_box_that_is_contiguous_by_chance(tmp_path: Path) -> None:
+    pieces = [Piece(Place("w", (1, 2), (0, i), (1, 1)), torch.tensor([float(i)])) for i in range(2)]
+    write_pieces(tmp_path / "a", pieces)
+    assert PieceReader([tmp_path / "a"]).read("w").tolist() == [[0.0, 1.0]]
+
+
 def test_missing_elements_are_told(tmp_path: Path) -> None:
     write_pieces(tmp_path / "a", [Piece(Place("w", (4,), (0,), (4,), 1), torch.zeros(2))])
     with pytest.raises(CheckpointError, match="2 of 4 elements missing"):
