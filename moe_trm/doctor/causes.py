@@ -6,7 +6,7 @@ KL, mean(e^x - 1 - x). Their shape tells the cause:
 - `mask`: x follows log(kept mass) of the rollout's own truncation, token by token: one side renormalised, the other did not.
 - `temperature`: x follows log p + H. Dividing logits by T' instead of T moves a log-prob by (T/T' - 1)(log p + H) to first order.
 - `positions`: the first tokens of a context agree, later ones do not: position encoding, attention or its cache.
-- `expert`: tokens that pass one expert of one layer differ, the others hardly.
+- `expert`: contexts in which no token passed one expert of one layer agree, those in which one did differ.
 - `routing`: with the learner's own routes the mismatch is much larger than with the rollout's, and routers flip often.
 - `weights`: large, and none of these.
 - `precision`: small, and none of these.
@@ -38,6 +38,10 @@ TEMPERATURE_EXPLAINED = 0.4
 """The same of the temperature's trace, which is exact only to first order."""
 OFTEN = 0.05
 """Share of token-layers that flip when a router is disturbed; rounding flips about 1%."""
+CONTRAST = 20.0
+"""Times that contexts must differ more with an expert than without it."""
+ENOUGH = 20
+"""Tokens of each kind that a comparison needs."""
 EARLY, LATE = 2, 8
 """Tokens with at most so many before them are the start of a context, with at least so many its later part."""
 CERTAIN = 1e-7
@@ -67,8 +71,8 @@ def traces(evidence: Evidence) -> dict[str, float]:
 
     `native_k3`, `replayed_k3`, `flip_rate` (token-layers); `mask_explains` and `mask_slope`, `temperature_explains` and `temperature_slope`
     (share of the variance of x, and the factor); `early_over_late` (median of |x| at the start of a context over that later, of tokens
-    that are not certain); `expert_over_rest` and
-    `expert_share` (k3 of the tokens of the worst expert over that of the others, and their share of the whole), with `expert_layer`, `expert_id`.
+    that are not certain); `expert_contrast` (median of |x| where the context touched the expert, over the 95th percentile where it did not, for
+    the expert of the largest), with `expert_layer`, `expert_id`.
     """
     x = evidence.replayed
     mask_explains, mask_slope = _fit(x, evidence.full - evidence.rollout)
@@ -85,7 +89,7 @@ def traces(evidence: Evidence) -> dict[str, float]:
         "temperature_explains": temperature_explains,
         "temperature_slope": temperature_slope,
         "early_over_late": _over(np.abs(x[early]), np.abs(x[late])),
-        **_worst_expert(evidence, k3),
+        **_worst_expert(np.abs(x[uncertain]), evidence.touched[uncertain]),
     }
 
 
@@ -124,12 +128,12 @@ def _positions(figures: Mapping[str, float]) -> Finding | None:
 
 
 def _expert(figures: Mapping[str, float]) -> Finding | None:
-    if figures["expert_over_rest"] < 5 or figures["expert_share"] < 0.5 or figures["native_k3"] < LARGE / 10:
+    if figures["expert_contrast"] < CONTRAST:
         return None
-    where = f"expert {figures['expert_id']:.0f} of layer {figures['expert_layer']:.0f}"
+    where = f"expert {figures['expert_id']:.0f} of MoE layer {figures['expert_layer']:.0f} (counted from 0)"
     return Finding(
         "expert",
-        f"Tokens that pass {where} differ {figures['expert_over_rest']:.0f} times as much as the others: its weights are not the same on both sides.",
+        f"Contexts that never pass {where} agree, those that do differ {figures['expert_contrast']:.0f} times as much: its weights are not the same on both sides.",
         figures,
         "model.checkpoint: convert it again, and look at that expert's tensors",
     )
@@ -169,8 +173,8 @@ def _precision(figures: Mapping[str, float]) -> Finding | None:
 _JUDGES: tuple[Callable[[Mapping[str, float]], Finding | None], ...] = (
     _mask,
     _temperature,
-    _positions,
     _expert,
+    _positions,
     _routing,
     _weights,
     _precision,
@@ -199,22 +203,16 @@ def _over(part: Array, rest: Array) -> float:
     return float(np.median(part) / np.median(rest))
 
 
-def _worst_expert(evidence: Evidence, k3: Array) -> dict[str, float]:
-    """The (layer, expert) whose tokens stand out most, among those that at least 1% and at most half of the tokens pass."""
-    worst = {"expert_over_rest": 1.0, "expert_share": 0.0, "expert_layer": -1.0, "expert_id": -1.0}
-    total = float(k3.sum())
-    for layer in range(evidence.num_layers):
-        ids = evidence.experts[:, layer].astype(np.int64)
-        counts = np.bincount(ids.ravel(), minlength=evidence.num_experts)
-        sums = np.bincount(ids.ravel(), weights=np.repeat(k3, ids.shape[1]), minlength=evidence.num_experts)
-        for expert in np.flatnonzero((counts >= max(8, 0.01 * len(k3))) & (counts <= 0.5 * len(k3))):
-            rest = (total - sums[expert]) / (len(k3) - counts[expert])
-            over = float(sums[expert] / counts[expert] / rest) if rest > 0 else float("inf")
-            if over > worst["expert_over_rest"] and sums[expert] > 0.3 * total:
-                worst = {
-                    "expert_over_rest": over,
-                    "expert_share": float(sums[expert]) / total,
-                    "expert_layer": float(layer),
-                    "expert_id": float(expert),
-                }
+def _worst_expert(size: Array, touched: Array) -> dict[str, float]:
+    """The (layer, expert) that separates differing contexts from agreeing ones best. `size` `[N]`, `touched` `[N, L, E]`."""
+    worst = {"expert_contrast": 0.0, "expert_layer": -1.0, "expert_id": -1.0}
+    _, num_layers, num_experts = touched.shape
+    for layer in range(num_layers):
+        for expert in range(num_experts):
+            inside = touched[:, layer, expert]
+            if min(inside.sum(), (~inside).sum()) < ENOUGH:
+                continue
+            contrast = float(np.median(size[inside]) / max(np.quantile(size[~inside], 0.95), CERTAIN))
+            if contrast > worst["expert_contrast"]:
+                worst = {"expert_contrast": contrast, "expert_layer": float(layer), "expert_id": float(expert)}
     return worst

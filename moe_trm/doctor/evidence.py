@@ -1,6 +1,6 @@
 """What the zero-update probe saw, token by token: the same tokens under the rollout engine and under the learner, at the same weights.
 
-Shape letters: N scored tokens, L MoE layers, K experts per token.
+Shape letters: N scored tokens, L MoE layers, E experts, R rows of a sample, K experts per token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from moe_trm.errors import BundleError
 from moe_trm.rollout.bundle import BundleReader
 from moe_trm.rollout.scores import ScoredBatch, ScoresReader
+from routing import RouteRecord
 
 Array = NDArray[Any]
 
@@ -30,7 +31,7 @@ class Evidence:
         replayed, native: `[N]` learner minus rollout, with the rollout's routes and with the learner's own.
         entropy: `[N]` of the learner's policy over the vocabulary.
         flipped_layers: `[N]` MoE layers whose expert set the two engines choose differently at the input token.
-        experts: `[N, L, K]` of the rollout at the input token; num_experts: E.
+        touched: `[N, L, E]` bool, whether any token of the context, the input token included, passed the expert in the rollout.
     """
 
     group: Array
@@ -41,15 +42,14 @@ class Evidence:
     native: Array
     entropy: Array
     flipped_layers: Array
-    experts: Array
-    num_experts: int
+    touched: Array
 
     def __len__(self) -> int:
         return len(self.rollout)
 
     @property
     def num_layers(self) -> int:
-        return int(self.experts.shape[1])
+        return int(self.touched.shape[1])
 
 
 def read_evidence(bundle: Path, probe: Path) -> Evidence:
@@ -68,7 +68,6 @@ def read_evidence(bundle: Path, probe: Path) -> Evidence:
         if number >= 0
     }
     parts: list[dict[str, Array]] = []
-    num_experts = 0
     for record in BundleReader(str(bundle)).read(step):
         if record.sample_id not in scored:
             continue  # valid, but not trained: filtered with its group
@@ -79,7 +78,6 @@ def read_evidence(bundle: Path, probe: Path) -> Evidence:
         batch, row = scored[record.sample_id]
         places = np.flatnonzero(record.sampled)[record.scored] - 1
         own = native[record.sample_id]
-        num_experts = record.routes.num_experts
         parts.append(
             {
                 "group": np.full(len(places), record.group_id),
@@ -90,13 +88,13 @@ def read_evidence(bundle: Path, probe: Path) -> Evidence:
                 "native": own["native"],
                 "entropy": _entropy(batch, row),
                 "flipped_layers": own["flipped_layers"],
-                "experts": record.routes.experts[places],
+                "touched": _touched(record.routes)[places],
             }
         )
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     exact = {field.name for field in fields(Evidence)} & {"rollout", "full", "replayed", "native", "entropy"}
     typed = {name: array.astype(np.float64) if name in exact else array for name, array in joined.items()}
-    return Evidence(num_experts=num_experts, **typed)
+    return Evidence(**typed)
 
 
 def _only_step(bundle: Path) -> int:
@@ -104,6 +102,14 @@ def _only_step(bundle: Path) -> int:
     if not steps:
         raise BundleError("the probe left no scores", where=str(bundle), expected="one step")
     return steps[-1]
+
+
+def _touched(routes: RouteRecord) -> Array:
+    """`[R, L, E]` bool: experts that the rows up to and including each one passed."""
+    passed_RLE = np.zeros((routes.num_rows, len(routes.layer_ids), routes.num_experts), bool)
+    np.put_along_axis(passed_RLE, routes.experts.astype(np.int64), True, axis=2)
+    touched: Array = np.logical_or.accumulate(passed_RLE, axis=0)
+    return touched
 
 
 def _entropy(batch: ScoredBatch, row: int) -> Array:

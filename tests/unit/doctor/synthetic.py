@@ -1,4 +1,4 @@
-"""Evidence as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, K experts per token."""
+"""Evidence as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, E experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_trm.doctor.evidence import Evidence
 
-N, L, K, E = 2000, 3, 2, 16
+N, L, E = 2000, 3, 16
 
 
 def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
@@ -25,8 +25,7 @@ def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
         "native": x,
         "entropy": rng.exponential(0.5, N),
         "flipped_layers": np.zeros(N, int),
-        "experts": np.stack([rng.permuted(np.arange(E))[:K] for _ in range(N * L)]).reshape(N, L, K),
-        "num_experts": E,
+        "touched": rng.random((N, L, E)) < 0.5,
     }
     return Evidence(**(values | changed))
 

@@ -48,11 +48,10 @@ def test_a_fault_that_grows_with_the_context() -> None:
 
 
 def test_one_expert_is_named() -> None:
-    experts = clean().experts
-    x = np.where((experts[:, 1] == 5).any(1), noise(0.5), noise(0.01, seed=2))
+    x = np.where(clean().touched[:, 1, 5], noise(0.5), noise(1e-4, seed=2))
     found = find_cause(with_ratio(x))
     assert found.cause == "expert"
-    assert "expert 5 of layer 1" in found.sentence
+    assert "expert 5 of MoE layer 1" in found.sentence
 
 
 def test_disturbed_routers() -> None:
@@ -74,7 +73,7 @@ def test_figures_are_finite_on_one_token() -> None:
             "native",
             "entropy",
             "flipped_layers",
-            "experts",
+            "touched",
         )
     }
     assert all(np.isfinite(value) for value in traces(clean(**single)).values())
