@@ -156,6 +156,7 @@ class ControllerService:
         if len(shards) == request.num_ranks:
             complete.set()
         await complete.wait()
+        self._pushed.pop(request.version, None)
         await self._once("push", request.version, lambda: self._start_load(request))
         return Reply()
 
