@@ -12,7 +12,7 @@ from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import OUTCOME
-from moe_trm.diagnostics import acceptance, bounds, metrics, verdict
+from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.parameters import Parameter, declared
 from moe_trm.recipe import FROM_ANCHORS
@@ -79,7 +79,7 @@ def page() -> str:
                 "KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.shaped_rewards, kl.AdaptiveKL]
             ),
             *_functions("Tools for old data", _of_module(off_policy)),
-            *_functions("Diagnostics", [metrics, acceptance, verdict]),
+            *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
             *_functions("Bounds", _of_module(bounds)),
             _length_bias(),
         ]

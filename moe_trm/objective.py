@@ -120,6 +120,7 @@ class Objective:
                     **token_loss.metrics,
                     **correction.metrics,
                     **diagnostics.metrics(evidence),
+                    **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }
@@ -138,7 +139,7 @@ class Objective:
         for term in TERMS & metrics.keys():
             metrics[term] /= self._num_updates
         self._num_updates = 0
-        return metrics | self._thresholds.end_step(learner)
+        return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
 
 
 class PartialJudge:

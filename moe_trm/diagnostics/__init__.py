@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moe_trm.diagnostics.certificate import certificate_estimate, divergences
 from moe_trm.diagnostics.mismatch import metrics
 from moe_trm.diagnostics.strata import acceptance
 from moe_trm.diagnostics.verdict import Verdict, verdict
 from moe_trm.summable import add, finalize
 
-__all__ = ["Verdict", "acceptance", "add", "finalize", "metrics", "verdict"]
+__all__ = ["Verdict", "acceptance", "add", "certificate_estimate", "divergences", "finalize", "metrics", "verdict"]
