@@ -77,6 +77,17 @@ def num_experts(hf_config: Mapping[str, Any]) -> int:
     return next((int(hf_config[name]) for name in names if hf_config.get(name)), 0)
 
 
+def without_prediction_layers(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a model whose layers for predicting several tokens at once were left out."""
+    absent = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf_config else {}
+    return {**hf_config, **absent}
+
+
+def expert_width(hf_config: Mapping[str, Any]) -> int:
+    """Columns of one routed expert; OLMoE and Mixtral call it `intermediate_size`."""
+    return int(hf_config.get("moe_intermediate_size") or hf_config["intermediate_size"])
+
+
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 

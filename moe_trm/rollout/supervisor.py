@@ -145,10 +145,14 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
 
 
 def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
-    """The server's environment. On CPU: SGLang's own CPU switch, and one quiet thread, since engine and learner share the cores."""
+    """The server's environment.
+
+    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
+    """
     child = {name: value for name, value in parent.items() if name != API_KEY_VARIABLE}
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        child["TORCHDYNAMO_DISABLE"] = "1"
     return child
 
 

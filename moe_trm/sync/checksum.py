@@ -34,6 +34,14 @@ _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+def pushed_dtype(name: str, dtype: str) -> str:
+    """The dtype in which the Hugging Face tensor `name` goes to an engine in `dtype`.
+
+    Biases that choose experts stay float32, as the engine holds them: rounded, they would choose others than the learner's.
+    """
+    return "float32" if name.endswith(".e_score_correction_bias") else dtype
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The contiguous bytes of a tensor, on the CPU, without a copy where there is none to make."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -78,7 +86,7 @@ class EngineChecksums:
     """
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
-        self._dtype = DTYPES[dtype]
+        self._dtype = dtype
         self._order: dict[str, list[str]] = {}
         for name in sorted(names, key=engine_place):
             self._order.setdefault(engine_place(name)[0], []).append(name)
@@ -109,10 +117,11 @@ class EngineChecksums:
 
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
-        hasher.update(tensor_bytes(tensor.to(self._dtype)))
+        dtype = DTYPES[pushed_dtype(fused, self._dtype)]
+        hasher.update(tensor_bytes(tensor.to(dtype)))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE
-            hasher.update(bytes(padding_rows * tensor.shape[1] * self._dtype.itemsize))
+            hasher.update(bytes(padding_rows * tensor.shape[1] * dtype.itemsize))
 
 
 def compare(expected: Mapping[str, str], reported: Mapping[str, str], where: str) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError, EngineError, EngineLost, SyncError
 from moe_trm.sync.api import EngineApi, check_version, check_weights
-from moe_trm.sync.checksum import DTYPES, EngineChecksums, tensor_digest
+from moe_trm.sync.checksum import DTYPES, EngineChecksums, pushed_dtype, tensor_digest
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 
 MANIFEST = "push.json"
@@ -42,9 +42,10 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -
         dtype: the engine's arithmetic, e.g. "bfloat16".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    cast = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors}
+    cast = {name: tensor.detach().to("cpu", DTYPES[pushed_dtype(name, dtype)]).contiguous() for name, tensor in tensors}
     entries = tuple(
-        TensorEntry(name, path.name, dtype, tuple(tensor.shape), tensor_digest(tensor)) for name, tensor in cast.items()
+        TensorEntry(name, path.name, pushed_dtype(name, dtype), tuple(tensor.shape), tensor_digest(tensor))
+        for name, tensor in cast.items()
     )
     save_file(cast, path, metadata={"format": "pt"})
     return entries

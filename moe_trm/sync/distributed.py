@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.sync.api import EngineApi, check_version, check_weights
-from moe_trm.sync.checksum import DTYPES, EngineChecksums, tensor_digest
+from moe_trm.sync.checksum import DTYPES, EngineChecksums, pushed_dtype, tensor_digest
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 
 BUCKET_BYTES = 256 * 2**20
@@ -50,14 +50,17 @@ class Sender:
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
         """Broadcast in the order of the announced entries, cast to the engine's `dtype`. Blocks while the engine receives."""
-        for _, tensor in tensors:
-            _broadcast(self._group, tensor.detach().to("cpu", DTYPES[dtype]).contiguous())
+        for name, tensor in tensors:
+            _broadcast(self._group, tensor.detach().to("cpu", DTYPES[pushed_dtype(name, dtype)]).contiguous())
 
 
 def announce(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
     """The manifest of what `Sender.send` will broadcast, digested from memory after the cast."""
-    cast = ((name, tensor.detach().to("cpu", DTYPES[dtype])) for name, tensor in tensors)
-    return tuple(TensorEntry(name, "", dtype, tuple(tensor.shape), tensor_digest(tensor)) for name, tensor in cast)
+    dtypes = ((name, tensor, pushed_dtype(name, dtype)) for name, tensor in tensors)
+    return tuple(
+        TensorEntry(name, "", own, tuple(tensor.shape), tensor_digest(tensor.detach().to("cpu", DTYPES[own])))
+        for name, tensor, own in dtypes
+    )
 
 
 @dataclass

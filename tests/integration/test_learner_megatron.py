@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_trm.learner.megatron.convert import Heads, link, unpack
+from moe_trm.hf_config import read_hf_config
+from moe_trm.learner.megatron.convert import Heads, Names, unpack
 from moe_trm.learner.protocol import Scores
 from moe_trm.sampling_mask.logprobs import exact_kl_on_support
 from moe_trm.types import TokenBatch
@@ -146,8 +147,9 @@ def test_gradients_are_those_of_the_sum_of_objectives_in_hugging_face(two: Ranks
         objective([batch], [])(0, Scores(full - mass)).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     got: dict[str, Tensor] = {}
+    names = Names(read_hf_config(checkpoint))
     for name, gradient in two.union(EP2_PLAIN, "gradients").items():
-        found = link(name)
+        found = names.link(name)
         got |= dict(zip(found.hf_names, unpack(found.packing, gradient, Heads(groups=2, head_dim=16)), strict=True))
     for name, gradient in expected.items():
         if ".experts." not in name:

@@ -64,7 +64,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing)
         if hf_config.moe_layers(hf)
         else None,
-        HfExporter(partial(owned_tensors, chunks, hf), hf, folder, config.learner.dtype),
+        HfExporter(
+            partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
+        ),
         TrainingState(chunks, optimizer, hf),
         temperature=config.rollout.temperature,
         device=device,

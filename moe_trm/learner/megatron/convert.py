@@ -1,31 +1,23 @@
-"""Hugging Face Qwen3 / Qwen3-MoE tensors <-> Megatron-Core parameters, bitwise in both directions, one tensor at a time.
+"""Hugging Face tensors <-> Megatron-Core parameters, bitwise in both directions, one tensor at a time.
 
-A Megatron parameter is one HF tensor or a packing of several. `link` names them; `pack` and `unpack` are exact inverses.
+A Megatron parameter is one HF tensor or a packing of several. `Names` names them for each family of `moe_trm.models`; `pack` and `unpack` are exact inverses.
 Shape letters: H hidden size, G key/value groups, D head dimension, I expert width.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class Link:
-    """The HF tensors of one Megatron parameter, in packing order.
-
-    `copy`: one tensor as it is. `qkv`: query, key and value rows interleaved by group. `gated`: gate rows, then up rows.
-    """
-
-    hf_names: tuple[str, ...]
-    packing: Literal["copy", "qkv", "gated"] = "copy"
+from moe_trm.hf_config import moe_layers, num_experts
+from moe_trm.models.family import DENSE, Link, Packing
+from moe_trm.models.registry import family_of
 
 
 @dataclass(frozen=True)
@@ -42,72 +34,78 @@ _TOP = {
     "output_layer.weight": "lm_head.weight",
 }
 # Transformer Engine fuses a norm into the linear layer behind it and numbers its experts' weights; the tensors are the same.
-_IN_LAYER = {
-    "input_layernorm.weight": Link(("input_layernorm.weight",)),
-    "self_attention.linear_qkv.layer_norm_weight": Link(("input_layernorm.weight",)),
-    "pre_mlp_layernorm.weight": Link(("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.layer_norm_weight": Link(("post_attention_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": Link(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv"),
-    "self_attention.linear_proj.weight": Link(("self_attn.o_proj.weight",)),
-    "self_attention.q_layernorm.weight": Link(("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Link(("self_attn.k_norm.weight",)),
-    "mlp.router.weight": Link(("mlp.gate.weight",)),
-    "mlp.linear_fc1.weight": Link(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
-    "mlp.linear_fc2.weight": Link(("mlp.down_proj.weight",)),
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_ATTENTION = (
-    "input_layernorm.weight",
-    "pre_mlp_layernorm.weight",
-    *(f"self_attention.{name}.weight" for name in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")),
-)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_CUT_ROWS = re.compile(r"(word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight\d*$")
+_CUT_ROWS = re.compile(r"((word_embeddings|output_layer|linear_fc1)\.weight\d*|linear_qkv\.(weight|bias))$")
 _CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$")
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
 
 
-def link(name: str) -> Link:
-    """The HF tensors of the Megatron parameter `name`, whose layer and expert numbers are global.
+class Names:
+    """Hugging Face names of one model's Megatron parameters.
+
+    Args:
+        hf: its config.json.
+        where: that file, for messages.
 
     Raises:
-        CheckpointError: a parameter this conversion does not know.
+        CheckpointError: a family this conversion does not know.
     """
-    if name in _TOP:
-        return Link((_TOP[name],))
-    in_layer = _LAYER.fullmatch(name)
-    if in_layer is not None:
-        prefix, rest = f"model.layers.{in_layer[1]}.", in_layer[2]
-        if rest in _IN_LAYER:
-            found = _IN_LAYER[rest]
-            return Link(tuple(prefix + hf for hf in found.hf_names), found.packing)
+
+    def __init__(self, hf: Mapping[str, Any], where: str = "config.json") -> None:
+        self._family, self._hf = family_of(hf, where), hf
+        self._attention, self._router = self._family.attention(hf), self._family.router(hf)
+        self._in_layer = {**self._attention, **DENSE, **self._router}
+
+    def link(self, name: str) -> Link:
+        """The HF tensors of the Megatron parameter `name`, whose layer and expert numbers are global.
+
+        Raises:
+            CheckpointError: a parameter this family does not have.
+        """
+        if name in _TOP:
+            return Link((_TOP[name],))
+        if in_layer := _LAYER.fullmatch(name):
+            prefix, rest = f"model.layers.{in_layer[1]}.", _FUSED_NORMS.get(in_layer[2], in_layer[2])
+            found = self._expert(rest) or self._in_layer.get(rest)
+            if found is not None:
+                return Link(tuple(prefix + hf_name for hf_name in found.hf_names), found.packing)
+        raise CheckpointError(
+            "Megatron parameter has no Hugging Face counterpart",
+            where=name,
+            got=name,
+            expected=f"a parameter of a {self._family.name} model",
+            fix="Report this together with config.json.",
+        )
+
+    def all(self) -> Iterator[str]:
+        """Megatron's names of all parameters of the whole model, one per place in the checkpoint."""
+        tied, moe = bool(self._hf.get("tie_word_embeddings", False)), moe_layers(self._hf)
+        yield from (name for name in _TOP if not (tied and name == "output_layer.weight"))
+        for layer in range(int(self._hf["num_hidden_layers"])):
+            prefix = f"decoder.layers.{layer}."
+            yield from (prefix + name for name in (*self._attention, *(self._router if layer in moe else DENSE)))
+            for expert in range(num_experts(self._hf) if layer in moe else 0):
+                yield from (f"{prefix}mlp.experts.local_experts.{expert}.linear_fc{matrix}.weight" for matrix in (1, 2))
+
+    def _expert(self, rest: str) -> Link | None:
         expert = _EXPERT.fullmatch(rest)
-        if expert is not None:
-            number, matrix = expert[1] or expert[4], expert[2] or expert[3]
-            prefix += f"mlp.experts.{number}."
-            if matrix == "1":
-                return Link((prefix + "gate_proj.weight", prefix + "up_proj.weight"), "gated")
-            return Link((prefix + "down_proj.weight",))
-    raise CheckpointError(
-        "Megatron parameter has no Hugging Face counterpart",
-        where=name,
-        got=name,
-        expected="a parameter of a Qwen3 or Qwen3-MoE model",
-        fix="Report this together with config.json.",
-    )
+        if expert is None:
+            return None
+        gate, up, down = (name.format(expert[1] or expert[4]) for name in self._family.expert)
+        return Link((gate, up), "gated") if (expert[2] or expert[3]) == "1" else Link((down,))
 
 
-def parameter_names(num_layers: int, moe_layers: Sequence[int], num_experts: int, *, tied: bool) -> Iterator[str]:
-    """Names of all parameters of the whole model, one per place in the checkpoint."""
-    yield from (name for name in _TOP if not (tied and name == "output_layer.weight"))
-    for layer in range(num_layers):
-        prefix = f"decoder.layers.{layer}."
-        yield from (prefix + name for name in _ATTENTION)
-        if layer not in moe_layers:
-            yield from (f"{prefix}mlp.linear_fc{matrix}.weight" for matrix in (1, 2))
-            continue
-        yield f"{prefix}mlp.router.weight"
-        for expert in range(num_experts):
-            yield from (f"{prefix}mlp.experts.local_experts.{expert}.linear_fc{matrix}.weight" for matrix in (1, 2))
+def packing(name: str) -> Packing:
+    """How the HF tensors of the Megatron parameter `name` are packed, which is the same in every family."""
+    if ".linear_qkv." in name and not name.endswith("layer_norm_weight"):
+        return "qkv"
+    return "gated" if re.search(r"\.linear_fc1\.weight\d*$", name) else "copy"
 
 
 def is_expert(name: str) -> bool:
@@ -159,14 +157,14 @@ def join(packing: str, parts: Sequence[Tensor], dim: int) -> Tensor:
 def pack(packing: str, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
     """HF tensors of a `Link` -> the Megatron parameter.
 
-    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`; `gated`: twice `[I, H]` -> `[2I, H]`.
+    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`, biases alike without `H`; `gated`: twice `[I, H]` -> `[2I, H]`.
     """
     if packing == "copy":
         return tensors[0]
     if packing == "gated":
         return torch.cat(list(tensors))
-    hidden = tensors[0].shape[1]
-    return torch.cat([t.reshape(heads.groups, -1, hidden) for t in tensors], dim=1).reshape(-1, hidden)
+    columns = tensors[0].shape[1:]
+    return torch.cat([t.reshape(heads.groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
 
 def unpack(packing: str, tensor: Tensor, heads: Heads) -> tuple[Tensor, ...]:
@@ -176,8 +174,8 @@ def unpack(packing: str, tensor: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     if packing == "gated":
         gate, up = tensor.chunk(2)
         return gate.contiguous(), up.contiguous()
-    hidden = tensor.shape[1]
-    grouped = tensor.reshape(heads.groups, -1, hidden)
+    columns = tensor.shape[1:]
+    grouped = tensor.reshape(heads.groups, -1, *columns)
     query_rows = grouped.shape[1] - 2 * heads.head_dim
     parts = torch.split(grouped, [query_rows, heads.head_dim, heads.head_dim], dim=1)
-    return tuple(part.reshape(-1, hidden).contiguous() for part in parts)
+    return tuple(part.reshape(-1, *columns).contiguous() for part in parts)

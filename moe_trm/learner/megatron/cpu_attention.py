@@ -50,9 +50,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`. The mask is causal whatever `attention_mask` says."""
+        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D. The mask is causal whatever `attention_mask` says."""
         assert packed_seq_params is None, "rows are padded, not packed, in this layer"
-        length, rows, heads, dim = query.shape
+        length, rows, heads, _ = query.shape
         repeats = heads // key.shape[2]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
@@ -61,7 +61,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         context_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BNSD, value_BNSD, dropout_p=dropout, is_causal=True, scale=self.scale
         )
-        return context_BNSD.permute(2, 0, 1, 3).reshape(length, rows, heads * dim)
+        return context_BNSD.permute(2, 0, 1, 3).reshape(length, rows, -1)
 
 
 class ContextAttention(CausalAttention):

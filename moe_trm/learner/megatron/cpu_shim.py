@@ -39,6 +39,8 @@ def install() -> None:
     _install_torch_cuda()
     _install_random_state()
     _install_router_gemm()
+    _install_plain_router_bias()
+    _install_latent_attention()
     _install_dispatcher()
     _install_tensor_type()
     _CudaLiteralsToCpu().__enter__()  # type: ignore[no-untyped-call]
@@ -111,6 +113,21 @@ def _install_router_gemm() -> None:
     # moe_utils.py:1192 tests `te_general_gemm is not None`, but :34 defines it only when Transformer Engine imports.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _install_plain_router_bias() -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    # router.py:532 compiles the count of tokens per expert with torch.compile, which on a CPU needs a C++ compiler.
+    count = TopKRouter._apply_expert_bias
+    TopKRouter._apply_expert_bias = getattr(count, "_torchdynamo_orig_callable", count)
+
+
+def _install_latent_attention() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    # multi_latent_attention.py:60 believes that Transformer Engine is there when its own wrappers import, which are None without it; :185 then fails.
+    latent.HAVE_TE = latent.HAVE_TE and isinstance(latent.TELinear, type)
 
 
 def _install_dispatcher() -> None:

@@ -40,12 +40,18 @@ def cpu_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
 
 def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

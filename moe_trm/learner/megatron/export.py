@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from moe_trm.learner.megatron import convert
-from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, heads, tensor_group
+from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, heads, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
 
 
@@ -24,19 +24,19 @@ def owned_tensors(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Itera
     the first one is yielded: a receiver that takes the ranks in turn must not keep the others from sending their parts.
     """
     tensors = _owned(chunks, hf)
-    is_cut = any(tensor_group(name).size() > 1 for name, _ in global_parameters(chunks))
+    is_cut = any(tensor_group(name).size() > 1 for name, _ in global_tensors(chunks))
     yield from (list(tensors) if is_cut else tensors)
 
 
 def _owned(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    shape, tied = heads(hf), bool(hf.get("tie_word_embeddings", False))
+    shape, tied, names = heads(hf), bool(hf.get("tie_word_embeddings", False)), convert.Names(hf)
     owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
     owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
-    for name, parameter in global_parameters(chunks):
+    for name, parameter in global_tensors(chunks):
         is_copy = tied and name == OUTPUT
         if is_copy or not (owns_experts if convert.is_expert(name) else owns_shared):
             continue
-        found, group = convert.link(name), tensor_group(name)
+        found, group = names.link(name), tensor_group(name)
         whole = _whole(name, parameter.detach(), found.packing)
         if group.rank() == 0:
             if name in (EMBEDDING, OUTPUT):

@@ -7,9 +7,8 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.hf_config import moe_layers, num_experts
-
-ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3ForCausalLM")
+from moe_trm.hf_config import expert_width, moe_layers, num_experts
+from moe_trm.models.registry import family_of
 
 
 def check_layout(
@@ -35,16 +34,16 @@ def check_layout(
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     where = f"{config.model.checkpoint}/config.json"
-    architectures = hf_config.get("architectures") or []
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+    family = family_of(hf_config, where)
+    if family.not_converted:
         raise CheckpointError(
-            "model architecture is not supported",
+            "this learner cannot train models of this family",
             where=where,
-            got=architectures,
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            fix="Use a Qwen3-MoE checkpoint.",
+            got=f"{family.architecture}: {family.not_converted}",
+            expected="a family that is converted to Megatron-Core",
+            fix="Set learner.backend=deepspeed.",
         )
-    if hf_config.get("num_nextn_predict_layers") or hf_config.get("mtp_num_hidden_layers"):
+    if hf_config.get("mtp_num_hidden_layers"):
         raise CheckpointError(
             "multi-token-prediction layers are not supported",
             where=where,
@@ -54,30 +53,52 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
+    if kind not in family.rotations:
         raise CheckpointError(
             "position scaling is not supported",
             where=where,
             got=f"rope_type={kind}",
-            expected="default",
-            fix="Use a checkpoint without rope scaling.",
+            expected=" or ".join(family.rotations),
+            fix="Use a checkpoint with another position embedding, or learner.backend=deepspeed.",
         )
-    for key, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("use_sliding_window", False)):
-        if hf_config.get(key, wanted) != wanted:
+    for key, required in family.required.items():
+        if hf_config.get(key, required.value) != required.value:
             raise CheckpointError(
                 "model option is not supported",
                 where=f"{where}, {key}",
-                got=hf_config[key],
-                expected=wanted,
-                fix="Use a checkpoint with the plain Qwen3 layers.",
+                got=f"{hf_config[key]}: {required.why}",
+                expected=required.value,
+                fix="Use a checkpoint without this option, or learner.backend=deepspeed, which trains the model as transformers has it.",
             )
+    _check_groups(where, hf_config)
+    if family.max_tensor is not None and config.learner.parallel.tensor > family.max_tensor:
+        raise ConfigError(
+            f"the attention of {family.name} cannot be shared by tensor-parallel ranks",
+            where="learner.parallel.tensor",
+            got=config.learner.parallel.tensor,
+            expected=f"at most {family.max_tensor}",
+            fix="Use learner.parallel.expert, pipeline or context.",
+        )
     if config.replay.mode != "none" and not moe_layers(hf_config):
         raise ConfigError(
             "routing replay needs a mixture of experts",
             where="replay.mode",
-            got=f"{config.replay.mode} with {architectures[0]}, which has no MoE layer",
+            got=f"{config.replay.mode} with {family.architecture}, which has no MoE layer",
             expected="none",
             fix="Set replay.mode=none or use a MoE checkpoint.",
+        )
+
+
+def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
+    """Expert groups that Megatron would choose by another rule than transformers, which adds up the best two scores of each."""
+    groups, top_k = int(hf_config.get("n_group") or 1), int(hf_config.get("num_experts_per_tok") or 0)
+    if groups > 1 and top_k // int(hf_config["topk_group"]) != 2:
+        raise CheckpointError(
+            "expert groups are chosen by another rule in Megatron-Core",
+            where=f"{where}, topk_group",
+            got=f"num_experts_per_tok={top_k}, topk_group={hf_config['topk_group']}",
+            expected="num_experts_per_tok // topk_group = 2",
+            fix="Set learner.backend=deepspeed: Megatron-Core adds up that many scores of a group, the model the best two.",
         )
 
 
@@ -133,7 +154,7 @@ def _check_divisibility(parallel: ParallelConfig, hf_config: Mapping[str, Any], 
         ("pipeline", stages, "layers", int(hf_config["num_hidden_layers"])),
     ]
     if moe:
-        width = int(hf_config["moe_intermediate_size"])
+        width = expert_width(hf_config)
         shares.append(("expert", parallel.expert, "experts", num_experts(hf_config)))
         shares.append(("expert_tensor", parallel.expert_tensor, "columns of an expert", width))
     if world_size is not None:

@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import moe_layers, num_experts
+from moe_trm.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.learner.megatron.whole_norms import use_whole_norms
+from moe_trm.models.registry import family_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -29,19 +31,19 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers) -> TransformerConfig:
     """Megatron's configuration of the model that `config.json` (`hf`) describes.
 
-    `norm_topk_prob` true means the gate weights are a softmax over the chosen experts, which is Megatron's softmax after top-k.
+    What differs between families is in `moe_trm.models`: for instance, gate weights that are normalised are Megatron's softmax after top-k.
     The router computes in float32 and has no auxiliary loss: in RL a load-balancing gradient would fight the replayed routes.
     """
     moe = moe_layers(hf)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[learner.dtype]
     is_fused = layers == "transformer_engine"
+    family = family_of(hf, "config.json").megatron(hf)
     experts: dict[str, Any] = {}
     if moe:
         experts = {
             "num_moe_experts": num_experts(hf),
-            "moe_ffn_hidden_size": int(hf["moe_intermediate_size"]),
+            "moe_ffn_hidden_size": expert_width(hf),
             "moe_router_topk": int(hf["num_experts_per_tok"]),
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
             "moe_layer_freq": [int(i in moe) for i in range(int(hf["num_hidden_layers"]))],
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -51,7 +53,8 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
             "moe_enable_routing_replay": True,
         }
     parallel = learner.parallel
-    return TransformerConfig(
+    kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
+    return kind(
         num_layers=int(hf["num_hidden_layers"]),
         hidden_size=int(hf["hidden_size"]),
         ffn_hidden_size=int(hf.get("intermediate_size") or hf["moe_intermediate_size"]),
@@ -60,7 +63,6 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         kv_channels=_head_dim(hf),
         normalization="RMSNorm",
         layernorm_epsilon=float(hf["rms_norm_eps"]),
-        qk_layernorm=True,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -94,6 +96,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         # Gradients are summed over data-parallel ranks, never averaged: the objective already carries its denominators.
         calculate_per_token_loss=True,
         **experts,
+        **family,
         **_recompute(learner.recompute),
     )
 
@@ -118,18 +121,21 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=stage
         )
-    rope = hf.get("rope_parameters") or {}
+    if family_of(hf, "config.json").whole_qk_norms:
+        use_whole_norms(spec)
     chunk = PolicyModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocabulary(hf, config.tensor_model_parallel_size),
         real_vocab_size=int(hf["vocab_size"]),
+        names=convert.Names(hf),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
         max_sequence_length=int(hf["max_position_embeddings"]),
         position_embedding_type="rope",
-        rotary_base=rope.get("rope_theta") or hf.get("rope_theta", 10000.0),
+        rotary_base=rotary_base(hf),
+        rotary_percent=rotary_percent(hf),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
     for name, parameter in chunk.named_parameters():
@@ -142,6 +148,18 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
 def heads(hf: Mapping[str, Any]) -> convert.Heads:
     """Attention shape of the model, for weight conversion."""
     return convert.Heads(groups=int(hf["num_key_value_heads"]), head_dim=_head_dim(hf))
+
+
+def rotary_base(hf: Mapping[str, Any]) -> float:
+    """Base of the rotary frequencies."""
+    return float((hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rope_theta", 10000.0))
+
+
+def rotary_percent(hf: Mapping[str, Any]) -> float:
+    """Share of each head's columns that are rotated."""
+    return float(
+        (hf.get("rope_parameters") or {}).get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    )
 
 
 def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
@@ -165,6 +183,16 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
             yield name, parameter
 
 
+def global_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of this rank's model: its parameters, and the biases by which routers choose, which are not trained."""
+    yield from global_parameters(chunks)
+    for chunk in chunks:
+        first_layer = chunk.decoder.layers[0].layer_number - 1
+        for local, buffer in chunk.named_buffers():
+            if local.endswith("router.expert_bias"):
+                yield convert.with_layer(local, first_layer), buffer
+
+
 @torch.no_grad()
 def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
     """Fill this rank's parameters from the checkpoint; of other ranks' layers and experts nothing is read.
@@ -173,11 +201,15 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
         CheckpointError: a missing or unexpected tensor, or a shape that config.json does not announce.
     """
     tied = bool(hf.get("tie_word_embeddings", False))
-    names = convert.parameter_names(int(hf["num_hidden_layers"]), moe_layers(hf), num_experts(hf), tied=tied)
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time.
-    unexpected = (
-        checkpoint.names - {hf_name for name in names for hf_name in convert.link(name).hf_names} - {"lm_head.weight"}
-    )
+    names = convert.Names(hf)
+    known = {hf_name for name in names.all() for hf_name in names.link(name).hf_names}
+    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
+    # predicting several tokens at once; neither transformers nor this learner has them.
+    unexpected = {
+        name
+        for name in checkpoint.names - known - {"lm_head.weight"}
+        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
+    }
     if unexpected:
         raise CheckpointError(
             "checkpoint holds tensors the model has no place for",
@@ -187,8 +219,8 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
             fix="config.json and the weight files do not belong together.",
         )
     shape = heads(hf)
-    for name, parameter in global_parameters(chunks):
-        found = convert.link(EMBEDDING if tied and name == OUTPUT else name)
+    for name, parameter in global_tensors(chunks):
+        found = names.link(EMBEDDING if tied and name == OUTPUT else name)
         tensor = convert.pack(found.packing, [checkpoint.read(n) for n in found.hf_names], shape)
         expected = whole_shape(name, parameter, hf)
         if list(tensor.shape) != expected:
@@ -225,6 +257,11 @@ def whole_shape(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> list[int
     if name in (EMBEDDING, OUTPUT):
         shape[0] = int(hf["vocab_size"])
     return shape
+
+
+def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
+    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:

@@ -16,7 +16,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
-from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
@@ -49,7 +48,7 @@ def _finalize_sums(model: list[Any], _num_tokens: Any = None, **options: Any) ->
 def freeze(chunks: Sequence[PolicyModel], learner: LearnerConfig) -> None:
     """Exclude what is not to be trained from gradients and optimizer. Call it before `wrap_model`."""
     for name, parameter in global_parameters(chunks):
-        if all(is_frozen(hf_name, learner) for hf_name in convert.link(name).hf_names):
+        if all(is_frozen(hf_name, learner) for hf_name in chunks[0].names.link(name).hf_names):
             parameter.requires_grad_(False)
 
 
@@ -139,7 +138,7 @@ def _options(settings: OptimizerConfig, *, bf16: bool, distributed: bool) -> Meg
 def _groups(chunks: Sequence[PolicyModel], settings: OptimizerConfig) -> dict[ParamKey, Any]:
     """One of Megatron's parameter groups for each combination of settings that occurs."""
     chosen = {
-        parameter: settings_of(convert.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
+        parameter: settings_of(chunks[0].names.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
         for name, parameter in global_parameters(chunks)
     }
 

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from moe_trm.learner.megatron.convert import Names
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
@@ -18,11 +19,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     Args:
         real_vocab_size: ids of the vocabulary; `vocab_size` may be padded.
+        names: Hugging Face names of the parameters.
         options: of Megatron's model.
     """
 
-    def __init__(self, *, real_vocab_size: int, **options: Any) -> None:
+    def __init__(self, *, real_vocab_size: int, names: Names, **options: Any) -> None:
         super().__init__(**options)
+        self.names = names
         self._vocabulary = _own_vocabulary(real_vocab_size, options["vocab_size"])
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from moe_trm.errors import CheckpointError
+from moe_trm.hf_config import read_hf_config
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.convert import (
     Heads,
-    Link,
+    Names,
     expert_number,
     is_expert,
     join,
-    link,
     pack,
-    parameter_names,
+    packing,
     part,
     split_dim,
     unpack,
     with_expert,
     with_layer,
 )
+from moe_trm.models.family import Link
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.tiny import make_family
 
 LOCAL, FUSED = (
     "decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
     "decoder.layers.3.mlp.experts.linear_fc1.weight7",
 )
+
+
+QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "num_experts": 3, "mlp_only_layers": [0]}
+CONVERTED = [name for name in MOE_FAMILIES if not FAMILIES[name].not_converted]
+
+
+def link(name: str) -> Link:
+    return Names(QWEN3).link(name)
 
 
 def test_qkv_rows_are_interleaved_by_group() -> None:
@@ -106,6 +120,9 @@ def test_join_is_the_exact_inverse_of_part(packing: str, dim: int, size: int) ->
         (LOCAL, 0),
         (FUSED, 0),
         (FUSED.replace("fc1", "fc2"), 1),
+        ("decoder.layers.1.self_attention.linear_qkv.bias", 0),
+        ("decoder.layers.1.mlp.shared_experts.linear_fc1.weight", 0),
+        ("decoder.layers.1.mlp.router.expert_bias", None),
     ],
 )
 def test_what_tensor_parallelism_cuts(name: str, dim: int | None) -> None:
@@ -119,9 +136,35 @@ def test_layer_numbers_count_over_the_whole_model() -> None:
 
 
 def test_names_of_the_whole_model_are_those_of_the_checkpoint() -> None:
-    names = list(parameter_names(2, (1,), 3, tied=False))
-    tensors = [hf for name in names for hf in link(name).hf_names]
+    names = Names(QWEN3)
+    tensors = [hf for name in names.all() for hf in names.link(name).hf_names]
     assert len(tensors) == len(set(tensors)) == 3 + 2 * 8 + 3 + 1 + 3 * 3
     assert "model.layers.0.mlp.up_proj.weight" in tensors
     assert "model.layers.1.mlp.experts.2.down_proj.weight" in tensors
-    assert "lm_head.weight" not in [hf for name in parameter_names(2, (1,), 3, tied=True) for hf in link(name).hf_names]
+    tied = Names({**QWEN3, "tie_word_embeddings": True})
+    assert "lm_head.weight" not in [hf for name in tied.all() for hf in tied.link(name).hf_names]
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_every_tensor_of_a_family_has_one_place_and_comes_back_bitwise(tmp_path: Path, family: str) -> None:
+    hf = read_hf_config(make_family(family, tmp_path))
+    checkpoint, names, back = HfCheckpoint(tmp_path), Names(hf), dict[str, torch.Tensor]()
+    heads = Heads(groups=int(hf["num_key_value_heads"]), head_dim=int(hf.get("head_dim") or 16))
+    for name in names.all():
+        found = names.link(name)
+        assert found.packing == packing(name)
+        parts = [checkpoint.read(hf_name) for hf_name in found.hf_names]
+        back |= dict(zip(found.hf_names, unpack(found.packing, pack(found.packing, parts, heads), heads), strict=True))
+    assert back.keys() == checkpoint.names
+    assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in back.items())
+
+
+def test_transformer_engine_folds_norms_into_the_linear_layers_behind_them() -> None:
+    names = Names({**QWEN3, "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 8})
+    for fused, plain in (
+        ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"),
+        ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"),
+    ):
+        prefix = "decoder.layers.1.self_attention."
+        assert names.link(prefix + fused) == names.link(prefix + plain)
+        assert split_dim(prefix + fused) is None

@@ -118,9 +118,10 @@ def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architecture is not supported"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture is not supported"),
+        ({"architectures": ["GptOssForCausalLM"]}, "cannot train models of this family"),
         ({"architectures": None}, "architecture is not supported"),
-        ({"num_nextn_predict_layers": 1}, "multi-token-prediction"),
+        ({"mtp_num_hidden_layers": 1}, "multi-token-prediction"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"hidden_act": "gelu"}, "hidden_act"),

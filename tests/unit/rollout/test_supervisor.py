@@ -122,6 +122,7 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
     assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
+    assert child_environment({"A": "1"}, cpu=True)["TORCHDYNAMO_DISABLE"] == "1"
 
 
 @pytest.mark.parametrize(("device", "frees"), [("cuda", True), ("cpu", False)])

@@ -1,0 +1,96 @@
+"""DeepSeek-V3 (also Kimi-K2): latent attention; sigmoid router with a bias and groups that choose, shared experts, first layers dense."""
+
+from moe_trm.models.family import (
+    NORMS,
+    SIGMOID_REQUIRED,
+    Family,
+    HfConfig,
+    Link,
+    Required,
+    sigmoid_router,
+    sigmoid_tensors,
+)
+
+
+def _attention(hf: HfConfig) -> dict[str, Link]:
+    names = {"linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj", "linear_proj": "o_proj"}
+    names |= {"kv_layernorm": "kv_a_layernorm"}
+    if hf.get("q_lora_rank"):
+        names |= {"linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj", "q_layernorm": "q_a_layernorm"}
+    else:
+        names |= {"linear_q_proj": "q_proj"}
+    return NORMS | {f"self_attention.{ours}.weight": Link((f"self_attn.{hf}.weight",)) for ours, hf in names.items()}
+
+
+def _megatron(hf: HfConfig) -> dict[str, object]:
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": int(hf["kv_lora_rank"]),
+        "qk_head_dim": int(hf["qk_nope_head_dim"]),
+        "qk_pos_emb_head_dim": int(hf["qk_rope_head_dim"]),
+        "v_head_dim": int(hf["v_head_dim"]),
+        **_rotation(hf),
+        **sigmoid_router(hf),
+    }
+
+
+def _rotation(hf: HfConfig) -> dict[str, object]:
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    found: dict[str, object] = {"rotary_base": float(rope.get("rope_theta") or hf.get("rope_theta", 10000.0))}
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        return {**found, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    return {
+        **found,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": float(rope.get("mscale") or 1.0),
+        "mscale_all_dim": float(rope.get("mscale_all_dim") or 0.0),
+    }
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _attention,
+    router=sigmoid_tensors,
+    megatron=_megatron,
+    required={
+        **SIGMOID_REQUIRED,
+        "attention_bias": Required(False, "biases in attention"),
+        "rope_interleave": Required(True, "another order of rotated columns"),
+    },
+    rotations=("default", "yarn"),
+    max_tensor=1,
+    tiny={
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        # Megatron adds up the topk / topk_group best scores of a group, transformers always the best two.
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+)

@@ -1,0 +1,129 @@
+"""What tells one family of models from another, as plain data. Imports no torch.
+
+Weights: a Megatron parameter is one Hugging Face tensor or a packing of several; `Link` names them. Names are those inside one decoder layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Packing = Literal["copy", "qkv", "gated"]
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Link:
+    """The HF tensors of one Megatron parameter, in packing order.
+
+    `copy`: one tensor as it is. `qkv`: query, key and value rows interleaved by group. `gated`: gate rows, then up rows.
+    """
+
+    hf_names: tuple[str, ...]
+    packing: Packing = "copy"
+
+
+@dataclass(frozen=True)
+class Required:
+    """A value of config.json that the Megatron model needs; an absent key has it. `why`: what the model would otherwise be."""
+
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of transformers.
+
+    Attributes:
+        name: as people write it in a file name.
+        architecture: in config.json.
+        attention: layer tensors beside the feed-forward part, from config.json.
+        router: `mlp.router.*` of Megatron and shared experts, from config.json; empty for dense families.
+        expert: HF names of one expert's gate, up and down matrices, with `{}` for its number.
+        megatron: keywords for Megatron's configuration that other families have not, from config.json.
+        required: by key of config.json.
+        rotations: kinds of rotary position embedding that are converted.
+        whole_qk_norms: queries and keys are normed over all heads together.
+        max_tensor: largest `learner.parallel.tensor` that computes this family rightly; None: any.
+        not_converted: why there is no Megatron-Core model of this family; empty where there is.
+        tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
+    """
+
+    name: str
+    architecture: str
+    attention: Callable[[HfConfig], Mapping[str, Link]]
+    router: Callable[[HfConfig], Mapping[str, Link]] = lambda _hf: {}
+    expert: tuple[str, str, str] = tuple(f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down"))  # type: ignore[assignment]
+    megatron: Callable[[HfConfig], dict[str, Any]] = lambda _hf: {}
+    required: Mapping[str, Required] = field(default_factory=dict)
+    rotations: tuple[str, ...] = ("default",)
+    whole_qk_norms: bool = False
+    max_tensor: int | None = None
+    not_converted: str = ""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+
+NORMS = {
+    "input_layernorm.weight": Link(("input_layernorm.weight",)),
+    "pre_mlp_layernorm.weight": Link(("post_attention_layernorm.weight",)),
+}
+DENSE = {
+    "mlp.linear_fc1.weight": Link(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "gated"),
+    "mlp.linear_fc2.weight": Link(("mlp.down_proj.weight",)),
+}
+SHARED = {
+    "mlp.shared_experts.linear_fc1.weight": Link(
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"), "gated"
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Link(("mlp.shared_experts.down_proj.weight",)),
+}
+GATE = {"mlp.router.weight": Link(("mlp.gate.weight",))}
+GATE_BIAS = {"mlp.router.expert_bias": Link(("mlp.gate.e_score_correction_bias",))}
+
+
+def heads_attention(*, qk_norm: bool, qkv_bias: bool = False) -> dict[str, Link]:
+    """Attention with query, key and value projections, and the two norms of a layer."""
+    found = {
+        **NORMS,
+        "self_attention.linear_qkv.weight": Link(tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), "qkv"),
+        "self_attention.linear_proj.weight": Link(("self_attn.o_proj.weight",)),
+    }
+    if qkv_bias:
+        found["self_attention.linear_qkv.bias"] = Link(tuple(f"self_attn.{x}_proj.bias" for x in "qkv"), "qkv")
+    if qk_norm:
+        found |= {f"self_attention.{x}_layernorm.weight": Link((f"self_attn.{x}_norm.weight",)) for x in "qk"}
+    return found
+
+
+def sigmoid_router(hf: HfConfig) -> dict[str, Any]:
+    """Megatron's keywords for sigmoid scores, a bias and groups that choose experts, normalised and scaled weights, and shared experts.
+
+    The bias stays as the checkpoint has it: its update rate is 0.
+    """
+    groups = int(hf.get("n_group") or 1)
+    shared = int(hf.get("n_shared_experts") or 0)
+    found: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
+    }
+    if groups > 1:
+        found |= {"moe_router_num_groups": groups, "moe_router_group_topk": int(hf["topk_group"])}
+    if shared:
+        found["moe_shared_expert_intermediate_size"] = shared * int(hf["moe_intermediate_size"])
+    return found
+
+
+def sigmoid_tensors(hf: HfConfig) -> dict[str, Link]:
+    """Router, its bias, and shared experts where there are any."""
+    return {**GATE, **GATE_BIAS, **(SHARED if hf.get("n_shared_experts") else {})}
+
+
+SIGMOID_REQUIRED = {
+    "norm_topk_prob": Required(True, "gate weights that are not normalised"),
+    "hidden_act": Required("silu", "another activation"),
+}

@@ -1,0 +1,22 @@
+"""Mixtral: no norms of queries and keys; the weights of the chosen experts are always normalised; tensors have names of their own."""
+
+from moe_trm.models.family import Family, Link, Required, heads_attention
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    lambda _hf: heads_attention(qk_norm=False),
+    router=lambda _hf: {"mlp.router.weight": Link(("block_sparse_moe.gate.weight",))},
+    expert=(
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+        "block_sparse_moe.experts.{}.w2.weight",
+    ),
+    megatron=lambda _hf: {"qk_layernorm": False, "moe_router_pre_softmax": False},
+    required={
+        "hidden_act": Required("silu", "another activation"),
+        "sliding_window": Required(None, "attention over a window"),
+        "router_jitter_noise": Required(0.0, "input noise that makes replay differ from the rollout"),
+    },
+    tiny={"num_local_experts": 8, "num_key_value_heads": 2},
+)
