@@ -56,8 +56,8 @@ class TimedPass(ReplayPass):
 
     clock: Clock
 
-    def count(self, layer: int, live: Tensor) -> None:
-        self.clock.time(super().count, layer, live)
+    def count(self, layer: int, live: Tensor, recompute: bool) -> None:
+        self.clock.time(super().count, layer, live, recompute)
 
     def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
         self.clock.time(super().prove, layer, matches, recompute)

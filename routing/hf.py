@@ -27,13 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.errors import ReplayProofError, ReplayRefusedError
 from routing.layout import Layout
 from routing.proof import differs
 from routing.record import RouteRecord
 from routing.replay import (
     Native,
-    Recorded,
     ReplayRecorded,
     ReplayRecords,
     ReplayReport,
@@ -45,6 +44,7 @@ from routing.replay import (
     row_lengths,
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.running import Running
 
 FORMULA_TOLERANCE = 1e-2
 """Relative; far above bfloat16 rounding of a gate weight, far below the difference between two formulas."""
@@ -79,9 +79,8 @@ class HFReplayer:
         self._device = first.gate.weight.device
         self._counters = new_counters(max(self._blocks) + 1, self._device)
         self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._active: ReplayPass | None = None
-        self._backward: ReplayPass | None = None
-        self._hooks = [_body(model).register_forward_hook(self._tag_output)]
+        self._running = Running()
+        self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
         for layer, block in self._blocks.items():
             self._hooks += [
                 block.gate.register_forward_hook(partial(self._route, layer)),
@@ -111,14 +110,14 @@ class HFReplayer:
             RouteError: routes that are not this micro-batch's, before anything is computed.
             ReplayProofError: on leaving, when the blocks were not forwarded exactly once each, or are no longer those attached to.
         """
-        if self._active is not None:
+        if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         self._check_ours()
-        opened = self._active = self._open(source, input_ids, target_ids, valid)
+        opened = self._running.active = self._open(source, input_ids, target_ids, valid)
         try:
             yield opened
         finally:
-            self._active = None
+            self._running.active = None
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -154,7 +153,7 @@ class HFReplayer:
         else:
             opened.digest = batch_digest(input_ids, target_ids, valid)
         if isinstance(source, ReplayRecorded):
-            self._check_recorded(source.recorded, opened)
+            opened.check_recorded(source.recorded, self.top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
             row_lengths(valid)
@@ -181,25 +180,8 @@ class HFReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: ids.to(self._device, non_blocking=True) for layer, ids in routes.items()}
 
-    def _check_recorded(self, recorded: Recorded, opened: ReplayPass) -> None:
-        if recorded.batch_digest != opened.digest:
-            raise RouteError(
-                "digest",
-                "recorded routes belong to another micro-batch",
-                got=recorded.batch_digest.hex() or None,
-                expected=opened.digest.hex(),
-            )
-        shapes = {layer: tuple(ids.shape) for layer, ids in recorded.experts.items()}
-        if shapes != dict.fromkeys(self.layer_ids, (opened.num_local, self.top_k)):
-            raise RouteError(
-                "layers",
-                "recorded routes do not fit",
-                got=shapes,
-                expected=f"{(opened.num_local, self.top_k)} in each of {self.layer_ids}",
-            )
-
     def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        running, recompute = self._running()
+        running, recompute = self._running.current()
         logits, weights, live = output
         chosen = running.choose(layer, live, recompute)
         if chosen is live:
@@ -211,32 +193,9 @@ class HFReplayer:
         return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running, recompute = self._running()
+        running, recompute = self._running.current()
         given = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         running.prove(layer, lambda expected: ~differs(given, expected), recompute)
-
-    def _running(self) -> tuple[ReplayPass, bool]:
-        # The test torch.utils.checkpoint itself uses for "inside a backward".
-        recompute = torch._C._current_graph_task_id() != -1
-        running = self._backward if recompute else self._active
-        if running is None:
-            raise ReplayProofError(
-                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the gate's own choice) or detach the replayer"
-            )
-        return running, recompute
-
-    def _tag_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Make the backward of this output announce its pass before any layer below recomputes."""
-        first = output if isinstance(output, Tensor) else output[0]
-        if self._active is not None and first.grad_fn is not None:
-            first.grad_fn.register_prehook(partial(self._begin_backward, self._active))
-
-    def _begin_backward(self, owner: ReplayPass, _gradients: Any) -> None:
-        self._backward = owner
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._backward = None
 
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)

@@ -33,7 +33,6 @@ from routing.megatron_pass import RouterTap
 from routing.proof import due_tokens, expected_routes, free_tokens
 from routing.replay import (
     Native,
-    Recorded,
     ReplayRecorded,
     ReplayRecords,
     ReplayReport,
@@ -44,6 +43,7 @@ from routing.replay import (
     row_lengths,
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.running import Running
 
 
 class MegatronReplayer:
@@ -76,8 +76,7 @@ class MegatronReplayer:
         check_config(self.config)
         self._chunks = {id(chunk): (chunk, moe_layers(chunk)) for chunk in chunks}
         self._model_layer_ids = all_moe_layer_ids(self.config)
-        self._active: ReplayPass | None = None
-        self._backward: ReplayPass | None = None
+        self._running = Running()
         self._taps: dict[int, RouterTap] = {}
         self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []
@@ -85,7 +84,7 @@ class MegatronReplayer:
         self._device = next(chunks[0].parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
         for chunk, layers in self._chunks.values():
-            self._hooks.append(chunk.decoder.register_forward_hook(self._tag_output))
+            self._hooks.append(chunk.decoder.register_forward_hook(self._running.tag_output))
             for layer, moe in layers:
                 self._attach(layer, moe)
 
@@ -130,16 +129,16 @@ class MegatronReplayer:
             RouteError: records or recorded routes that are not this micro-batch's, before anything is computed.
             ReplayProofError: on leaving, when the attached MoE layers were not forwarded exactly once each, or are no longer ours.
         """
-        if self._active is not None:
+        if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         layers = self._layers_of(model)
         self._check_ours()
         opened = self._open(source, layout, input_ids, target_ids, valid, layers)
-        self._active = opened
+        self._running.active = opened
         try:
             yield opened
         finally:
-            self._active = None
+            self._running.active = None
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -193,7 +192,7 @@ class MegatronReplayer:
         else:
             opened.digest = batch_digest(input_ids, target_ids, valid)
         if isinstance(source, ReplayRecorded):
-            self._check_recorded(source.recorded, opened, top_k)
+            opened.check_recorded(source.recorded, top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
             due = due_tokens(row_lengths(valid), layout)
@@ -226,59 +225,15 @@ class MegatronReplayer:
                 expected=f"{wanted} as (B, R, cp, sp)",
             )
 
-    @staticmethod
-    def _check_recorded(recorded: Recorded, opened: ReplayPass, top_k: int) -> None:
-        if recorded.batch_digest != opened.digest:
-            raise RouteError(
-                "digest",
-                "recorded routes belong to another micro-batch",
-                got=recorded.batch_digest.hex() or None,
-                expected=opened.digest.hex(),
-            )
-        for layer in opened.layer_ids:
-            shape = tuple(recorded.experts[layer].shape) if layer in recorded.experts else None
-            if shape != (opened.num_local, top_k):
-                raise RouteError(
-                    "layers" if shape is None else "shape",
-                    "recorded routes do not fit",
-                    where=f"layer {layer}",
-                    got=shape,
-                    expected=(opened.num_local, top_k),
-                )
-
     def _attach(self, layer: int, moe: Any) -> None:
-        tap = RouterTap(layer, self._running)
+        tap = RouterTap(layer, self._running.current)
         self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
 
-    def _running(self) -> tuple[ReplayPass, bool]:
-        """The pass that a router is being asked for, and whether this is its recomputation inside backward."""
-        # The test torch.utils.checkpoint itself uses for "inside a backward".
-        recompute = torch._C._current_graph_task_id() != -1
-        running = self._backward if recompute else self._active
-        if running is None:
-            raise ReplayProofError(
-                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's own choice) or detach the replayer"
-            )
-        return running, recompute
-
-    def _tag_output(self, _module: Any, _args: Any, output: Any) -> None:
-        """Make the backward of this output announce its pass before any layer below recomputes."""
-        first = output[0] if isinstance(output, tuple) else output
-        if self._active is not None and first.grad_fn is not None:
-            first.grad_fn.register_prehook(partial(self._begin_backward, self._active))
-
-    def _begin_backward(self, owner: ReplayPass, _gradients: Any) -> None:
-        self._backward = owner
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self._backward = None
-
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
-        running, recompute = self._running()
+        running, recompute = self._running.current()
         running.prove(layer, dispatched.matches, recompute)
 
     def _layers_of(self, model: Any) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from routing.errors import ReplayProofError
+from routing.errors import ReplayProofError, RouteError
 from routing.layout import Layout
 from routing.proof import differs
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
@@ -39,6 +39,7 @@ class ReplayPass:
         self._free: Tensor | None = None
         self._num_free = 0
         self._taken: dict[int, Tensor] = {}
+        self._flips: dict[int, Tensor] = {}
 
     def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
         """Which local tokens must use recorded routes, and which real ones (`free`) have none and keep the live router's; `[N]` bool on the CPU."""
@@ -50,6 +51,26 @@ class ReplayPass:
             self._free = free[:, None].to(device, non_blocking=True)
         if self.layer_ids:
             self.counters[list(self.layer_ids), DUE] += self._num_due
+
+    def check_recorded(self, recorded: Recorded, top_k: int) -> None:
+        """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch, cut in the same way, with `top_k` experts."""
+        if recorded.batch_digest != self.digest:
+            raise RouteError(
+                "digest",
+                "recorded routes belong to another micro-batch",
+                got=recorded.batch_digest.hex() or None,
+                expected=self.digest.hex(),
+            )
+        for layer in self.layer_ids:
+            shape = tuple(recorded.experts[layer].shape) if layer in recorded.experts else None
+            if shape != (self.num_local, top_k):
+                raise RouteError(
+                    "layers" if shape is None else "shape",
+                    "recorded routes do not fit",
+                    where=f"layer {layer}",
+                    got=shape,
+                    expected=(self.num_local, top_k),
+                )
 
     def recorded(self) -> Recorded:
         """The routes this pass used. Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded."""
@@ -81,13 +102,16 @@ class ReplayPass:
             raise ReplayProofError(
                 f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {live.shape[1]}"
             )
-        self.count(layer, live)
+        self.count(layer, live, recompute)
         return targets if self._free is None else torch.where(self._free, live, targets)
 
-    def count(self, layer: int, live: Tensor) -> None:
+    def count(self, layer: int, live: Tensor, recompute: bool) -> None:
         """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""
         counters = self.counters[layer]
-        counters[FLIPPED] += (differs(live, self.targets[layer]) & self._due).sum()
+        if not recompute:
+            self._flips[layer] = (differs(live, self.targets[layer]) & self._due).sum()
+        # Recomputation has the logits of the forward, and so its flips.
+        counters[FLIPPED] += self._flips[layer]
         counters[ROUTED] += self._num_due
         if self._num_free:
             counters[NATIVE] += self._num_free

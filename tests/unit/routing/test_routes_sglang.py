@@ -6,8 +6,11 @@ import base64
 
 import numpy as np
 import pytest
+import torch
 
-from routing import RouteError, token_digest
+from routing import ReplayProofError, RouteError, flips, token_digest
+from routing.replay import ReplayRecords
+from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.sglang import decode_payload
 
 T, D, K, E = 6, 4, 2, 8
@@ -126,3 +129,39 @@ def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant():
         record.validate(T)
         assert (record.experts != original[:, [1, 3]]).any(-1).sum() <= 1, "at most the set that was hit"
     assert refused > 6000
+
+
+def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_as_one_local_flip():
+    """Nothing in the payload could tell; docs/routes.md says so. It costs one token-layer of replay, and is counted as such."""
+    routes = engine_routes()
+    sent = decode(routes)
+    routes[2, 3] = [(routes[2, 3, 0] + 1) % E, routes[2, 3, 1]]
+    if routes[2, 3, 0] == routes[2, 3, 1]:
+        routes[2, 3, 0] = (routes[2, 3, 0] + 1) % E
+    received = decode(routes)
+    assert flips(sent, received).token_layer_rate == 1 / (2 * (T - 1))
+    report = judge(replayed(sent.experts, received.experts), max_local_flip_rate=0.3)
+    assert (report.local_flips, report.applied_fraction) == (1, 1.0)
+
+
+@pytest.mark.parametrize("share", [0.31, 0.5, 1.0])
+def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float):
+    """A payload of legal but wrong ids in a share of one layer's rows above `max_local_flip_rate` is refused, whatever the rest looks like."""
+    sent = np.argsort(np.random.default_rng(1).random((200, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8)
+    received = sent.copy()
+    received[: int(200 * share) + 1, 1] = (sent[: int(200 * share) + 1, 1] + 1) % E
+    with pytest.raises(ReplayProofError, match="too often"):
+        judge(replayed(sent, received), max_local_flip_rate=0.3)
+
+
+def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
+    """Counters of a forward whose routers chose `live` and were given `records`, both `[N, L, K]`."""
+    counters = new_counters(len(LAYERS), torch.device("cpu"))
+    opened = ReplayPass(ReplayRecords(()), range(len(LAYERS)), len(live), counters)
+    chosen = {layer: torch.from_numpy(records[:, layer].astype(np.int64)) for layer in opened.layer_ids}
+    opened.targets = opened.expected = chosen
+    opened.expect(torch.ones(len(live), dtype=torch.bool), None, counters.device)
+    for layer in opened.layer_ids:
+        used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
+        opened.prove(layer, lambda expected, used=used: (used == expected).all(1), recompute=False)
+    return counters
