@@ -28,6 +28,7 @@ from routing.errors import RouteError
 from routing.record import RouteRecord
 
 VERSION = 1
+_PART = 1 << 10
 _GROUP, _DELTA = b"MTRG", b"MTRD"
 _HEAD, _MEMBER, _DELTA_HEAD = struct.Struct("<4sBH"), struct.Struct("<HIQ"), struct.Struct("<4sBI16s")
 
@@ -36,9 +37,14 @@ def shared_rows(a: RouteRecord, b: RouteRecord) -> int:
     """How many leading rows of two records of one model are equal: the same ids in the same order, known in both or in neither."""
     if _model(a) != _model(b):
         return 0
-    rows = min(a.num_rows, b.num_rows)
-    differs = (a.experts[:rows] != b.experts[:rows]).any((1, 2)) | (a.coverage()[:rows] != b.coverage()[:rows])
-    return int(differs.argmax()) if differs.any() else rows
+    rows, known_a, known_b = min(a.num_rows, b.num_rows), a.coverage(), b.coverage()
+    # In parts: answers to a prompt differ early, and the rest of a long one is then never read.
+    for start in range(0, rows, _PART):
+        part = slice(start, min(start + _PART, rows))
+        differs = (a.experts[part] != b.experts[part]).any((1, 2)) | (known_a[part] != known_b[part])
+        if differs.any():
+            return start + int(differs.argmax())
+    return rows
 
 
 def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"] = "engine") -> bytes:
@@ -67,19 +73,29 @@ def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"]
     return b"".join([*whole, checksum(*whole)])
 
 
-def decode_group(data: bytes | memoryview) -> list[RouteRecord]:
-    """The records that `encode_group` wrote, in order. Raises `RouteError` (`payload`) for bytes that were changed in any way."""
+def decode_group(data: bytes | memoryview, num_rows: Sequence[int] | None = None) -> list[RouteRecord]:
+    """The records that `encode_group` wrote, in order.
+
+    Args:
+        data: the bytes.
+        num_rows: T - 1 of each member if known: others are refused before memory is taken for them, as by `routing.decode`.
+
+    Raises:
+        RouteError: `payload`, for bytes that were changed in any way, or a group of another number of records or rows.
+    """
     content = _content(data, _GROUP, _HEAD.size)
     _, _, members = _HEAD.unpack_from(content)
     start = _HEAD.size + members * _MEMBER.size
     if len(content) < start:
         raise _damaged("the table of members is cut")
+    if num_rows is not None and len(num_rows) != members:
+        raise RouteError("payload", "a group of another number of records", got=members, expected=len(num_rows))
     records: list[RouteRecord] = []
     for index in range(members):
         base, rows, length = _MEMBER.unpack_from(content, _HEAD.size + index * _MEMBER.size)
         if length > len(content) - start or (rows and base >= index):
             raise _damaged(f"member {index} lies outside the group")
-        tail = decode(content[start : start + length])
+        tail = decode(content[start : start + length], None if num_rows is None else num_rows[index] - rows)
         start += length
         records.append(_joined(records[base], rows, tail) if rows else tail)
     if start != len(content):

@@ -1,6 +1,6 @@
 """A recorded run: every accepted record of every step on disk, and an engine that gives them back instead of sampling.
 
-A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 3 (docs/bundles.md). What the updates saw
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 4 (docs/bundles.md). What the updates saw
 is in files of its own, `rollout.scores`. Shape letters, summed over the N records of a step: T tokens, S sampled tokens, Q bytes of
 encoded routes.
 """
@@ -24,10 +24,11 @@ from moe_trm.sampling_mask.codec import encode as encode_masks
 from moe_trm.sampling_mask.record import SamplingMask, join, split
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from routing import RouteError, decode, encode
+from routing import RouteError, RouteRecord
+from routing.groups import decode_group, encode_group
 
 FORMAT = "moe-trm-bundle"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 KEPT_STEPS = 8
 """Steps held in memory: where sampling runs ahead of training, samples of several steps are asked for in turn."""
 _FILE = re.compile(r"step-(\d{6,})\.safetensors")
@@ -44,6 +45,8 @@ class Header(CheckedHeader, kw_only=True):
     mask_kinds: list[str]
     mask_violations: list[int]
     rejected: dict[int, str]
+    route_groups: list[list[int]]
+    """Numbers of the records with routes, those of one prompt together: their routes are encoded as one group."""
     reward_parts: list[dict[str, float]] = msgspec.field(default_factory=list)
 
 
@@ -65,7 +68,8 @@ class BundleWriter:
             for later in (number for number in BundleReader(str(self._folder)).steps() if number > step):
                 _path(self._folder, later).unlink()
             self._begun = True
-        arrays = _pack(records)
+        groups = _route_groups(records)
+        arrays = _pack(records, groups)
         header = Header(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -78,6 +82,7 @@ class BundleWriter:
             reward_parts=[dict(record.reward_parts) for record in records],
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
+            route_groups=groups,
         )
         write_checked(_path(self._folder, step), header, arrays)
 
@@ -254,8 +259,27 @@ def _unpack_masks(arrays: Arrays, name: str, numbers: Sequence[int]) -> dict[int
     return dict(zip(numbers, split(mask, [len(ids) for ids in own]), strict=True))
 
 
-def _pack(records: Sequence[RolloutRecord]) -> dict[str, np.ndarray]:
-    routes = [np.frombuffer(encode(record.routes) if record.routes else b"", np.uint8) for record in records]
+def _route_groups(records: Sequence[RolloutRecord]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for number, record in enumerate(records):
+        if record.routes is not None:
+            groups.setdefault(record.group_id, []).append(number)
+    return list(groups.values())
+
+
+def _unpack_routes(header: Header, arrays: Arrays) -> dict[int, RouteRecord]:
+    """Routes by the number of their record."""
+    rows = np.diff(arrays["token_offsets"]) - 1
+    routes: dict[int, RouteRecord] = {}
+    for place, numbers in enumerate(header.route_groups):
+        block = arrays["routes"][slice(*arrays["route_offsets"][place : place + 2])].data
+        routes |= zip(numbers, decode_group(block, rows[numbers].tolist()), strict=True)
+    return routes
+
+
+def _pack(records: Sequence[RolloutRecord], groups: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    members = [[known for number in numbers if (known := records[number].routes)] for numbers in groups]
+    routes = [np.frombuffer(encode_group(group), np.uint8) for group in members]
     return {
         "tokens": _join([record.tokens for record in records], np.int32),
         "sampled": _join([record.sampled for record in records], np.uint8),
@@ -285,13 +309,13 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
     records, masks = [], dict[int, SamplingMask]()
     for name, kind in (("masks", "logprobs"), ("bare_masks", "ids")):
         masks |= _unpack_masks(arrays, name, [n for n, other in enumerate(header.mask_kinds) if other == kind])
+    routes = _unpack_routes(header, arrays)
     for number, sample_id in enumerate(header.sample_ids):
         of_tokens = slice(*arrays["token_offsets"][number : number + 2])
         of_sampled = slice(*arrays["sampled_offsets"][number : number + 2])
         mask = masks.get(number)
         if mask is not None:
             mask = replace(mask, violations=header.mask_violations[number])
-        encoded = arrays["routes"][slice(*arrays["route_offsets"][number : number + 2])].tobytes()
         reward = float(arrays["rewards"][number])
         records.append(
             RolloutRecord(
@@ -304,7 +328,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 rollout_logprobs=arrays["rollout_logprobs"][of_sampled],
                 full_logprobs=arrays["full_logprobs"][of_sampled],
                 versions=arrays["versions"][of_sampled],
-                routes=decode(encoded, int(of_tokens.stop - of_tokens.start) - 1) if encoded else None,
+                routes=routes.get(number),
                 sampling_mask=mask,
                 finish_reason=header.finish_reasons[number],
                 reward=None if np.isnan(reward) else reward,

@@ -19,7 +19,8 @@ from moe_trm.rollout.checked_file import read_checked, write_checked
 from moe_trm.sampling_mask.violation import drop
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from routing import RouteRecord, encode, token_digest
+from routing import RouteRecord, token_digest
+from routing.groups import encode_group
 from tests.unit.sampling_mask.sets import random_mask
 
 PROMPT = Prompt("p", (5, 6))
@@ -95,7 +96,7 @@ def test_every_cut_and_many_flipped_bits_are_noticed(tmp_path: Path) -> None:
     assert len(reader.read(1)) == len(RECORDS)
 
 
-@pytest.mark.parametrize("change", [{"version": 4}, {"version": 2}, {"format": "something-else"}])
+@pytest.mark.parametrize("change", [{"version": 5}, {"version": 3}, {"format": "something-else"}])
 def test_other_formats_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     BundleWriter(str(tmp_path)).write(1, RECORDS)
     path = tmp_path / "step-000001.safetensors"
@@ -164,7 +165,7 @@ def test_a_few_bytes_that_claim_many_rows_take_no_memory(tmp_path: Path) -> None
     assert small.routes is not None
     rows = 4 * 10**6
     bomb = RouteRecord(np.broadcast_to(np.arange(2, dtype=np.uint8), (rows, 1, 2)), (0,), 2)
-    encoded = encode(bomb, "set")
+    encoded = encode_group([bomb], "set")
     assert len(encoded) < rows // 7
     BundleWriter(str(tmp_path)).write(1, [small])
     path = tmp_path / "step-000001.safetensors"
@@ -176,6 +177,35 @@ def test_a_few_bytes_that_claim_many_rows_take_no_memory(tmp_path: Path) -> None
         BundleReader(str(tmp_path)).read(1)
     assert tracemalloc.get_traced_memory()[1] < rows
     tracemalloc.stop()
+
+
+def test_rows_that_samples_of_a_prompt_share_are_stored_once(tmp_path: Path) -> None:
+    prompt, rng = np.arange(400, dtype=np.int32), np.random.default_rng(0)
+
+    def sample(sample_id: int) -> RolloutRecord:
+        own = record(sample_id)
+        tokens = np.concatenate([prompt, [sample_id]]).astype(np.int32)
+        experts = np.argsort(shared, -1)[..., :2].astype(np.uint8)
+        return dataclasses.replace(
+            own,
+            tokens=tokens,
+            sampled=np.arange(401) == 400,
+            turn_ids=np.zeros(401, np.int16),
+            routes=RouteRecord(experts, (0, 2), 4, token_digest(tokens)),
+            sampling_mask=None,
+            **{name: getattr(own, name)[:1] for name in ("rollout_logprobs", "full_logprobs", "versions")},
+        )
+
+    shared = rng.random((400, 2, 4))
+    records = [sample(number) for number in range(4)]
+    shared = rng.random((400, 2, 4))
+    records[1] = dataclasses.replace(records[1], routes=sample(1).routes)
+    BundleWriter(str(tmp_path)).write(1, records)
+    _, arrays = read_checked(tmp_path / "step-000001.safetensors", Header, FORMAT, FORMAT_VERSION)
+    one = 400 * 2 * 2
+    assert 2 * one < len(arrays["routes"]) < 2.4 * one
+    for written, read in zip(records, BundleReader(str(tmp_path)).read(1), strict=True):
+        assert_same(written, read)
 
 
 def test_only_files_of_its_own_names_belong_to_a_bundle(tmp_path: Path) -> None:
