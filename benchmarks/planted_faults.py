@@ -197,7 +197,7 @@ def _named(failed: Sequence[Check]) -> str:
             return "tokenizer"
         if "SyncError" in check.says:
             return "sync"
-    return "; ".join(f"{check.name}: {check.says}" for check in failed) or "nothing"
+    return "; ".join(f"{check.name}: {check.says.splitlines()[0]}" for check in failed) or "nothing"
 
 
 @contextmanager
