@@ -1,0 +1,103 @@
+"""What holds for every objective: names, weights, empty and extreme batches, settings that cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_trm import losses
+from moe_trm.errors import ConfigError
+from moe_trm.losses import LossInputs, aggregate
+from moe_trm.ratios import LogRatios
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx) -> None:
+    current = fx.current.clone().requires_grad_()
+    with torch.no_grad():
+        current[2, 1] = torch.nan
+    ratios = LogRatios(fx.rollout, fx.behavior, current, fx.mask)
+    inputs = LossInputs.uncorrected(ratios, current, fx.advantages)
+    nothing = torch.zeros_like(inputs.keep)
+    inputs = replace(
+        inputs,
+        keep=nothing,
+        weights=inputs.weights * 0,
+        rewards=fx.signs,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        entropy=torch.ones(4, 5),
+    )
+    loss = aggregate(
+        losses.get(name)(inputs).values,
+        nothing,
+        fx.mask,
+        losses.get(name).aggregation,
+        num_sequences=4,
+        num_tokens=13,
+        horizon=5,
+    )
+    loss.backward()
+    assert loss.item() == 0
+    assert not current.grad.any()
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_says_what_it_is(name: str) -> None:
+    objective = losses.get(name)
+    assert objective.name == name
+    assert "Source:" in (objective.__doc__ or "")
+    if objective.experimental:
+        assert "not established" in (objective.__doc__ or "")
+
+
+PENALISED = (
+    "r2vpo",
+    "kl_cov",
+    "ipo_tv",
+    "vespo",
+)  # a penalty that weights do not touch, or weights inside the objective
+
+
+@pytest.mark.parametrize("name", [name for name in losses.names() if name not in PENALISED])
+def test_correction_weights_scale_the_gradient(name: str, fx) -> None:
+    """One weight for all tokens, so that row-level means of weights are that weight too."""
+    gradients = []
+    for factor in (1.0, 0.25):
+        current = fx.current.clone().requires_grad_()
+        inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
+        inputs = replace(
+            inputs,
+            weights=inputs.weights * factor,
+            rewards=fx.signs,
+            group_ids=torch.tensor([0, 0, 1, 1]),
+            entropy=torch.ones(4, 5),
+        )
+        losses.get(name)(inputs).values[fx.mask].sum().backward()
+        gradients.append(current.grad)
+    assert gradients[0].any()
+    torch.testing.assert_close(gradients[1], gradients[0] * 0.25)
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_extreme_ratios_stay_finite(name: str, fx) -> None:
+    for shift in (1000.0, -1000.0):
+        current = (fx.current + shift).float().requires_grad_()
+        inputs = LossInputs.uncorrected(
+            LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask), current, fx.advantages.float()
+        )
+        inputs = replace(inputs, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1]), entropy=torch.ones(4, 5))
+        values = losses.get(name)(inputs).values[fx.mask]
+        values.sum().backward()
+        assert values.isfinite().all()
+        assert current.grad.isfinite().all()
+
+
+def test_configuration_errors() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'clip_high'"):
+        losses.get("ppo_clip").bind(clip_hi=0.3)
+    with pytest.raises(ConfigError, match="clip range"):
+        losses.get("ppo_clip").bind(dual_clip=0.5)
+    with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
+        losses.get("ppo_clipp")

@@ -1,0 +1,163 @@
+"""What single objectives do that others do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trm import losses
+from moe_trm.losses import LossInputs
+from moe_trm.losses.covariance import clip_cov_candidates
+from moe_trm.losses.espo import entropy_bins
+from moe_trm.losses.m2po_clip import moment_cap
+from moe_trm.losses.minpro import prefix_min
+from moe_trm.losses.quatro import optimal_multiplier
+from moe_trm.losses.r2vpo import next_penalty
+from moe_trm.ratios import LogRatios
+from moe_trm.summable import finalize
+
+
+def one_token(log_update: float, advantage: float) -> tuple[LossInputs, Tensor]:
+    zero, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    current = (zero + log_update).requires_grad_()
+    return LossInputs.uncorrected(LogRatios(zero, zero, current, one.bool()), current, one * advantage), current
+
+
+@pytest.mark.parametrize(("dual_clip", "value", "gradient"), [(None, 5.0, 5.0), (3.0, 3.0, 0.0)])
+def test_dual_clip_bounds_the_loss_of_tokens_that_became_likelier(
+    dual_clip: float | None, value: float, gradient: float
+) -> None:
+    inputs, current = one_token(float(torch.tensor(5.0, dtype=torch.float64).log()), -1.0)
+    loss = losses.get("ppo_clip")(inputs, dual_clip=dual_clip).values.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(value)
+    assert current.grad.item() == pytest.approx(gradient)
+
+
+def test_ppo_metrics_count_clipped_tokens(fx) -> None:
+    inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages)
+    got = finalize(losses.get("ppo_clip")(inputs).metrics)
+    ratio, A = fx.ratios.update.exp(), fx.advantages
+    expected = (((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))).sum().item() / 13
+    assert got["loss/pg_clipfrac"] == pytest.approx(expected)
+    assert got["loss/ppo_kl"] == pytest.approx(-fx.ratios.update.sum().item() / 13)
+
+
+def test_vespo_takes_weights_into_its_sequence_ratio(fx) -> None:
+    """A weight of e^c on every token acts like a log-ratio that is larger by c."""
+    current = fx.current.clone().requires_grad_()
+    plain = LossInputs.uncorrected(LogRatios(fx.rollout - 0.2, fx.behavior, current, fx.mask), current, fx.advantages)
+    weighted = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
+    weighted = replace(weighted, weights=weighted.weights * torch.tensor(0.2).double().exp())
+    values = [losses.get("vespo")(inputs).values[fx.mask] for inputs in (plain, weighted)]
+    torch.testing.assert_close(values[0], values[1])
+
+
+def cells(name: str, fx, **parameters: float | str) -> Tensor:
+    """-d sum(X) / d current_logprobs, before aggregation."""
+    current = fx.current.clone().requires_grad_()
+    inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
+    losses.get(name)(inputs, **parameters).values[fx.mask].sum().backward()
+    return -current.grad
+
+
+def test_minirl_weights_by_the_total_ratio_and_masks_by_the_update(fx) -> None:
+    A, r, w = fx.advantages, fx.ratios.update.exp(), fx.ratios.total.exp()
+    masked = ((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8))
+    torch.testing.assert_close(cells("minirl", fx), torch.where(masked, 0, w * A) * fx.mask)
+
+
+def test_ipo_tv_masks_by_probability_and_pulls_back(fx) -> None:
+    p, q, w, f = fx.current.exp(), fx.rollout.exp(), fx.ratios.total.exp(), fx.ratios.total
+    expected = torch.where((p - q).abs() <= 0.1, fx.advantages * w, 0) - 2e-3 * f
+    torch.testing.assert_close(cells("ipo_tv", fx), expected * fx.mask)
+
+
+def test_dro_penalises_the_log_ratio(fx) -> None:
+    torch.testing.assert_close(cells("dro", fx, beta=0.5), (fx.advantages - 0.5 * fx.ratios.update) * fx.mask)
+
+
+def test_cispo_absolute_cap(fx) -> None:
+    fx.behavior = fx.current - 2.0
+    got = cells("cispo", fx, clip_high=5.0, cap_is_absolute=True)
+    torch.testing.assert_close(got, 5.0 * fx.advantages)
+
+
+def test_tbpo_gives_negative_rows_outside_the_band_no_gradient() -> None:
+    for log_update, moves in ((-0.5, False), (0.0, True), (0.5, False)):
+        inputs, current = one_token(log_update, -1.0)
+        losses.get("tbpo")(inputs).values.sum().backward()
+        assert bool(current.grad.any()) == moves
+
+
+def test_ctpo_geometric_form_divides_the_prefix_by_its_length(fx) -> None:
+    """With equal log-ratios the geometric prefix is constant, the cumulative one grows."""
+    fx.behavior, fx.signs = fx.current - 0.01, torch.ones(4, dtype=torch.float64)
+    wide = {"low": 9.0, "high": 9.0, "power": 0.0}
+    rank = fx.mask.cumsum(1)
+    torch.testing.assert_close(cells("ctpo", fx, form="geometric", **wide), fx.mask * torch.tensor(0.01).double().exp())
+    torch.testing.assert_close(cells("ctpo", fx, **wide), fx.mask * (0.01 * rank.double()).exp())
+
+
+def test_minpro_weights() -> None:
+    ratios = torch.tensor([[0.9, 7.0, 1.2, 0.8, 1.1]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, True, True, True]])
+    got = prefix_min(ratios, mask)
+    assert got[mask].tolist() == [1, 0.9, 0.9, 0.8]
+    assert (got * ratios)[mask].tolist() == pytest.approx([0.9, 1.08, 0.72, 0.88])
+
+
+def test_covariance_filters_choose_the_published_tokens(fx) -> None:
+    behavior, fx.behavior = (
+        fx.behavior,
+        fx.current - 0.1,
+    )  # the penalty has a slope everywhere; the choice depends on current log-probs alone
+    with_penalty, without = cells("kl_cov", fx, share=0.2, beta=0.3), cells("kl_cov", fx, share=0.2, beta=0.0)
+    assert (with_penalty != without).nonzero().tolist() == [[0, 2], [2, 0]]
+    fx.behavior = behavior
+    inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages).kept()
+    ratio, A = fx.ratios.update.exp(), fx.advantages
+    clipped = ((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8))
+    assert clip_cov_candidates(inputs, clipped, 0.2, 1.0).sum() == 4
+    dropped = [
+        cells("clip_cov", fx, share=0.1, low=0.2, high=1.0, seed=seed) != cells("ppo_clip", fx) for seed in range(8)
+    ]
+    assert all(int(d.sum()) <= 1 for d in dropped)
+    assert len({tuple(d.flatten().tolist()) for d in dropped}) > 1
+
+
+def test_m2po_cap_and_quatro_multiplier() -> None:
+    squares = torch.tensor([0.01, 0.5, 0.02, 0.3, 0.001], dtype=torch.float64)
+    cap = moment_cap(squares, 0.04)
+    assert float(squares.clamp(max=cap**2).mean()) == pytest.approx(0.04)
+    assert moment_cap(squares, 1.0) == float("inf")
+    assert moment_cap(squares[:0], 0.1) == float("inf")
+    assert optimal_multiplier([0.5, -0.5, 0.5, -0.5], 0.01) == pytest.approx(3.51779, abs=1e-5)
+    assert optimal_multiplier([0.2, 0.2], 0.01) == 0.0
+    assert next_penalty(0.5, 0.3, target=0.1, rate=2.0) == pytest.approx(0.9)
+    assert next_penalty(0.1, 0.0, target=0.1, rate=2.0) == 0.0
+
+
+def test_sapo_gate_has_slope_one_on_policy_and_vespo_peaks_where_published() -> None:
+    for tau in (0.5, 1.0, 3.0):
+        inputs, current = one_token(0.0, 1.0)
+        losses.get("sapo")(inputs, tau_positive=tau).values.sum().backward()
+        assert current.grad.item() == pytest.approx(-1.0)
+    for advantage, peak, height in ((1.0, 2 / 3, 1.2081), (-1.0, 1.5, 1.2416)):
+        inputs, current = one_token(float(torch.tensor(peak, dtype=torch.float64).log()), advantage)
+        losses.get("vespo")(inputs).values.sum().backward()
+        assert -current.grad.item() / advantage == pytest.approx(height, abs=1e-4)
+
+
+def test_espo_lies_between_gspo_token_and_token_ppo(fx) -> None:
+    def values(name: str, **parameters: float | str) -> Tensor:
+        inputs = LossInputs.uncorrected(fx.ratios, fx.current, fx.advantages)
+        return losses.get(name)(replace(inputs, entropy=torch.ones(4, 5)), **parameters).values[fx.mask]
+
+    torch.testing.assert_close(values("espo", num_bins=1), values("gspo_token", clip_low=0.2, clip_high=0.2))
+    torch.testing.assert_close(values("espo", num_bins=5), values("ppo_clip"))
+    bins = entropy_bins(torch.tensor([[0.3, 9.0, 0.1, 0.2, 0.4]]), torch.tensor([[True, False, True, True, True]]), 2)
+    assert bins[0, [0, 2, 3, 4]].tolist() == [1, 0, 0, 1]
