@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.config.translate.draft import Draft
-from moe_trm.config.translate.verl import SCHEDULES, kl_estimator
+from moe_trm.config.translate.verl import SCHEDULES
+from moe_trm.config.translate.verl_correction import kl_estimator
 from moe_trm.config.translate.words import script_words, unread
 
 DEFAULTS: Mapping[str, str] = {
