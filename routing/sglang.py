@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from routing.errors import RouteError
 from routing.record import RouteRecord, expert_dtype, token_digest
 
+_PART_BYTES = 1 << 20
+
 
 def decode_payload(
-    payload: str | bytes,
+    payload: str | bytes | memoryview,
     *,
     tokens: np.ndarray,
     num_layers: int,
@@ -56,56 +58,77 @@ def decode_payload(
             got=wanted,
             expected=f"distinct ascending ids in 0..{num_layers - 1}",
         )
-    rows_TDK = _rows(payload, num_layers, top_k)
-    expected_rows = int(np.asarray(tokens).shape[0]) - 1 - start
-    if rows_TDK.shape[0] != expected_rows:
+    num_rows, expected_rows = _num_rows(payload, num_layers, top_k), int(np.asarray(tokens).shape[0]) - 1 - start
+    if num_rows != expected_rows:
         raise RouteError(
             "rows",
             "wrong number of route rows in the payload",
-            got=rows_TDK.shape[0],
+            got=num_rows,
             expected=expected_rows,
             fix=f"One row per forwarded token is needed: request them from row {start} on (routed_experts_start_len={start}).",
         )
-    routes_TLK = rows_TDK[:, wanted, :]
-    outside = (routes_TLK < 0) | (routes_TLK >= num_experts)
-    if outside.any():
-        row, column, slot = np.argwhere(outside)[0]
-        raise RouteError(
-            "range",
-            "expert id out of range",
-            where=f"row {row}, layer {wanted[column]}",
-            got=int(routes_TLK[row, column, slot]),
-            expected=f"0..{num_experts - 1}",
-        )
-    record = RouteRecord(
-        experts=np.ascontiguousarray(routes_TLK.astype(expert_dtype(num_experts))),
-        layer_ids=wanted,
-        num_experts=num_experts,
-        token_digest=token_digest(tokens),
-    )
+    experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
+    for first, rows_TDK in _parts(payload, num_rows, num_layers, top_k):
+        routes_TLK = rows_TDK[:, wanted, :]
+        outside = (routes_TLK < 0) | (routes_TLK >= num_experts)
+        if outside.any():
+            row, column, slot = np.argwhere(outside)[0]
+            raise RouteError(
+                "range",
+                "expert id out of range",
+                where=f"row {first + row}, layer {wanted[column]}",
+                got=int(routes_TLK[row, column, slot]),
+                expected=f"0..{num_experts - 1}",
+            )
+        experts[first : first + len(routes_TLK)] = routes_TLK
+    record = RouteRecord(experts=experts, layer_ids=wanted, num_experts=num_experts, token_digest=token_digest(tokens))
     record.validate(expected_rows + 1)
     return record
 
 
-def _rows(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
-    """The payload as int32 `[rows, D, K]`, or a `RouteError`."""
-    if not isinstance(payload, str | bytes):
+def _num_rows(payload: str | bytes | memoryview, num_layers: int, top_k: int) -> int:
+    """Rows that the length of the payload stands for, or a `RouteError`; nothing is decoded."""
+    if not isinstance(payload, str | bytes | memoryview):
         raise RouteError(
             "payload", "routes are missing from the response", got=type(payload).__name__, expected="a base64 string"
         )
-    try:
-        raw = base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RouteError(
-            "payload", f"routes are not valid base64: {error}", got=f"{len(payload)} characters"
-        ) from error
+    if len(payload) % 4:
+        raise _not_base64(payload, "its length is no multiple of 4")
+    end = payload[-2:] if isinstance(payload, str) else bytes(payload[-2:]).decode("latin-1")
+    num_bytes = len(payload) // 4 * 3 - (len(end) - len(end.rstrip("=")))
     row_bytes = 4 * num_layers * top_k
-    if len(raw) % row_bytes:
+    if num_bytes % row_bytes:
         raise RouteError(
             "payload",
             "routes do not divide into whole rows",
-            got=f"{len(raw)} bytes",
+            got=f"{num_bytes} bytes",
             expected=f"a multiple of {row_bytes} ({num_layers} layers x {top_k} experts x 4)",
             fix="The payload was cut, or the served model has other layers or another top-k.",
         )
-    return np.frombuffer(raw, dtype="<i4").reshape(-1, num_layers, top_k)
+    return num_bytes // row_bytes
+
+
+def _parts(
+    payload: str | bytes | memoryview, num_rows: int, num_layers: int, top_k: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The payload as int32 `[rows, D, K]`, a part after the other with its first row. Raises `RouteError`.
+
+    In parts, because the whole of a long sequence takes several times the memory of its record.
+    """
+    row_bytes = 4 * num_layers * top_k
+    # Three rows are a whole number of base64's groups of three bytes.
+    rows = 3 * max(1, _PART_BYTES // (3 * row_bytes))
+    step = rows * row_bytes // 3 * 4
+    for start in range(0, len(payload), step):
+        try:
+            raw = base64.b64decode(payload[start : start + step], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _not_base64(payload, str(error)) from error
+        first = start // step * rows
+        if len(raw) != min(rows, num_rows - first) * row_bytes:
+            raise _not_base64(payload, "it ends before its last character")
+        yield first, np.frombuffer(raw, dtype="<i4").reshape(-1, num_layers, top_k)
+
+
+def _not_base64(payload: str | bytes | memoryview, why: str) -> RouteError:
+    return RouteError("payload", f"routes are not valid base64: {why}", got=f"{len(payload)} characters")

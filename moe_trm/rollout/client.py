@@ -172,7 +172,8 @@ class RolloutClient:
         while not self._socket.poll(_POLL_MS):
             if self._process is not None:
                 self._process.check()
-        reply = wire.decode(self._socket.recv_multipart(), Reply)
+        frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
+        reply = wire.decode(frames, Reply)
         if reply.error:
             raise ControllerError(f"the controller refused '{op}'", got=reply.error)
         return reply

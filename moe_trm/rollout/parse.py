@@ -58,7 +58,8 @@ class MetaInfo(msgspec.Struct):
     output_token_sampling_mask: list[list[Int32]] | None = None
     output_token_sampling_logprobs: list[list[float | None]] | None = None
     output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
-    routed_experts: str | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw()
+    """As it stands in the answer, of which it is the largest part by far: a copy would double the memory that a sample takes."""
 
 
 class Answer(msgspec.Struct):
@@ -328,7 +329,8 @@ def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarr
 
 
 def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int) -> RouteRecord:
-    if meta.routed_experts is None:
+    payload = memoryview(meta.routed_experts)
+    if bytes(payload[:1]) != b'"':
         raise RecordRejected(
             "route_missing",
             "no routes in the answer",
@@ -337,7 +339,7 @@ def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int
         )
     try:
         return decode_payload(
-            meta.routed_experts,
+            payload[1:-1],
             tokens=tokens_T,
             num_layers=model.num_layers,
             layer_ids=model.moe_layer_ids,

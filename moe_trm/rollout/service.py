@@ -135,7 +135,8 @@ class ControllerService:
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
             reply = Reply(error=f"{type(error).__name__}: {error} (more in controller.log)")
-        await socket.send_multipart([identity, *wire.encode(reply)])
+        # Routes of a step are large: their arrays are sent from where they are.
+        await socket.send_multipart([identity, *wire.encode(reply)], copy=False)
 
     async def _batch(self, request: Request) -> Reply:
         planned = asyncio.ensure_future(

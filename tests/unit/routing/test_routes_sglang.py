@@ -83,6 +83,23 @@ def test_text_that_is_not_base64_is_refused(payload: str):
     assert error.value.reason == "payload"
 
 
+def test_long_payloads_are_decoded_in_parts():
+    """Damage in any part is found, and the row it names is that of the whole."""
+    rows = 70_000
+    routes = np.tile(engine_routes(), (rows // (T - 1), 1, 1))
+    tokens = np.arange(rows + 1, dtype=np.int32)
+    np.testing.assert_array_equal(decode(routes, tokens=tokens).experts, routes[:, [1, 3]])
+    payload = base64.b64encode(routes.tobytes())
+    routes[60_000, 3, 1] = -1
+    with pytest.raises(RouteError, match="row 60000, layer 3"):
+        decode(routes, tokens=tokens)
+    for place in (0, len(payload) // 2 // 4 * 4, len(payload) - 8):
+        damaged = payload[:place] + b"AA==" + payload[place + 4 :]
+        with pytest.raises(RouteError) as error:
+            decode_payload(damaged, tokens=tokens, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
+        assert error.value.reason == "payload"
+
+
 def test_missing_payload_is_refused():
     with pytest.raises(RouteError) as error:
         decode_payload(None, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)  # type: ignore[arg-type]
