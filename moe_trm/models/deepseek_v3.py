@@ -86,6 +86,7 @@ DEEPSEEK_V3 = Family(
         "n_shared_experts": 1,
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
         # Megatron adds up the topk / topk_group best scores of a group, transformers always the best two.
         "num_experts_per_tok": 4,
         "n_group": 4,

@@ -14,6 +14,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron import cpu_shim, layout
+from moe_trm.learner.megatron.convert import check_tensors
 from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner
@@ -37,6 +38,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     layout.check_layout(config, package_info.__version__, hf, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
+    check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)

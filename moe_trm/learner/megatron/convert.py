@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError
 from moe_trm.hf_config import moe_layers, num_experts
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.family import DENSE, Link, Packing
 from moe_trm.models.registry import family_of
 
@@ -40,6 +41,7 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CUT_ROWS = re.compile(r"((word_embeddings|output_layer|linear_fc1)\.weight\d*|linear_qkv\.(weight|bias))$")
 _CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$")
@@ -99,6 +101,57 @@ class Names:
             return None
         gate, up, down = (name.format(expert[1] or expert[4]) for name in self._family.expert)
         return Link((gate, up), "gated") if (expert[2] or expert[3]) == "1" else Link((down,))
+
+
+def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model in its config.json, before any of them is read.
+
+    Raises:
+        CheckpointError: tensors that are missing, or that the model has no place for; a copy of tied weights that is none.
+    """
+    names, where = Names(hf, f"{checkpoint.folder}/config.json"), str(checkpoint.folder)
+    known = {hf_name for name in names.all() for hf_name in names.link(name).hf_names}
+    missing = sorted(known - checkpoint.names)
+    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
+    # predicting several tokens at once; neither transformers nor this learner has them.
+    unexpected = sorted(
+        name
+        for name in checkpoint.names - known - {OUTPUT}
+        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
+    )
+    if missing == [OUTPUT]:
+        raise CheckpointError(
+            "checkpoint has no output weight",
+            where=where,
+            got=f"no {OUTPUT}, and config.json does not tie it to the embedding",
+            expected=f"{OUTPUT}, or tie_word_embeddings=true in config.json",
+            fix="If the model was trained with tied embeddings set tie_word_embeddings=true in its config.json; else copy it again, completely.",
+        )
+    if missing or unexpected:
+        raise CheckpointError(
+            "checkpoint does not hold the tensors of the model in config.json",
+            where=where,
+            got=f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: {unexpected[:3]}",
+            expected=f"the {len(known)} tensors of this model under the names of transformers",
+            fix="Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or config.json is another model's.",
+        )
+    if (
+        hf.get("tie_word_embeddings")
+        and OUTPUT in checkpoint.names
+        and not torch.equal(checkpoint.read(OUTPUT), checkpoint.read(_TOP["embedding.word_embeddings.weight"]))
+    ):
+        raise CheckpointError(
+            "output weight and embedding differ, but config.json ties them",
+            where=where,
+            got=f"another {OUTPUT}",
+            expected="the embedding once more, or no output weight",
+            fix="Set tie_word_embeddings=false in config.json if the model was trained with both.",
+        )
+
+
+def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
+    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def packing(name: str) -> Packing:

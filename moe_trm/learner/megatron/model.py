@@ -198,26 +198,10 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
     """Fill this rank's parameters from the checkpoint; of other ranks' layers and experts nothing is read.
 
     Raises:
-        CheckpointError: a missing or unexpected tensor, or a shape that config.json does not announce.
+        CheckpointError: a shape that config.json does not announce, or a missing tensor.
     """
     tied = bool(hf.get("tie_word_embeddings", False))
     names = convert.Names(hf)
-    known = {hf_name for name in names.all() for hf_name in names.link(name).hf_names}
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
-    # predicting several tokens at once; neither transformers nor this learner has them.
-    unexpected = {
-        name
-        for name in checkpoint.names - known - {"lm_head.weight"}
-        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
-    }
-    if unexpected:
-        raise CheckpointError(
-            "checkpoint holds tensors the model has no place for",
-            where=str(checkpoint.folder),
-            got=sorted(unexpected)[:4],
-            expected="the tensors of the model in config.json",
-            fix="config.json and the weight files do not belong together.",
-        )
     shape = heads(hf)
     for name, parameter in global_tensors(chunks):
         found = names.link(EMBEDDING if tied and name == OUTPUT else name)
@@ -257,11 +241,6 @@ def whole_shape(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> list[int
     if name in (EMBEDDING, OUTPUT):
         shape[0] = int(hf["vocab_size"])
     return shape
-
-
-def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
-    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
-    return layer is not None and int(layer[1]) >= num_layers
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:

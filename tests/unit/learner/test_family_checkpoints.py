@@ -1,0 +1,127 @@
+"""Checkpoints that do not fit their config.json, or the learner, are refused with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.hf_config import read_hf_config
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.megatron.convert import check_tensors
+from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.tiny import make_family
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_family("glm4_moe", tmp_path_factory.mktemp("glm"))
+
+
+def changed(source: Path, folder: Path, change: Change) -> tuple[HfCheckpoint, dict[str, Any]]:
+    tensors, hf = load_file(source / "model.safetensors"), read_hf_config(source)
+    change(tensors, hf)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf))
+    return HfCheckpoint(folder), hf
+
+
+def rename(tensors: dict[str, Tensor], _hf: dict[str, Any]) -> None:
+    tensors["model.layers.1.mlp.router.weight"] = tensors.pop("model.layers.1.mlp.gate.weight")
+
+
+def drop_bias(tensors: dict[str, Tensor], _hf: dict[str, Any]) -> None:
+    del tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
+
+
+def other_family(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
+    hf |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": 16, "first_k_dense_replace": 0}
+
+
+def untied(tensors: dict[str, Tensor], _hf: dict[str, Any]) -> None:
+    del tensors["lm_head.weight"]
+
+
+def tied(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
+    hf["tie_word_embeddings"] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "advice"),
+    [
+        (rename, r"1 missing: .*gate\.weight.*1 without a place.*router\.weight", "renamed"),
+        (drop_bias, "1 missing: .*e_score_correction_bias", "completely"),
+        (other_family, "block_sparse_moe", "another model's"),
+        (untied, "no output weight", "tie_word_embeddings=true"),
+        (tied, "output weight and embedding differ", "tie_word_embeddings=false"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    glm: Path, tmp_path: Path, change: Change, reason: str, advice: str
+) -> None:
+    checkpoint, hf = changed(glm, tmp_path, change)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        check_tensors(checkpoint, hf)
+    assert caught.value.fix is not None
+    assert advice in caught.value.fix
+
+
+def test_layers_behind_the_last_and_a_copy_of_tied_weights_are_no_fault(glm: Path, tmp_path: Path) -> None:
+    def extend(tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
+        hf["tie_word_embeddings"] = True
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.4.eh_proj.weight"] = tensors["lm_head.weight"].clone()
+
+    check_tensors(*changed(glm, tmp_path, extend))
+
+
+def config(**parallel: int) -> Config:
+    return Config.model_validate({"model": {"checkpoint": "model"}, "learner": {"parallel": parallel}})
+
+
+def tiny_config(family: str, **change: object) -> dict[str, Any]:
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    known = FAMILIES[family]
+    return {"architectures": [known.architecture], **shape, **known.tiny, **change}
+
+
+@pytest.mark.parametrize("family", [name for name in MOE_FAMILIES if not FAMILIES[name].not_converted])
+def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: str) -> None:
+    hf = {"num_experts_per_tok": 2, **tiny_config(family)}
+    check_layout(config(expert=2), "0.16.1", hf)
+    with pytest.raises(ConfigError, match=r"experts, 3 ranks"):
+        check_layout(config(expert=3), "0.16.1", hf)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group"),
+        ("glm4_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ("gpt_oss", {}, "attention sinks"),
+    ],
+)
+def test_what_a_family_does_not_have_here_is_refused(family: str, change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        check_layout(config(), "0.16.1", {"num_experts_per_tok": 4, **tiny_config(family, **change)})
+    assert caught.value.fix is not None
+    assert "deepspeed" in caught.value.fix
+
+
+@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
+def test_attention_that_ranks_cannot_share_is_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be shared by tensor-parallel ranks"):
+        check_layout(config(tensor=2, expert=2), "0.19.2", {"num_experts_per_tok": 4, **tiny_config(family)})
