@@ -17,17 +17,20 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.interruption import Interruption
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.loop import train
+from moe_trm.observe.sinks import Sink
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TokenBatch, TrainBatch
-from tests.integration.objective_support.cases import all_cases
+from tests.integration.objective_support.cases import REWARD, all_cases
 from tests.integration.objective_support.recompute import recompute
 
 
@@ -68,19 +71,28 @@ class Witness:
         return scores
 
     def update(
-        self, batches: Sequence[TokenBatch], sources: Sequence[Any], objective: Callable[[int, Scores], Tensor]
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[Any],
+        objective: Callable[[int, Scores], Tensor],
+        **options: Any,
     ) -> UpdateResult:
-        current = [score.logprobs for score in self._learner.score(batches, sources)]
-        expected = recompute(self._config, batches, [self._anchors[id(batch)] for batch in batches], current)
+        current: dict[int, Scores] = {}
+
+        def nothing(index: int, scores: Scores) -> Tensor:
+            current[index] = scores
+            return 0 * scores.logprobs.sum()
 
         def linear(index: int, scores: Scores) -> Tensor:
             return (expected.coefficients[index].float() * scores.logprobs).sum()
 
-        optimizer, apply = self._learner._optimizer, self._learner._optimizer.step
-        optimizer.step = lambda _scale: UpdateResult(_norm(optimizer), 0.0, False)  # type: ignore[method-assign]
-        norm = self._learner.update(batches, sources, linear).grad_norm
-        optimizer.step = apply  # type: ignore[method-assign]
-        done = self._learner.update(batches, sources, objective)
+        self._norm_of(batches, sources, nothing, options)
+        scored = [_detached(current[index]) for index in range(len(batches))]
+        # Where no anchor pass was made, the update's own forward is the anchor.
+        anchors = [self._anchors.get(id(batch), score.logprobs) for batch, score in zip(batches, scored, strict=True)]
+        expected = recompute(self._config, batches, anchors, scored)
+        norm = self._norm_of(batches, sources, linear, options)
+        done = self._learner.update(batches, sources, objective, **options)
         self.updates.append(
             {
                 "grad_norm": done.grad_norm,
@@ -92,8 +104,25 @@ class Witness:
         )
         return done
 
+    def _norm_of(
+        self, batches: Sequence[TokenBatch], sources: Sequence[Any], objective: Any, options: Mapping[str, Any]
+    ) -> float:
+        """The gradient norm of `objective` at the present weights, which stay."""
+        optimizer = self._learner._optimizer
+        apply = optimizer.step
 
-class Keep:
+        def measure(lr_scale: float = 1.0) -> UpdateResult:
+            optimizer.megatron.prepare_grads()
+            return UpdateResult(float(optimizer.megatron.get_grad_norm()), lr_scale, False)
+
+        optimizer.step = measure  # type: ignore[method-assign]
+        try:
+            return self._learner.update(batches, sources, objective, **options).grad_norm
+        finally:
+            optimizer.step = apply  # type: ignore[method-assign]
+
+
+class Keep(Sink):
     """A sink that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -103,9 +132,9 @@ class Keep:
         self.rows.append({"step": step, **metrics})
 
 
-def _norm(optimizer: Any) -> float:
-    optimizer._optimizer.prepare_grads()
-    return float(optimizer._optimizer.get_grad_norm())
+def _detached(scores: Scores) -> Scores:
+    entropy = None if scores.entropy is None else scores.entropy.detach().clone()
+    return Scores(scores.logprobs.detach().clone(), entropy=entropy)
 
 
 def _rows(batches: Sequence[TokenBatch]) -> list[tuple[int, float, float]]:
@@ -126,12 +155,13 @@ def run_case(path: str, bundle: str, out: Path, name: str) -> None:
         *(
             "probe.every=0",
             "probe.save=false",
-            "rollout.temperature=0.5",
             "correction.rules=[]",
+            "checkpoint.every=0",
             "optimizer.lr=1e-3",
             "optimizer.warmup_steps=0",
             "replay.max_local_flip_rate=1.0",
         ),
+        *REWARD,
         *all_cases()[name],
     ]
     config = load(path, overrides)
@@ -141,7 +171,9 @@ def run_case(path: str, bundle: str, out: Path, name: str) -> None:
     witness, sink = Witness(build_megatron_learner(config), config), Keep()
     events = asyncio.new_event_loop()
     rollouts = LocalRollouts(events.run_until_complete(build_controller(config, None)), events)
-    train(config, witness, rollouts, rollouts, [sink], mode="R3", run_dir=out)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(config, out / name, Interruption())
+    train(config, witness, rollouts, rollouts, [sink], checkpoints, mode="R3", run_dir=out)  # type: ignore[arg-type]
+    checkpoints.close()
     rollouts.close()
     events.close()
     (out / f"{name}.json").write_text(json.dumps({"metrics": sink.rows, "updates": witness.updates}))

@@ -12,6 +12,7 @@ from moe_trm import corrections, losses
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Evidence
 from moe_trm.corrections.batch_norm import normalized, weight_sums
+from moe_trm.learner.protocol import Scores
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.ratios import LogRatios
 from moe_trm.types import TokenBatch
@@ -27,9 +28,9 @@ class Recomputed:
 
 
 def recompute(
-    config: Config, batches: Sequence[TokenBatch], anchors: Sequence[Tensor], current: Sequence[Tensor]
+    config: Config, batches: Sequence[TokenBatch], anchors: Sequence[Tensor], current: Sequence[Scores]
 ) -> Recomputed:
-    """One minibatch, all rows together. `anchors`, `current`: log-probs of each micro-batch."""
+    """One minibatch, all rows together. `anchors`: log-probs of each micro-batch at the start; `current`: scores now."""
     width = max(batch.mask.shape[1] for batch in batches)
 
     def stacked(values: Sequence[Tensor]) -> Tensor:
@@ -38,7 +39,7 @@ def recompute(
     mask = stacked([batch.mask for batch in batches])
     rollout, anchor = stacked([batch.rollout_logprobs for batch in batches]).double(), stacked(anchors).double()
     advantages = stacked([batch.advantages for batch in batches]).double()
-    logprobs = stacked(current).double().requires_grad_()
+    logprobs = stacked([score.logprobs for score in current]).double().requires_grad_()
     ratios = LogRatios(rollout, anchor, logprobs, mask)
     turns = stacked([batch.turn_ids for batch in batches])
     preset = corrections.presets[config.correction.preset] if config.correction.preset else None
@@ -53,6 +54,9 @@ def recompute(
         turn_ids=turns,
         rewards=torch.cat([_given(batch.rewards) for batch in batches]).double(),
         group_ids=torch.cat([_given(batch.group_ids) for batch in batches]),
+        entropy=stacked([_given(score.entropy) for score in current]).double()
+        if current[0].entropy is not None
+        else None,
     )
     loss = aggregate(
         losses.get(name).bind(**parameters)(inputs).values,
