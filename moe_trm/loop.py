@@ -42,7 +42,8 @@ def train(
 ) -> None:
     """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
-    judge, scores = Judge(), ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
+    judge = Judge(config.rollout.server.quantization)
+    scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))

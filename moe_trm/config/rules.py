@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_trm.config import deepspeed_rules, training_rules
+from moe_trm.config import deepspeed_rules, precision_rules, training_rules
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
 
@@ -26,6 +26,7 @@ def refusals(config: Config) -> list[Problem]:
         *_batch(config),
         *_pipeline(config),
         *training_rules.refusals(config),
+        *precision_rules.refusals(config),
         *_observe(config),
         *_bypass(config),
         *_parallel(config),
@@ -35,7 +36,12 @@ def refusals(config: Config) -> list[Problem]:
 
 def warnings(config: Config) -> list[str]:
     """Settings that were written down but change nothing, and combinations that do not do what they seem to."""
-    return [*_idle_settings(config), *deepspeed_rules.idle_settings(config), *_surprises(config)]
+    return [
+        *_idle_settings(config),
+        *deepspeed_rules.idle_settings(config),
+        *precision_rules.surprises(config),
+        *_surprises(config),
+    ]
 
 
 def _rollout(config: Config) -> Iterator[Problem]:

@@ -84,6 +84,8 @@ class ServerConfig(Section):
     """Where the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
+    quantization: str | None = None
+    """SGLang's `--quantization`, e.g. `fp8`: the engine rounds the weights it is sent, so that rollouts come from a policy of their own. `engine/*` then measures that policy against the learner's, with routes replayed; leave the corrections on. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights. None: weights as they are sent."""
     max_total_tokens: Positive = 65536
     """KV cache size in tokens. Always set: the engine's own default may take all memory."""
     max_running_requests: Positive = 128

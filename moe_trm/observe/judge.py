@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moe_trm.diagnostics.verdict import LENGTH_WINDOW, mask_hides_gap, verdict
 
 
 class Judge:
-    """Remembers finished metrics and says in one sentence what they mean; steps without training have no verdict."""
+    """Remembers finished metrics and says in one sentence what they mean; steps without training have no verdict.
 
-    def __init__(self) -> None:
+    Args:
+        quantization: `rollout.server.quantization`; where it is set, engines that disagree are no fault to repair.
+    """
+
+    def __init__(self, quantization: str | None = None) -> None:
+        self._quantization = quantization
         self._history: list[Mapping[str, float]] = []
 
     def say(self, metrics: Mapping[str, float]) -> dict[str, str]:
@@ -20,6 +26,9 @@ class Judge:
         """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         found = mask_hides_gap(self._history) or verdict(self._history)
+        if self._quantization and found.case == "precision":
+            own = f" The rollout's weights are rounded ({self._quantization}), so it is a policy of its own: this is its distance, which corrections are for."
+            found = replace(found, sentence=found.sentence.partition(":")[0].rstrip(".") + "." + own, config="")
         said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
         return said | ({"verdict/config": found.config} if found.config else {})
 

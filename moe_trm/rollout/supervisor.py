@@ -140,6 +140,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         flags += ["--sleep-on-idle", "--skip-server-warmup"]
     elif config.rollout.colocate:
         flags += ["--enable-memory-saver"]
+    if settings.quantization is not None:
+        options["--quantization"] = settings.quantization
     arguments = [str(part) for pair in options.items() for part in pair]
     return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
 

@@ -13,6 +13,7 @@ import pytest
 from moe_trm.cli import main
 from moe_trm.config import InvalidConfigError, load, resolve
 from moe_trm.config.fields import lookup, walk
+from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 
@@ -246,3 +247,11 @@ def test_configuration_and_command_import_no_torch(file: Path) -> None:
         [sys.executable, "-m", "moe_trm", "--help"], capture_output=True, text=True, check=True, timeout=60
     )
     assert "config" in done.stdout
+
+
+def test_a_quantised_rollout_is_a_policy_of_its_own(file: Path) -> None:
+    with pytest.raises(InvalidConfigError, match="weights it rounded") as caught:
+        load(file, ["rollout.server.quantization=fp8", "rollout.server.device=cpu"])
+    assert {problem.key for problem in caught.value.problems} == {"sync.verify", "rollout.server.quantization"}
+    good = load(file, ["rollout.server.quantization=fp8", "rollout.server.device=cuda", "sync.verify=false"])
+    assert any("policy of its own" in said for said in warnings(good))

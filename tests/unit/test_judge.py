@@ -18,6 +18,13 @@ def test_the_verdict_names_the_setting_that_acts() -> None:
     assert apart["verdict/config"] == "rollout.server.dtype=float32"
 
 
+def test_a_quantised_rollout_is_not_told_to_align() -> None:
+    said = Judge("fp8").say({**CALM, "engine/k3_kl": 0.2})
+    assert "rounded (fp8), so it is a policy of its own" in said["verdict"]
+    assert "align" not in said["verdict"]
+    assert "verdict/config" not in said
+
+
 def test_rejecting_less_while_the_gap_grows_is_an_alarm() -> None:
     judge = Judge()
     said = {}
