@@ -93,7 +93,8 @@ def random_batch(seed: int, rows: int, tokens: int, spread: float = 0.3) -> Batc
     )
 
 
-shapes = given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), tokens=st.integers(1, 8))
+# With fewer rows covariances are equal, or nothing but rounding: which tokens the filters choose would be chance.
+shapes = given(seed=st.integers(0, 10**6), rows=st.integers(3, 5), tokens=st.integers(1, 8))
 few = settings(max_examples=8, deadline=None)
 every_loss = pytest.mark.parametrize("name", losses.names())
 
