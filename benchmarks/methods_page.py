@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
-from moe_trm.batch.outcome import OUTCOME
+from moe_trm.batch.outcome import GDPO, OUTCOME
 from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.parameters import Parameter, declared
@@ -73,7 +73,7 @@ def page() -> str:
             *_functions("Aggregation", [aggregate]),
             "## Advantages\n",
             WHEN["advantages"] + "\n",
-            f"Usable by name: {', '.join(f'`{name}`' for name in OUTCOME)}.\n",
+            f"Usable by name: {', '.join(f'`{name}`' for name in (*OUTCOME, GDPO))}.\n",
             *_functions("", _of_module(advantages) + _of_module(token_advantages)),
             *_functions(
                 "KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.shaped_rewards, kl.AdaptiveKL]

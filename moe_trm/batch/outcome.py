@@ -1,18 +1,19 @@
 """Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone. Shape letter: N rows.
 
-ReMax (greedy answers), GDPO (several rewards), GAE (a critic) and OTB (sums of squared probabilities) need more than a run
-records; they are functions of `batch.advantages` and `batch.token_advantages`.
+GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities) need more
+than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from moe_trm.batch import advantages as estimators
 from moe_trm.batch.advantages import Array, Groups
+from moe_trm.errors import ControllerError
 from moe_trm.parameters import unknown
 
 
@@ -32,6 +33,32 @@ def outcome_advantages(
         np.asarray(rewards, np.float64), np.asarray(group_ids), np.asarray(num_tokens), normalize_std
     )
     return result
+
+
+GDPO = "gdpo"
+"""The estimator that compares each part of a reward by itself."""
+
+
+def advantages_by_part(parts: Sequence[Mapping[str, float]], group_ids: Array, weights: Mapping[str, float]) -> Array:
+    """GDPO's advantage of each row from its named rewards, `[N]` float64; a name without a weight has weight 1.
+
+    Raises:
+        ControllerError: rows without named rewards, or with other names than the first.
+    """
+    names = sorted(parts[0])
+    for part in parts:
+        if not part or sorted(part) != names:
+            raise ControllerError(
+                "gdpo compares the same named rewards of every sample",
+                where="advantage.name=gdpo",
+                got=sorted(part) or "a reward that is one number",
+                expected=names or "a reward function that returns a dict of named numbers",
+                fix="return every name from the reward function, 0 where it does not apply, or choose grpo",
+            )
+    rewards_ND = np.array([[part[name] for name in names] for part in parts], np.float64).reshape(
+        len(parts), len(names)
+    )
+    return estimators.gdpo(rewards_ND, np.asarray(group_ids), np.array([weights.get(name, 1.0) for name in names]))
 
 
 def whiten_rows(values: Array, num_tokens: Array) -> Array:

@@ -247,11 +247,12 @@ class AdvantageConfig(Section):
         "rloo",
         "opo",
         "gpg",
+        "gdpo",
         "pass_at_k",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "grpo"
-    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation; the others are described in docs/methods.md."""
+    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are described in docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
 

@@ -24,6 +24,13 @@ def _kl(config: Config) -> Iterator[Problem]:
             got="0 with kl.controller=adaptive",
             expected="a positive number, e.g. 0.001",
         )
+    if kl.coef and kl.where == "reward" and config.advantage.name == "gdpo":
+        yield Problem(
+            "kl.where",
+            "gdpo compares named rewards one by one, and the KL lowers their sum",
+            got="reward with advantage.name=gdpo",
+            expected="loss",
+        )
     if kl.where == "reward" and kl.estimator == "k3_is":
         yield Problem(
             "kl.estimator",

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_trm.batch.advantages import Array
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
 from moe_trm.batch.plan import plan_metrics, plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
@@ -111,14 +112,7 @@ class RolloutController:
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        advantages = outcome_advantages(
-            self._config.advantage.name,
-            np.array([record.reward for record in records], np.float64),
-            np.array([record.group_id for record in records]),
-            np.array([record.num_sampled for record in records]),
-            normalize_std=self._config.advantage.normalize_std,
-        )
-        advantages = without_overlong(records, advantages, self._config.batch)
+        advantages = without_overlong(records, self._advantages(records), self._config.batch)
         rows = [TrainRow(record, float(advantage)) for record, advantage in zip(records, advantages, strict=True)]
         learner = self._config.learner
         plan = plan_step(
@@ -162,6 +156,20 @@ class RolloutController:
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))
+
+    def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
+        settings, groups = self._config.advantage, np.array([record.group_id for record in records])
+        if settings.name == GDPO:
+            return advantages_by_part(
+                [record.reward_parts for record in records], groups, self._config.task.reward_weights
+            )
+        return outcome_advantages(
+            settings.name,
+            np.array([record.reward for record in records], np.float64),
+            groups,
+            np.array([record.num_sampled for record in records]),
+            normalize_std=settings.normalize_std,
+        )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
         """Write what this step took, and what was dropped since the last: a repeated run drops it again."""
@@ -208,7 +216,10 @@ class RolloutController:
 
 def _shuffle_rewards(records: Sequence[RolloutRecord], *, seed: int, step: int) -> list[RolloutRecord]:
     order = np.random.default_rng((seed, step, 1)).permutation(len(records))
-    return [replace(record, reward=records[i].reward) for record, i in zip(records, order, strict=True)]
+    return [
+        replace(record, reward=records[i].reward, reward_parts=records[i].reward_parts)
+        for record, i in zip(records, order, strict=True)
+    ]
 
 
 def rank_share(batch: TrainBatch, layer_ids: Sequence[int]) -> TrainBatch:

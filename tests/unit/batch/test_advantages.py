@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from moe_trm.batch import advantages as adv
 from moe_trm.batch import token_advantages as token_adv
-from moe_trm.batch.outcome import OUTCOME, outcome_advantages
+from moe_trm.batch.outcome import GDPO, OUTCOME, advantages_by_part, outcome_advantages
 from moe_trm.config.schema import AdvantageConfig
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, ControllerError
 
 R = np.array([1, 0, 1, 0, 0.5, 0.5])
 G = np.array([7, 7, 7, 2, 2, 2])
@@ -66,6 +66,22 @@ def test_gdpo_of_one_dimension_is_whitened_grpo() -> None:
     assert expected.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
+def test_gdpo_reads_named_rewards() -> None:
+    """A small reward counts as much as one a hundred times larger; their sum would hide it."""
+    parts = [{"right": 100 * float(r), "short": float(s)} for r, s in zip([1, 0, 1, 0], [0, 0, 1, 1], strict=True)]
+    groups = np.zeros(4, int)
+    got = advantages_by_part(parts, groups, {})
+    table = np.array([[part["right"], part["short"]] for part in parts])
+    np.testing.assert_allclose(got, adv.gdpo(table, groups, np.ones(2)))
+    assert got[0] == pytest.approx(got[3], abs=1e-4)
+    assert got[2] > 1 > abs(got[0])
+    only = advantages_by_part(parts, groups, {"right": 0.0})
+    np.testing.assert_allclose(only, adv.whiten(adv.grpo(table[:, 1], groups)))
+    for broken in ([{}, {}], [{"a": 1.0}, {"b": 1.0}]):
+        with pytest.raises(ControllerError, match="named rewards"):
+            advantages_by_part(broken, np.zeros(2, int), {})
+
+
 def test_golden_gae_skips_tool_tokens() -> None:
     rewards, values = np.array([[0, 0, np.nan, 1.0]]), np.array([[0.2, 0.4, np.nan, 0.5]])
     mask = np.array([[True, True, False, True]])
@@ -110,7 +126,7 @@ def test_reinforce_plus_plus_whitens_over_sampled_tokens() -> None:
 
 
 def test_every_estimator_by_name_is_the_function_it_names() -> None:
-    assert set(get_args(AdvantageConfig.model_fields["name"].annotation)) == set(OUTCOME)
+    assert set(get_args(AdvantageConfig.model_fields["name"].annotation)) == {*OUTCOME, GDPO}
     lengths = np.array([4, 2, 6, 3, 3, 6])
     expected = {
         "grpo": adv.grpo(R, G),
