@@ -2,7 +2,7 @@
 
 In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states, ids, weights).
 A forward hook on the gate replaces ids and weights; a pre-hook on the experts counts what they are really given. That fits Qwen3-MoE,
-OLMoE and Mixtral (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a selection bias and expert groups).
+OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a selection bias and expert groups).
 
 Gate weights are recomputed over the replayed ids from the live logits, with gradient:
 softmax: `w = p[I]`, divided by its sum where the gate normalises; sigmoid: `w = s[I]`, the same, times the scaling factor. The bias and
@@ -75,15 +75,15 @@ class HFReplayer:
         if not self._blocks:
             raise ReplayRefusedError("routing replay cannot be used with a dense model: it has no routers")
         first = next(iter(self._blocks.values()))
-        self.num_experts, self.top_k = int(first.gate.num_experts), int(first.gate.top_k)
-        self._device = first.gate.weight.device
+        self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
+        self._device = gate_of(first).weight.device
         self._counters = new_counters(max(self._blocks) + 1, self._device)
         self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
         self._running = Running()
         self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
         for layer, block in self._blocks.items():
             self._hooks += [
-                block.gate.register_forward_hook(partial(self._route, layer)),
+                gate_of(block).register_forward_hook(partial(self._route, layer)),
                 block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
             ]
 
@@ -183,6 +183,8 @@ class HFReplayer:
     def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         running, recompute = self._running.current()
         logits, weights, live = output
+        if running.records and (scores := _selection_scores(gate, logits)) is not None:
+            running.keep_margin(layer, scores, self.top_k)
         chosen = running.choose(layer, live, recompute)
         if chosen is live:
             return None
@@ -200,7 +202,7 @@ class HFReplayer:
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)
         if list(now) != list(self._blocks) or any(
-            now[layer] is not block or not block.gate._forward_hooks for layer, block in self._blocks.items()
+            now[layer] is not block or not gate_of(block)._forward_hooks for layer, block in self._blocks.items()
         ):
             raise ReplayProofError(
                 "MoE blocks are no longer the ones the replayer was attached to: the model was rebuilt"
@@ -214,9 +216,25 @@ def gate_weights(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
         if gate.norm_topk_prob:
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         return scores * float(gate.routed_scaling_factor)
+    if getattr(gate, "bias", None) is not None:
+        # gpt-oss takes the softmax of the chosen logits; the same weights but for rounding.
+        return logits.gather(1, ids).softmax(-1)
     chosen = logits.softmax(-1, dtype=torch.float32).gather(1, ids)
     # Mixtral always normalises and has no switch for it.
     return chosen / chosen.sum(-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else chosen
+
+
+def _selection_scores(gate: Any, logits: Tensor) -> Tensor | None:
+    """`[N, E]` that the gate takes the best of; None where it chooses groups of experts first."""
+    logits = logits.detach().float()
+    if not hasattr(gate, "e_score_correction_bias"):
+        return logits.softmax(-1)
+    return logits.sigmoid() + gate.e_score_correction_bias if getattr(gate, "n_group", 1) == 1 else None
+
+
+def gate_of(block: nn.Module) -> Any:
+    """The module that chooses experts; gpt-oss calls it `router`. None: there is none."""
+    return getattr(block, "gate", getattr(block, "router", None))
 
 
 def moe_blocks(model: nn.Module) -> dict[int, Any]:
@@ -229,11 +247,11 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
         place = re.search(r"(?:^|\.)layers\.(\d+)\.\w+$", name)
-        if place is None or not (hasattr(module, "gate") and hasattr(module, "experts")):
+        if place is None or not (gate_of(module) is not None and hasattr(module, "experts")):
             continue
-        if not all(hasattr(module.gate, needed) for needed in ("top_k", "num_experts", "weight")):
+        if not all(hasattr(gate_of(module), needed) for needed in ("top_k", "num_experts", "weight")):
             raise ReplayRefusedError(
-                f"the gate of {name} is a {type(module.gate).__name__} that chooses no experts itself: routes cannot be replayed by hooks. Use transformers 5.0 or later."
+                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes cannot be replayed by hooks. Use transformers 5.0 or later."
             )
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")

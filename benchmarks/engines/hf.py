@@ -18,7 +18,7 @@ from moe_trm.quickstart.hf import qwen3_moe
 from moe_trm.types import Prompt
 from routing import RouteRecord, token_digest
 from routing.flips import router_margin
-from routing.hf import HFReplayer, moe_blocks
+from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.record import expert_dtype
 from routing.replay import Record, ReplayRecords, RouteSource
 
@@ -82,7 +82,7 @@ def gate_outputs(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor, T
 
         return hook
 
-    hooks = [block.gate.register_forward_hook(note(layer)) for layer, block in moe_blocks(model).items()]
+    hooks = [gate_of(block).register_forward_hook(note(layer)) for layer, block in moe_blocks(model).items()]
     try:
         yield seen
     finally:

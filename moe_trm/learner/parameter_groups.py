@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 
-ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")
+ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.weight$")
 
 
 @dataclass(frozen=True, order=True)

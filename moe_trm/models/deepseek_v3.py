@@ -87,6 +87,8 @@ DEEPSEEK_V3 = Family(
         "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
         "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
         # Megatron adds up the topk / topk_group best scores of a group, transformers always the best two.
         "num_experts_per_tok": 4,
         "n_group": 4,

@@ -1,4 +1,4 @@
-"""Replay on unpatched Hugging Face models of five families, against forced routing written out by hand and against natural routing."""
+"""Replay on unpatched Hugging Face models of six families, against forced routing written out by hand and against natural routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routing import ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
-from routing.hf import HFReplayer, moe_blocks
+from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 
 B, R, E, K, VOCAB = 3, 8, 8, 2, 64
@@ -34,6 +34,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "deepseek_v3": ("DeepseekV3", {**SIGMOID, "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 4,
                                    "qk_nope_head_dim": 4, "v_head_dim": 8}, (1, 2)),
     "glm4_moe": ("Glm4Moe", {**SIGMOID, "head_dim": 8}, (1, 2)),
+    "gpt_oss": ("GptOss", {"num_local_experts": E, "head_dim": 8, "sliding_window": 4,
+                           "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, (0, 1, 2)),
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("hf_models")
@@ -51,8 +53,11 @@ def build(family: str) -> Any:
     model = getattr(module, f"{prefix}ForCausalLM")(getattr(module, f"{prefix}Config")(**(COMMON | options)))
     generator = torch.Generator().manual_seed(1)
     for block in moe_blocks(model).values():
-        block.gate.weight.data = torch.randn(block.gate.weight.shape, generator=generator)
-        if hasattr(block.gate, "e_score_correction_bias"):
+        gate_of(block).weight.data = torch.randn(gate_of(block).weight.shape, generator=generator)
+        if family == "gpt_oss":
+            for tensor in (block.router.bias, block.experts.gate_up_proj_bias, block.experts.down_proj_bias):
+                tensor.data = 0.3 * torch.randn(tensor.shape, generator=generator)
+        if hasattr(gate_of(block), "e_score_correction_bias"):
             block.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, E))
     return model.eval()
 
@@ -86,9 +91,11 @@ def run(replayer: HFReplayer, model: Any, source: Any, data: dict[str, Tensor]) 
         return forward(model, data)
 
 
-def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> Tensor:
+def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> Any:
     """The block's output with given experts, one token and one expert at a time, from the published formulas."""
-    logits = hidden.flatten(0, 1) @ block.gate.weight.T
+    logits = hidden.flatten(0, 1) @ gate_of(block).weight.T
+    if family == "gpt_oss":
+        logits = logits + block.router.bias
     rows = []
     for token, chosen, scores in zip(hidden.flatten(0, 1), ids_BRK.flatten(0, 1), logits, strict=True):
         if family in ("deepseek_v3", "glm4_moe"):
@@ -99,11 +106,23 @@ def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> 
             weights = weights if family == "olmoe" else weights / weights.sum()
         parts = []
         for expert, weight in zip(chosen.tolist(), weights, strict=True):
+            if family == "gpt_oss":
+                parts.append(weight * clamped_expert(block.experts, expert, token))
+                continue
             gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
             parts.append(weight * (block.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)))
         rows.append(torch.stack(parts).sum(0))
     out = torch.stack(rows).view_as(hidden)
+    if family == "gpt_oss":
+        return out, None
     return out + block.shared_experts(hidden) if hasattr(block, "shared_experts") else out
+
+
+def clamped_expert(experts: Any, expert: int, token: Tensor) -> Tensor:
+    """One expert of gpt-oss: gate and up columns alternate, both are clamped, up is shifted by 1; `gate * sigmoid(1.702 gate)`."""
+    both = token @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+    gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
+    return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ experts.down_proj[expert] + experts.down_proj_bias[expert]
 
 
 def test_layer_ids_are_the_models_own(family: str) -> None:
@@ -116,7 +135,7 @@ def test_random_routes_equal_forced_routing_written_out(family: str) -> None:
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     replayed = run(replayer, model, records(layers, data, routes), data)
     replayed[data["valid"]].sum().backward()
-    router_gradients = [block.gate.weight.grad.clone() for block in moe_blocks(model).values()]
+    router_gradients = [gate_of(block).weight.grad.clone() for block in moe_blocks(model).values()]
     report = replayer.report()
     assert report.replayed == report.matched == sum(LENGTHS) * len(layers)
     assert report.local_flip_rate > 0.7
@@ -133,7 +152,7 @@ def test_random_routes_equal_forced_routing_written_out(family: str) -> None:
     torch.testing.assert_close(replayed[data["valid"]], by_hand[data["valid"]], rtol=1e-4, atol=1e-4)
     for ours, block in zip(router_gradients, moe_blocks(model).values(), strict=True):
         assert ours.abs().sum() > 0
-        torch.testing.assert_close(ours, block.gate.weight.grad, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(ours, gate_of(block).weight.grad, rtol=1e-3, atol=1e-4)
 
 
 def test_natural_routes_change_nothing_and_recorded_ones_are_exact(family: str) -> None:
