@@ -458,7 +458,7 @@ class LearnerConfig(Section):
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Settings of DeepSpeed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the learner; master weights and log-probs are float32 either way."""
+    """Arithmetic of the learner; master weights and log-probs are float32 either way. float16 is not offered: its gradients would need loss scaling."""
     parallel: ParallelConfig = ParallelConfig()
     """Sizes of the learner's parallel groups."""
     minibatches: Positive = 2

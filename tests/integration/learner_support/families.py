@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of the families of transformers that the DeepSpeed learner trains, with the sizes of `tiny.py`."""
+"""Tiny random checkpoints of the families of transformers that the learners train, with the sizes of `tiny.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.integration.learner_support.tiny import EXPERTS, SHAPE, TOP_K, allow_hf_models, save_model
 
 SIGMOID = {
-    "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2,
+    "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

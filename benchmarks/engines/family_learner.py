@@ -1,0 +1,94 @@
+"""One learner on one family, on the rollouts that a real server recorded: `python -m benchmarks.engines.family_learner CONFIG BUNDLE OUT`.
+
+Writes what it found to OUT as JSON: for each check `yes` or the reason why not, and the largest differences.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from moe_trm.batch.collate import collate
+from moe_trm.batch.plan import plan_step
+from moe_trm.config import load
+from moe_trm.config.schema import Config
+from moe_trm.errors import MoeTrmError
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.rollout.bundle import BundleReader
+from moe_trm.types import TokenBatch, TrainRow
+from routing.errors import ReplayProofError, ReplayRefusedError
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+
+CLOSE = 1e-4
+"""Largest difference of a log-prob between two engines in float32 that still counts as the same."""
+
+
+def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
+    """Every check of one learner; a refusal at launch is the answer to all of them."""
+    from moe_trm.learner.build import build_learner  # imports the engines, which give their notices
+
+    try:
+        learner = build_learner(config)
+    except (MoeTrmError, ReplayRefusedError) as refused:
+        reason = f"refused: {getattr(refused, 'got', None) or refused}"
+        return dict.fromkeys(("convert", "replay R2", "replay R3", "mask", "sync"), reason)
+    records = BundleReader(str(bundle)).read(1)
+    rows = [TrainRow(record, 0.0) for record in records]
+    micro = plan_step(rows, seed=0, step=0, minibatches=1, data_size=1, micro_batch_rows=8)[0][0].micro_batches
+    kept, whole = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
+    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
+    native = learner.score(whole, [Record()] * len(whole))
+    again = learner.score(whole, [ReplayRecorded(one.recorded) for one in native if one.recorded is not None])
+    same = all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(native, again, strict=True))
+    found["replay R2"] = "yes" if same else "scores differ from the recording pass"
+    found["native"] = _worst(whole, native, "full_logprobs")
+    found["replay R3"] = _replayed(learner, whole, found)
+    found["masked"] = _worst(kept, learner.score(kept, [Native()] * len(kept)), "rollout_logprobs")
+    found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
+    found["sync"] = found["convert"]
+    return found
+
+
+def _replayed(learner: Learner, batches: list[TokenBatch], found: dict[str, Any]) -> str:
+    learner.replay_report()
+    try:
+        scores = learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
+        report = learner.replay_report()
+    except ReplayProofError as error:
+        return f"not proved: {error}"
+    found["replayed"], found["flips"] = _worst(batches, scores, "full_logprobs"), report.local_flip_rate
+    if report.applied_fraction != 1.0:
+        return f"applied to {report.applied_fraction:.3f} of the token-layers"
+    return "yes" if found["replayed"] < CLOSE else f"log-probs differ by {found['replayed']:.1e}"
+
+
+def _worst(batches: list[TokenBatch], scores: list[Scores], of: str) -> float:
+    return max(
+        float((score.logprobs - getattr(batch, of))[batch.mask].abs().max())
+        for batch, score in zip(batches, scores, strict=True)
+    )
+
+
+def _same_tensors(learner: Learner, config: Config, scratch: Path) -> str:
+    learner.export_shard(str(scratch), "float32")
+    mine = {name: value for path in scratch.glob("*.safetensors") for name, value in load_file(path).items()}
+    given = load_file(Path(config.model.checkpoint) / "model.safetensors")
+    if mine.keys() != given.keys():
+        return f"other tensors: {sorted(mine.keys() ^ given.keys())[:3]}"
+    changed = [name for name, value in given.items() if not torch.equal(mine[name], value)]
+    return f"changed: {changed[:3]}" if changed else "yes"
+
+
+def main(config_path: str, bundle: Path, out: Path) -> None:
+    """Examine and write."""
+    found = examine(load(config_path), bundle, out.parent / f"{out.stem}-export")
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

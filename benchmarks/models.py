@@ -1,0 +1,176 @@
+"""Which family works with which engine: `python -m benchmarks.models [--family NAME ...]` runs them and writes docs/models.md.
+
+For each family a tiny random checkpoint is made. A real server samples two training steps from it in float32, with routes and sampling masks,
+while a learner trains and pushes; then each learner is examined on the recorded samples. What was found is kept in benchmarks/models.json,
+family by family, and the page is made from that file alone (`--page-only`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.job import SINGLE_THREAD, run_job
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+
+FOUND = Path(__file__).parent / "models.json"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+TEXT = Path(__file__).parent / "models_page.md"
+LEARNERS = ("megatron", "deepspeed")
+CHECKS = {
+    "sglang": ("serve", "replay R3", "mask", "sync"),
+    "learner": ("convert", "replay R2", "replay R3", "mask", "sync"),
+}
+SETTINGS: Mapping[str, Any] = {
+    "name": "models",
+    "task": {"eval_size": 0},
+    "rollout": {
+        "prompts_per_step": 4,
+        "group_size": 4,
+        "top_p": 0.95,
+        "max_new_tokens": 16,
+        "server": {
+            "port": 0,
+            "dtype": "float32",
+            "max_total_tokens": 8192,
+            "max_running_requests": 32,
+            "startup_timeout_s": 300,
+        },
+    },
+    "replay": {"mode": "R3"},
+    "probe": {"every": 0},
+    # The entropy bonus moves the weights whatever the rewards are.
+    "loss": {"entropy_coef": 0.01},
+    "learner": {"minibatches": 1, "micro_batch_rows": 8, "parallel": {"expert": 1}},
+    "train": {"steps": 2, "export": False},
+}
+
+
+def examine(family: str, folder: Path) -> dict[str, Any]:
+    """Run everything for one family; by engine, then check: `yes` or the reason why not."""
+    from moe_trm.models.tiny import make_family
+
+    checkpoint = make_family(family, folder / family)
+    settings = {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "run_dir": str(folder / "runs")}
+    settings["record"] = {"bundle": str(folder / "bundle")}
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    trainer = "deepspeed" if FAMILIES[family].not_converted else "megatron"
+    found: dict[str, Any] = {"sglang": _live(config, folder, trainer)}
+    for learner in LEARNERS:
+        if FAMILIES[family].not_converted and learner == "megatron":
+            reason = FAMILIES[family].not_converted
+            found[learner] = dict.fromkeys(CHECKS["learner"], reason)
+        elif (folder / "bundle").is_dir():
+            found[learner] = _learner(learner, settings, folder)
+        else:
+            found[learner] = dict.fromkeys(CHECKS["learner"], "no samples: the engine does not serve it")
+    return found
+
+
+def _live(config: Path, folder: Path, trainer: str) -> dict[str, Any]:
+    """Two steps with the real server."""
+    try:
+        code = run_job(str(config), [f"learner.backend={trainer}"], 1)
+        problem = "" if code == 0 else f"the learner ended with exit code {code}"
+    except Exception as error:  # noqa: BLE001 - whatever stopped it is the content of the cell
+        problem = _reason(str(error))
+    metrics = folder / "runs" / "models" / "metrics.jsonl"
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
+    if problem or len(steps) < 2:
+        return dict.fromkeys(CHECKS["sglang"], problem or "no steps")
+    applied = min(step["replay/applied_fraction"] for step in steps)
+    after_push = steps[1]["engine/k3_kl"]
+    return {
+        "serve": "yes",
+        "replay R3": "yes" if applied == 1.0 else f"applied to {applied:.3f}",
+        "mask": "yes",
+        "sync": "yes" if after_push < 1e-7 else f"k3 {after_push:.1e} after the push",
+        "k3 after push": after_push,
+    }
+
+
+def _learner(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The learner `name` on the recorded samples, in a process of its own."""
+    backend = {**settings["learner"], "backend": name}
+    config, out = folder / f"{name}.yaml", folder / f"{name}.json"
+    own = {"learner": backend, "replay": {"mode": "R3", "max_local_flip_rate": 1.0}, "record": {}}
+    config.write_text(json.dumps({**settings, **own}), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
+    command += ["benchmarks.engines.family_learner", str(config), str(folder / "bundle"), str(out)]
+    done = subprocess.run(command, env={**os.environ, **SINGLE_THREAD}, check=False, capture_output=True, text=True)
+    if done.returncode or not out.is_file():
+        return dict.fromkeys(CHECKS["learner"], _reason(done.stderr))
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def _reason(text: str) -> str:
+    """The last exception that a log names, in a line."""
+    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*$", text, re.MULTILINE)
+    line = errors[0] if errors else next((line for line in text.splitlines() if line.strip()), "failed without a word")
+    return line.strip().replace("|", "/")[:160]
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page: what `models_page.md` says, and the tables."""
+    lines = [
+        "| family | engine | serve | convert | replay R2 | replay R3 | mask | sync |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    reasons: list[str] = []
+
+    def cell(said: str) -> str:
+        if said in ("yes", "-"):
+            return said
+        if said not in reasons:
+            reasons.append(said)
+        return f"no ({reasons.index(said) + 1})"
+
+    for family, engines in found.items():
+        for engine, label in (("sglang", "SGLang"), ("megatron", "Megatron-Core"), ("deepspeed", "DeepSpeed")):
+            checks = CHECKS["sglang" if engine == "sglang" else "learner"]
+            cells = [
+                cell(engines[engine][check]) if check in checks else "-"
+                for check in ("serve", "convert", "replay R2", "replay R3", "mask", "sync")
+            ]
+            lines.append(f"| {family} | {label} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
+    lines += ["", "| family | learner | own routes | replayed routes | over the kept ids |", "|---|---|---|---|---|"]
+    for family, engines in found.items():
+        for engine in LEARNERS:
+            if "native" in engines[engine]:
+                figures = [
+                    f"{engines[engine].get(name, float('nan')):.1e}" for name in ("native", "replayed", "masked")
+                ]
+                lines.append(f"| {family} | {engine} | " + " | ".join(figures) + " |")
+    head, tail = TEXT.read_text(encoding="utf-8").split("<!-- tables -->\n")
+    return head + "\n".join(lines) + "\n" + tail
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.models", description=__doc__)
+    parser.add_argument("--family", nargs="*", choices=MOE_FAMILIES, default=list(MOE_FAMILIES))
+    parser.add_argument("--page-only", action="store_true", help="write the page from what was found before")
+    args = parser.parse_args(argv)
+    found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.is_file() else {}
+    for family in [] if args.page_only else args.family:
+        with tempfile.TemporaryDirectory() as folder:
+            found[family] = examine(family, Path(folder))
+        print(f"{family}: {json.dumps(found[family])}", flush=True)
+        ordered = {name: found[name] for name in MOE_FAMILIES if name in found}
+        FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(json.loads(FOUND.read_text(encoding="utf-8"))), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
