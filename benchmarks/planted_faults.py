@@ -2,18 +2,19 @@
 
 Every fault is planted from outside, into what one of the two engines is given: its weights, its config.json, its settings, its tokenizer,
 or the line between them. Rollouts are recorded once per seed by a real float32 SGLang server that serves the untouched checkpoint; then
-`moe-trm doctor` replays them into a learner that was given something else, three severities each, and names a cause. Clean controls
-are given the same. Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
+they are scored by a learner that was given something else, three severities each, and the doctor's judgement names a cause. Clean controls
+are given the same. Faults that no recording shows are planted between a live server and `moe-trm doctor`. Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +28,20 @@ from benchmarks.short_run import starting_checkpoint
 from benchmarks.swallowing_proxy import swallowing
 from benchmarks.table import Row, report
 from launch.job import free_port
+from moe_trm.batch.collate import collate
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.doctor.causes import find_cause
 from moe_trm.doctor.checks import Check
+from moe_trm.doctor.evidence import Evidence, join, of_sample
 from moe_trm.doctor.examine import examine
 from moe_trm.errors import MoeTrmError
+from moe_trm.learner.protocol import Scores
+from moe_trm.rollout.bundle import BundleReader
 from moe_trm.rollout.supervisor import start_server
+from moe_trm.types import MicroBatch, TrainRow
+from routing.flips import flipped_tokens
+from routing.replay import Record, ReplayRecords
 
 SEVERITIES = ("mild", "medium", "severe")
 KEY = "planted-faults"
@@ -165,16 +174,20 @@ class Clinic:
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder, self.checkpoint, self._count = folder, checkpoint, 0
+        self._path = folder / "config.yaml"
+        self._path.write_text(json.dumps(SETTINGS), encoding="utf-8")  # JSON is YAML
+
+    def settings(self, words: Sequence[str]) -> Config:
+        """The common settings with overrides."""
+        return load(self._path, words)
 
     def visit(self, *overrides: str, probe: bool = True) -> tuple[str, dict[str, float], Path]:
         """The cause that the doctor names, its figures, and where the probe's recording lies."""
         self._count += 1
         folder = self.folder / f"visit-{self._count:03d}"
         folder.mkdir()
-        path = folder / "config.yaml"
-        path.write_text(json.dumps(SETTINGS), encoding="utf-8")  # JSON is YAML
         words = [f"run_dir={folder}", f"model.checkpoint={self.checkpoint}", *overrides]
-        config = load(path, words)
+        config, path = self.settings(words), self._path
         failed: list[Check] = []
         found = examine(
             str(path),
@@ -245,32 +258,65 @@ def of_recordings(
     for fault in planted:
         for seed in seeds:
             bundle, sampling = recorded[fault.recorded, seed]
-            prompts = bundle.parent / "prompts.jsonl"
-            learner = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", fault.change, seed)
-            task = json.dumps({"name": "jsonl", "prompts": str(prompts), "reward": "exact"})
-            started = time.perf_counter()
-            cause, figures, _ = clinic.visit(
-                "rollout.engine=bundle",
-                f"rollout.bundle={bundle}",
-                f"task={task}",
-                f"seed={seed}",
+            folder = planted_checkpoint(clinic.checkpoint, clinic.folder / "planted", fault.change, seed)
+            words = [
                 sampling,
-                f"model.checkpoint={learner}",
+                f"model.checkpoint={folder}",
+                "optimizer.lr=0",
+                "replay.max_local_flip_rate=1.0",
                 *fault.learner,
-            )
-            shutil.rmtree(learner)
-            print(
-                f"{fault.name}, {fault.severity}, seed {seed}: {cause} ({time.perf_counter() - started:.0f} s)  "
-                + "  ".join(f"{name} {value:.3g}" for name, value in figures.items()),
-                flush=True,
-            )
+            ]
+            found = find_cause(rescore(clinic.settings(words), bundle))
+            shutil.rmtree(folder)
+            figures = "  ".join(f"{name} {value:.3g}" for name, value in found.figures.items())
+            print(f"{fault.name}, {fault.severity}, seed {seed}: {found.cause}  {figures}", flush=True)
             yield {
                 "fault": fault.name,
                 "severity": fault.severity,
                 "seed": seed,
                 "expected": fault.expected,
-                "found": cause,
+                "found": found.cause,
             }
+
+
+def rescore(config: Config, bundle: Path) -> Evidence:
+    """What the doctor's probe would see of a recording, from a learner built in this process."""
+    from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
+
+    learner = build_megatron_learner(config)
+    try:
+        records = BundleReader(str(bundle)).read(1)
+        rows = [TrainRow(record, 0.0) for record in records]
+        size = config.learner.micro_batch_rows or len(rows)
+        micro = [MicroBatch(tuple(rows[i : i + size])) for i in range(0, len(rows), size)]
+        batches = [collate(part, keep_mask=config.sampling_mask.mode == "keep") for part in micro]
+        natives = learner.score(batches, [Record() for _ in batches])
+        sources = [ReplayRecords(batch.routes) for batch in batches]
+        replays: dict[int, Scores] = {}
+
+        def keep(index: int, scores: Scores) -> torch.Tensor:
+            replays[index] = scores
+            return 0.0 * scores.logprobs.sum()
+
+        learner.update(batches, sources, keep, entropy=True)
+        parts = []
+        for index, (part, batch, native) in enumerate(zip(micro, batches, natives, strict=True)):
+            replayed = replays[index]
+            assert native.recorded is not None
+            assert replayed.entropy is not None
+            flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
+            planes = (
+                replayed.logprobs - batch.rollout_logprobs,
+                native.logprobs - batch.rollout_logprobs,
+                replayed.entropy,
+                flips,
+            )
+            for row, item in enumerate(part.rows):
+                own = [plane.detach()[row][batch.mask[row]].numpy() for plane in planes]
+                parts.append(of_sample(item.record, *own))
+        return join(parts)
+    finally:
+        close_learner()
 
 
 def of_live_servers(clinic: Clinic, seeds: Sequence[int]) -> Iterator[Row]:
@@ -341,6 +387,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", help="faults by name")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logging.disable(logging.WARNING)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-trm-faults-") as scratch:
             clinic = Clinic(Path(scratch), starting_checkpoint(args.checkpoint, Path(scratch)).resolve())

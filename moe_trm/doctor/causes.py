@@ -117,7 +117,7 @@ def _temperature(figures: Mapping[str, float]) -> Finding | None:
 
 
 def _positions(figures: Mapping[str, float]) -> Finding | None:
-    if figures["replayed_k3"] < LARGE or figures["early_over_late"] > 0.25:
+    if figures["replayed_k3"] < LARGE / 10 or figures["early_over_late"] > 0.25:
         return None
     return Finding(
         "positions",

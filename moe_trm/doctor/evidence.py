@@ -5,6 +5,7 @@ Shape letters: N scored tokens, L MoE layers, E experts, R rows of a sample, K e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 from moe_trm.errors import BundleError
 from moe_trm.rollout.bundle import BundleReader
 from moe_trm.rollout.scores import ScoredBatch, ScoresReader
+from moe_trm.types import RolloutRecord
 from routing import RouteRecord
 
 Array = NDArray[Any]
@@ -67,34 +69,43 @@ def read_evidence(bundle: Path, probe: Path) -> Evidence:
         for row, number in enumerate(batch.sample_ids.tolist())
         if number >= 0
     }
-    parts: list[dict[str, Array]] = []
+    parts = []
     for record in BundleReader(str(bundle)).read(step):
         if record.sample_id not in scored:
             continue  # valid, but not trained: filtered with its group
-        if record.routes is None:
-            raise BundleError(
-                "the probe's rollouts hold no routes", where=str(bundle), expected="routes of every sample"
-            )
         batch, row = scored[record.sample_id]
-        places = np.flatnonzero(record.sampled)[record.scored] - 1
         own = native[record.sample_id]
-        parts.append(
-            {
-                "group": np.full(len(places), record.group_id),
-                "position": places + 1,
-                "rollout": record.rollout_logprobs[record.scored],
-                "full": record.full_logprobs[record.scored],
-                "replayed": own["replayed"],
-                "native": own["native"],
-                "entropy": _entropy(batch, row),
-                "flipped_layers": own["flipped_layers"],
-                "touched": _touched(record.routes)[places],
-            }
-        )
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    exact = {field.name for field in fields(Evidence)} & {"rollout", "full", "replayed", "native", "entropy"}
-    typed = {name: array.astype(np.float64) if name in exact else array for name, array in joined.items()}
-    return Evidence(**typed)
+        parts.append(of_sample(record, own["replayed"], own["native"], _entropy(batch, row), own["flipped_layers"]))
+    return join(parts)
+
+
+def of_sample(record: RolloutRecord, replayed: Array, native: Array, entropy: Array, flipped_layers: Array) -> Evidence:
+    """The evidence of one sample from what the learner made of its scored tokens, each `[N]`: see `Evidence`.
+
+    Raises:
+        BundleError: a record without routes.
+    """
+    if record.routes is None:
+        raise BundleError("the probe's rollouts hold no routes", expected="routes of every sample")
+    places = np.flatnonzero(record.sampled)[record.scored] - 1
+    return Evidence(
+        group=np.full(len(places), record.group_id),
+        position=places + 1,
+        rollout=record.rollout_logprobs[record.scored].astype(np.float64),
+        full=record.full_logprobs[record.scored].astype(np.float64),
+        replayed=replayed.astype(np.float64),
+        native=native.astype(np.float64),
+        entropy=entropy.astype(np.float64),
+        flipped_layers=flipped_layers,
+        touched=_touched(record.routes)[places],
+    )
+
+
+def join(parts: Sequence[Evidence]) -> Evidence:
+    """The evidence of all samples together."""
+    return Evidence(
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Evidence)}
+    )
 
 
 def _only_step(bundle: Path) -> int:
