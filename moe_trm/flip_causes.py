@@ -3,12 +3,13 @@
 engine: rollout against learner, both at the weights that sampled; staleness: the learner at those weights against the learner now.
 (The third cause, local, is counted on every replayed forward: `routing/local_flip_rate`.)
 
-Shape letters: B rows, R forwarded tokens, L MoE layers of this rank, K experts per token, P classes of position.
+Shape letters: B rows, R forwarded tokens, L MoE layers of this rank, K experts per token, P classes of position, M classes of router margin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from routing.replay import Recorded
 
 POSITIONS = (64, 256, 1024, 4096, 16384)
 """Upper ends of the classes of position; fixed, so that steps may be compared."""
+MARGINS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+"""Lower ends of the classes of router margin but the first, in the scores that the router chooses by (probabilities, or sigmoids with their bias)."""
 
 
 def flip_causes(
@@ -34,20 +37,24 @@ def flip_causes(
         older: the same under each older version that sampled and is still held.
 
     Returns:
-        `routing/flips/engine`, `routing/flips/engine/layer_<id>` and `routing/flips/engine/position_<low>_<high>`: shares of scored
-        token-layers; with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older version sampled.
+        `routing/flips/engine`, `routing/flips/engine/layer_<id>`, `routing/flips/engine/position_<low>_<high>` and `routing/flips/engine/margin_<low>_<high>`
+        (how nearly the learner's router chose otherwise; none for routers that choose groups first): shares of scored token-layers;
+        with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older version sampled.
     """
     own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
     places = [layer_ids.index(layer) for layer in own]
     engine_L, stale_L = torch.zeros(len(layer_ids)).double(), torch.zeros(len(layer_ids)).double()
     engine_P, tokens_P = torch.zeros(len(POSITIONS) + 1).double(), torch.zeros(len(POSITIONS) + 1).double()
+    engine_M, counted_M = torch.zeros(len(MARGINS) + 1).double(), torch.zeros(len(MARGINS) + 1).double()
     stale_tokens = 0
     for index, (batch, scores) in enumerate(zip(batches, native, strict=True)):
         now_BRLK = _chosen(scores, batch, own)
         then_BRLK, stale_BR = now_BRLK, torch.zeros_like(batch.mask.cpu())
+        margin_BRL = _margins(scores, batch, own)
         for version, passes in older.items():
             sampled_BR = (batch.mask & (batch.versions == version)).cpu()
             then_BRLK = torch.where(sampled_BR[..., None, None], _chosen(passes[index], batch, own), then_BRLK)
+            margin_BRL = torch.where(sampled_BR[..., None], _margins(passes[index], batch, own), margin_BRL)
             stale_BR |= sampled_BR
         mask = batch.mask.cpu()
         then = Recorded({layer: then_BRLK[:, :, place].flatten(0, 1) for place, layer in enumerate(own)})
@@ -58,8 +65,12 @@ def flip_causes(
         class_N = torch.bucketize(mask.nonzero()[:, 1] + 1, torch.tensor(POSITIONS))
         engine_P.index_add_(0, class_N, engine_NL.sum(1).double())
         tokens_P += torch.bincount(class_N, minlength=len(tokens_P))
-    engine_L, stale_L, engine_P = (
-        learner.over_stages(learner.over_slices(flips)) for flips in (engine_L, stale_L, engine_P)
+        known_NL = ~margin_BRL[mask].isnan()
+        margin_class = torch.bucketize(margin_BRL[mask][known_NL], torch.tensor(MARGINS), right=True)
+        engine_M.index_add_(0, margin_class, engine_NL[known_NL].double())
+        counted_M += torch.bincount(margin_class, minlength=len(counted_M))
+    engine_L, stale_L, engine_P, engine_M, counted_M = (
+        learner.over_stages(learner.over_slices(sums)) for sums in (engine_L, stale_L, engine_P, engine_M, counted_M)
     )
     total = learner.reduce(
         {
@@ -67,6 +78,8 @@ def flip_causes(
             **{f"stale/{place}": value for place, value in enumerate(stale_L)},
             **{f"position/{place}": value for place, value in enumerate(engine_P)},
             **{f"tokens/{place}": value for place, value in enumerate(tokens_P)},
+            **{f"margin/{place}": value for place, value in enumerate(engine_M)},
+            **{f"counted/{place}": value for place, value in enumerate(counted_M)},
             "stale_tokens": torch.tensor(float(stale_tokens)),
         }
     )
@@ -80,6 +93,9 @@ def flip_causes(
         if count := total[f"tokens/{place}"] * len(layer_ids):
             found[f"routing/flips/engine/position_{low}_{high or 'up'}"] = total[f"position/{place}"] / count
         low = (high or 0) + 1
+    for place, (least, most) in enumerate(pairwise([0, *MARGINS, "up"])):
+        if count := total[f"counted/{place}"]:
+            found[f"routing/flips/engine/margin_{least}_{most}"] = total[f"margin/{place}"] / count
     return found
 
 
@@ -89,6 +105,16 @@ def _chosen(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
     if not layers:
         return torch.zeros(*batch.mask.shape, 0, 1, dtype=torch.int64)
     return torch.stack([scores.recorded.by_row(layer, *batch.mask.shape).cpu() for layer in layers], 2)
+
+
+def _margins(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
+    """`[B, R, L]` router margins on the CPU, NaN where there is none or another rank has it."""
+    assert scores.recorded is not None
+    margins = torch.full((*batch.mask.shape, len(layers)), float("nan"))
+    for place, layer in enumerate(layers):
+        if (known := scores.recorded.margins_by_row(layer, *batch.mask.shape)) is not None:
+            margins[..., place] = known.cpu()
+    return margins
 
 
 def _rates(cause: str, flips: Sequence[float], tokens: float, layer_ids: Sequence[int]) -> dict[str, float]:

@@ -226,7 +226,9 @@ class MegatronReplayer:
             )
 
     def _attach(self, layer: int, moe: Any) -> None:
-        tap = RouterTap(layer, self._running.current)
+        settings = moe.router.config
+        logits = settings.moe_router_score_function == "softmax" and not settings.moe_router_pre_softmax
+        tap = RouterTap(layer, self._running.current, logits=logits)
         self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)

@@ -19,8 +19,10 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class RouterTap:
     """What sits at `router.router_replay` of one MoE layer: hands Megatron's question to the pass that is running."""
 
-    def __init__(self, layer: int, running: Callable[[], tuple[ReplayPass, bool]]) -> None:
+    def __init__(self, layer: int, running: Callable[[], tuple[ReplayPass, bool]], *, logits: bool) -> None:
         self.layer, self.running = layer, running
+        self._logits = logits
+        """Whether the router takes the best of its logits, not of scores made from them."""
 
     def get_replay_topk(
         self,
@@ -39,6 +41,8 @@ class RouterTap:
         running, recompute = self.running()
         if not running.replays and not (running.records and recompute):
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
+            if running.records and group_topk is None:
+                running.keep_margin(self.layer, scores.softmax(-1) if self._logits else scores, topk)
             running.choose(self.layer, live, recompute)
             return values, live
         with torch.no_grad():

@@ -56,14 +56,15 @@ def expected_routes(
     records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:
     """Layer id -> `[N, K]` int64 recorded ids in router order; rows that are not due hold zeros and must not be read."""
-    sequence, column = locate(layout)
-    routes_NLK = np.zeros((len(sequence), len(layer_ids), top_k), dtype=np.uint16)
+    _, column = locate(layout)
+    routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
     for index, record in enumerate(records):
         if record is None:
             continue
-        mine = np.flatnonzero((sequence == index) & (column < record.num_rows))
         wanted = layer_columns(record, layer_ids, num_experts, top_k)
-        routes_NLK[mine] = record.experts[column[mine]][:, wanted]
+        own = column[index :: layout.batch]
+        real = own < record.num_rows
+        routes_NLK[index :: layout.batch][real] = record.experts[own[real]][:, wanted]
     return {layer: torch.from_numpy(routes_NLK[:, place].astype(np.int64)) for place, layer in enumerate(layer_ids)}
 
 

@@ -30,16 +30,29 @@ class Recorded:
         experts: layer id -> `[N, K]` int64 expert ids, in router order where there is a layout, else row by row.
         batch_digest: `batch_digest` of the micro-batch they were recorded on; replay on any other is refused.
         layout: this rank's cut of that micro-batch; None: it was not cut.
+        margins: layer id -> `[N]` float32 gap between the last chosen and the first rejected score (`routing.flips.router_margin`), in
+            the order of `experts`; layers whose routers choose within groups of experts, or choose all, have none.
     """
 
     experts: Mapping[int, Tensor]
     batch_digest: bytes = b""
     layout: Layout | None = None
+    margins: Mapping[int, Tensor] = field(default_factory=dict)
 
     def by_row(self, layer: int, batch: int, length: int) -> Tensor:
         """`[B, R, K]` ids of `layer`, -1 where another rank has them. Raises `RouteError` (`shape`) for another micro-batch."""
-        ids = self.experts[layer]
-        whole = ids.view(batch, -1, ids.shape[-1]) if self.layout is None else self.layout.from_router(ids, fill=-1)
+        return self._by_row(self.experts[layer], batch, length, fill=-1)
+
+    def margins_by_row(self, layer: int, batch: int, length: int) -> Tensor | None:
+        """`[B, R]` margins of `layer`, NaN where another rank has them; None for a layer without. Raises as `by_row` does."""
+        if layer not in self.margins:
+            return None
+        return self._by_row(self.margins[layer][:, None], batch, length, fill=float("nan"))[..., 0]
+
+    def _by_row(self, values: Tensor, batch: int, length: int, fill: float) -> Tensor:
+        whole = (
+            values.view(batch, -1, values.shape[-1]) if self.layout is None else self.layout.from_router(values, fill)
+        )
         if whole.shape[0] != batch or whole.shape[1] < length:
             raise RouteError(
                 "shape",
@@ -51,7 +64,7 @@ class Recorded:
 
     def with_layers_of(self, other: Recorded) -> Recorded:
         """Also the layers that another chunk of the model recorded on the same micro-batch."""
-        return replace(self, experts={**self.experts, **other.experts})
+        return replace(self, experts={**self.experts, **other.experts}, margins={**self.margins, **other.margins})
 
 
 @dataclass(frozen=True)

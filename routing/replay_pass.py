@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError, RouteError
+from routing.flips import router_margin
 from routing.layout import Layout
 from routing.proof import differs
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
@@ -39,6 +40,7 @@ class ReplayPass:
         self._free: Tensor | None = None
         self._num_free = 0
         self._taken: dict[int, Tensor] = {}
+        self._margins: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
 
     def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
@@ -84,7 +86,14 @@ class ReplayPass:
             {layer: taken.clone() if taken.is_inference() else taken for layer, taken in self._taken.items()},
             self.digest,
             self.layout,
+            self._margins,
         )
+
+    @torch.no_grad()
+    def keep_margin(self, layer: int, scores: Tensor, top_k: int) -> None:
+        """Keep how nearly the router of `layer` chose otherwise; `scores` `[N, E]` are those it takes the best `top_k` of."""
+        if self.records and layer not in self._margins and top_k < scores.shape[-1]:
+            self._margins[layer] = router_margin(scores.float(), top_k)
 
     @torch.no_grad()
     def choose(self, layer: int, live: Tensor, recompute: bool) -> Tensor:

@@ -114,6 +114,7 @@ SECTIONS = (
                  (("routing/flips/engine/layer_*", "layer "), ("routing/flip_rate/layer_*", "layer "))),
             Heat("Flips by layer: staleness", "Cause: age. The learner's router at the weights that sampled, against today's.", (("routing/flips/staleness/layer_*", "layer "),)),
             Heat("Flips by position", "Engines, by place of the token in its sequence (probe steps).", (("routing/flips/engine/position_*", ""),), least=2),
+            Heat("Flips by router margin", "Engines, by the gap between the last chosen and the first rejected score of the learner's router (probe steps).", (("routing/flips/engine/margin_*", ""),), least=2),
             Heat("Flips by layer: live router", "Cause: numerics and training. What the learner's router would choose now, against the replayed record.", (("routing/local_flip_rate/layer_*", "layer "),)),
             Lines("Replay proof", "Share of token-layers of replayed forwards that used their recorded route, as counted at the dispatcher. Anything but 1 stops the run.",
                   (("replay/applied_fraction", "applied"), ("replay/native_fraction", "left to own routers")), floor=True),
@@ -204,10 +205,12 @@ def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list
 
 
 def _readable(pattern: str, parts: Sequence[str]) -> str:
-    if pattern in ("acceptance/length_*", "routing/flips/engine/position_*"):
+    if pattern in ("acceptance/length_*", "routing/flips/engine/position_*", "routing/flips/engine/margin_*"):
         return parts[0].replace("_up", " and more").replace("_", " to ")
     return parts[0]
 
 
-def _by_number(name: str) -> tuple[tuple[int, int | str], ...]:
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+def _by_number(name: str) -> tuple[float | str, ...]:
+    # Text and numbers alternate, so that like is compared with like.
+    parts = re.split(r"(\d+(?:\.\d+)?)", name)
+    return tuple(float(part) if place % 2 else part for place, part in enumerate(parts))

@@ -37,8 +37,13 @@ THEN = [[[9, 9], [9, 9]], [[9, 9], [9, 9]], [[0, 1], [0, 1]], [[0, 1], [0, 3]]]
 """At the older version, which sampled what follows the last two rows."""
 
 
-def scores(routes: list[list[list[int]]]) -> Scores:
+def scores(routes: list[list[list[int]]], margins: list[float] | None = None) -> Scores:
+    """`margins`: of layer 3."""
     ids = torch.tensor(routes)
+    if margins is not None:
+        return Scores(
+            torch.zeros(1, 4), recorded=Recorded({1: ids[:, 0], 3: ids[:, 1]}, margins={3: torch.tensor(margins)})
+        )
     return Scores(torch.zeros(1, 4), recorded=Recorded({1: ids[:, 0], 3: ids[:, 1]}))
 
 
@@ -79,3 +84,11 @@ def test_without_older_versions_all_is_the_engines() -> None:
 
 def test_an_older_version_that_sampled_nothing_here_says_nothing() -> None:
     assert not any("staleness" in name for name in causes({3: [scores(THEN)]}))
+
+
+def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() -> None:
+    now, then = scores(NOW, [0.5, 0.5, 0.5, 0.5]), scores(THEN, [9.0, 9.0, 0.002, 0.001])
+    found = flip_causes(cast(Learner, OneRank()), [batch()], [now], {4: [then]})
+    rates = {name: rate for name, rate in found.items() if "/margin_" in name}
+    # Layer 3 alone has margins: its last row flips, at 0.001; the row before is in the same class, the first scored one at 0.5.
+    assert rates == {"routing/flips/engine/margin_0.001_0.003": 0.5, "routing/flips/engine/margin_0.1_up": 0.0}
