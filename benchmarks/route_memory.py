@@ -1,0 +1,186 @@
+"""What routes of long sequences weigh on their way: peak memory of the controller and of every rank.
+
+`python -m benchmarks.route_memory --json FILE`. The controller, its store and its service are the real ones, and so are the ranks'
+clients; answers come from a file as SGLang would send them (64 sequences of 32,768 tokens of DeepSeek-V3, one answer at a time). A
+process's share is what it has to hold: the controller all sequences of the step, a rank its rows and layers.
+
+Shape letters: T tokens, L MoE layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.table import Row, report
+from moe_trm.config.schema import Config
+from moe_trm.rollout.client import RolloutClient
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.conversation import parse_answer
+from moe_trm.rollout.parse import Wanted
+from moe_trm.rollout.served import ServedModel
+from moe_trm.rollout.service import ControllerService, Start
+from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+MB, KEY, GROUP = 1e6, "benchmark", 8
+MODEL = ServedModel("DeepseekV3ForCausalLM", 129_280, 61, tuple(range(3, 61)), 256, 8)
+
+
+class Tokens:
+    """The part of a tokenizer that sampling asks for."""
+
+    vocab_size, stop_token_ids = MODEL.vocab_size, (1,)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return f"{len(token_ids)} tokens"
+
+
+class OneTokenPrompts:
+    """A task whose prompts are one token long."""
+
+    tokens, reward_weights = Tokens(), dict[str, float]()
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        return [Prompt(f"{step}-{place}", (0,)) for place in range(count)]
+
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
+        return {}
+
+    async def reward(self, sample: RewardInput) -> float:
+        return 1.0
+
+    async def close(self) -> None: ...
+
+
+class FileEngine:
+    """Answers every request with the bytes of one file."""
+
+    def __init__(self, answer: Path) -> None:
+        self._answer = answer
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        body, wanted = self._answer.read_bytes(), Wanted(routes=True, mask=False)
+        return parse_answer(body, prompt, MODEL, wanted, sample_id=sample_id, group_id=group_id)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
+
+
+def write_answer(path: Path, length: int) -> None:
+    """One answer of `length` tokens in all, with legal routes, as SGLang writes it."""
+    columns = np.arange((length - 1) * MODEL.num_layers).reshape(length - 1, MODEL.num_layers, 1)
+    routes = (columns * 3 + np.arange(MODEL.top_k)) % MODEL.num_experts
+    sampled = length - 1
+    meta = {
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 1,
+        "output_token_logprobs": [[-1.0, 2, None]] * sampled,
+        "weight_versions": [{"version": "0", "start": 0, "end": sampled}],
+        "routed_experts": base64.b64encode(routes.astype("<i4").tobytes()).decode(),
+    }
+    path.write_text(json.dumps({"output_ids": [2] * sampled, "meta_info": meta}))
+
+
+def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int) -> None:
+    """Serve one step; tell the bytes that this process grew by at most."""
+    config = Config.model_validate(
+        {
+            "model": {"checkpoint": "unused"},
+            "rollout": {"prompts_per_step": sequences // GROUP, "group_size": GROUP, "concurrency": 1},
+            "learner": {"minibatches": 1, "micro_batch_rows": 1},
+        }
+    )
+    engine: Any = FileEngine(answer)
+    task: Any = OneTokenPrompts()
+
+    async def serve() -> None:
+        controller = RolloutController(config, engine, task, SamplingParams())
+        await ControllerService(controller, Start(endpoint, KEY, {}, None), "").serve()
+
+    before = _forget_peak()
+    asyncio.run(serve())
+    told.send(_status_bytes("VmHWM") - before)
+
+
+def run_rank(told: Connection, endpoint: str, rank: int, ranks: int, layers: tuple[int, ...]) -> None:
+    """Take this rank's share of the step; tell the bytes of its routes, and those that this process grew by at most."""
+    client = RolloutClient(endpoint, KEY, ranks=(rank, ranks), data=(rank, ranks))
+    before = _forget_peak()
+    batch = client.next_batch(1, layers)
+    rows = [row for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
+    share = sum(row.record.routes.experts.nbytes for row in rows if row.record.routes)
+    told.send((share, _status_bytes("VmHWM") - before))
+    told.recv()
+    if rank == 0:
+        client._ask("stop")
+
+
+def measure(sequences: int, length: int, ranks: int) -> list[Row]:
+    """A row for the controller, and one for the heaviest rank."""
+    spawn = get_context("spawn")
+    one = (length - 1) * len(MODEL.moe_layer_ids) * MODEL.top_k
+    with tempfile.TemporaryDirectory() as folder:
+        answer, endpoint = Path(folder) / "answer.json", f"ipc://{folder}/controller"
+        write_answer(answer, length)
+        arrives = answer.stat().st_size
+        controller_told, controller_tells = spawn.Pipe()
+        controller = spawn.Process(target=run_controller, args=(controller_tells, answer, endpoint, sequences))
+        controller.start()
+        pipes = [spawn.Pipe() for _ in range(ranks)]
+        processes = [
+            spawn.Process(target=run_rank, args=(tells, endpoint, rank, ranks, MODEL.moe_layer_ids))
+            for rank, (_, tells) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        told = [here.recv() for here, _ in pipes]
+        for here, _ in pipes:
+            here.send(None)
+        controller_peak = controller_told.recv()
+        for process in [*processes, controller]:
+            process.join()
+    share, peak = max(told, key=lambda pair: pair[1] - pair[0])
+    sizes = {"sequences": sequences, "tokens": length, "sequence MB": one / MB, "answer MB": arrives / MB}
+    return [
+        {"process": name, **sizes, "share MB": own / MB, "peak MB": most / MB, "over MB": (most - own) / MB}
+        for name, own, most in (("controller", sequences * one, controller_peak), (f"rank of {ranks}", share, peak))
+    ]
+
+
+def _forget_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status has {field}"
+    return 1024 * int(found.group(1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--sequences", type=int, default=64, help=f"a multiple of {GROUP}")
+    parser.add_argument("--length", type=int, default=32_768, help="their tokens")
+    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
+    options = parser.parse_args()
+    report("Routes on their way: peak memory", measure(options.sequences, options.length, options.ranks), options.json)
+
+
+if __name__ == "__main__":
+    main()
