@@ -72,8 +72,9 @@ def clip_cov_candidates(inputs: LossInputs, ppo_clipped: Tensor, low: float, hig
 
 
 def _covariance(inputs: LossInputs) -> Tensor:
-    keep, logprobs = inputs.keep, inputs.current_logprobs.detach()
+    # In float64 equal advantages differ from their mean by nothing: rounding would make candidates of them.
+    keep, logprobs, advantages = inputs.keep, inputs.current_logprobs.detach().double(), inputs.advantages.double()
     count = keep.sum().clamp(min=1)
     average = torch.where(keep, logprobs, 0.0).sum() / count
-    mean_advantage = torch.where(keep, inputs.advantages, 0.0).sum() / count
-    return torch.where(keep, (inputs.advantages - mean_advantage) * (logprobs - average), -torch.inf)
+    mean_advantage = torch.where(keep, advantages, 0.0).sum() / count
+    return torch.where(keep, (advantages - mean_advantage) * (logprobs - average), -torch.inf)

@@ -129,6 +129,13 @@ def test_covariance_filters_choose_the_published_tokens(fx) -> None:
     assert len({tuple(d.flatten().tolist()) for d in dropped}) > 1
 
 
+def test_equal_advantages_have_no_covariance_in_float32_either() -> None:
+    current = -torch.rand(4, 12, generator=torch.Generator().manual_seed(0))
+    ratios = LogRatios(current, current, current, torch.ones(4, 12).bool())
+    inputs = LossInputs.uncorrected(ratios, current, torch.full((4, 12), 0.8660251)).kept()
+    assert not clip_cov_candidates(inputs, torch.zeros(4, 12).bool(), 0.0, 100.0).any()
+
+
 def test_m2po_cap_and_quatro_multiplier() -> None:
     squares = torch.tensor([0.01, 0.5, 0.02, 0.3, 0.001], dtype=torch.float64)
     cap = moment_cap(squares, 0.04)
