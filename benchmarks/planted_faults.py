@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,11 +227,14 @@ def serving(checkpoint: Path, folder: Path, dtype: str) -> Iterator[str]:
         server.stop()
 
 
-def record(clinic: Clinic, seeds: Sequence[int]) -> dict[tuple[str, int], tuple[Path, str]]:
-    """Recordings by name and seed: the bundle, and the overrides under which it was made."""
+def record(clinic: Clinic, seeds: Sequence[int], needed: Collection[str]) -> dict[tuple[str, int], tuple[Path, str]]:
+    """The recordings that are needed, by name and seed: the bundle, and the override under which it was made."""
     wanted = {"clean": "rollout.top_p=0.95", **{f"top_p {p}": f"rollout.top_p={p}" for p in (0.98, 0.9, 0.8)}}
     found = {}
-    for dtype, names in (("float32", list(wanted)), ("bfloat16", ["bfloat16"])):
+    for dtype, known in (("float32", list(wanted)), ("bfloat16", ["bfloat16"])):
+        names = [name for name in known if name in needed]
+        if not names:
+            continue
         with serving(clinic.checkpoint, clinic.folder, dtype) as url:
             for name in names:
                 for seed in seeds:
@@ -394,7 +397,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="moe-trm-faults-") as scratch:
             clinic = Clinic(Path(scratch), starting_checkpoint(args.checkpoint, Path(scratch)).resolve())
             planted = [fault for fault in faults(args.versions) if not args.only or fault.name in args.only]
-            rows = list(of_recordings(clinic, record(clinic, args.seeds), planted, args.seeds)) if planted else []
+            rows = (
+                list(
+                    of_recordings(
+                        clinic, record(clinic, args.seeds, {fault.recorded for fault in planted}), planted, args.seeds
+                    )
+                )
+                if planted
+                else []
+            )
             if not args.only or {"tokenizers differ", "failed sync"} & set(args.only):
                 rows += of_live_servers(clinic, args.seeds)
     except MoeTrmError as error:
