@@ -306,6 +306,7 @@ class CorrectionConfig(Section):
 
 Loss = Literal[
     "aspo",
+    "capped_ratio",
     "cispo",
     "clip_cov",
     "ctpo",

@@ -13,6 +13,7 @@ __all__ = ["Aggregation", "BoundObjective", "LossInputs", "Objective", "TokenLos
 
 _MODULE_OF = {
     "aspo": "aspo",
+    "capped_ratio": "capped_ratio",
     "cispo": "cispo",
     "clip_cov": "covariance",
     "ctpo": "ctpo",

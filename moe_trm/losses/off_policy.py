@@ -60,7 +60,7 @@ def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -
 
 
 def fused_logits(teacher: Tensor, student: Tensor, share: float) -> Tensor:
-    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies."""
+    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies; the loss is `capped_ratio`."""
     return share * teacher + (1 - share) * student
 
 

@@ -18,7 +18,7 @@ from moe_trm.ratios import LogRatios
 # All candidates, so that the random choice plays no part.
 PARAMETERS = {"clip_cov": {"share": 1.0, "low": 0.0, "high": 100.0}, "kl_cov": {"share": 0.3}}
 DIFFERENTIABLE = (
-    "clip_cov", "dro", "gmpo", "gspo", "ipo_tv", "kl_cov", "oapl", "ppo_clip", "r2vpo", "sapo", "tbpo", "turn_ppo", "unclipped",
+    "capped_ratio", "clip_cov", "dro", "gmpo", "gspo", "ipo_tv", "kl_cov", "oapl", "ppo_clip", "r2vpo", "sapo", "tbpo", "turn_ppo", "unclipped",
 )  # fmt: skip
 """Losses whose gradient is that of their value. The others detach weights (see COEFFICIENTS) or bounds (`m2po_clip`)."""
 

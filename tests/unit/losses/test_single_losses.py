@@ -86,6 +86,16 @@ def test_cispo_absolute_cap(fx) -> None:
     torch.testing.assert_close(got, 5.0 * fx.advantages)
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("ratio", "value", "slope"), [(0.01, 0.01, 0.01), (2.9, 2.9, 2.9), (3.1, 3.0, 0.0)])
+def test_capped_ratio_has_no_lower_clip(advantage: float, ratio: float, value: float, slope: float) -> None:
+    inputs, current = one_token(float(torch.tensor(ratio, dtype=torch.float64).log()), advantage)
+    loss = losses.get("capped_ratio")(inputs).values.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(-advantage * value)
+    assert current.grad.item() == pytest.approx(-advantage * slope)
+
+
 def test_tbpo_gives_negative_rows_outside_the_band_no_gradient() -> None:
     for log_update, moves in ((-0.5, False), (0.0, True), (0.5, False)):
         inputs, current = one_token(log_update, -1.0)
