@@ -238,3 +238,17 @@ def test_compose_of_nothing_keeps_everything(fx) -> None:
 def test_effective_sample_size_of_the_applied_weights(fx) -> None:
     finished = corrections.finalize(corrections.compose([corrections.get("token_tis").bind()])(fx.evidence).metrics)
     assert finished["correction/weight_eff_sample_size"] == pytest.approx(0.927159, abs=1e-6)
+
+
+def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> None:
+    """At 0.01 and 100 the sampled k2 is 10.604 both times, k3 3.615 and 94.395: as a maximum k3 would let the first pass."""
+    scores = {}
+    for name, threshold in (("trm_max", "max_kl"), ("trm_avg", "mean_kl")):
+        for ratio in (0.01, 100.0):
+            zero = torch.zeros(1, 1, dtype=torch.float64)
+            ratios = LogRatios(zero, zero, zero + torch.tensor(ratio).double().log(), zero == 0)
+            scores[name, ratio] = float(corrections.get(name)(Evidence(ratios, zero), **{threshold: 1.0}).score)
+    assert scores["trm_max", 0.01] == pytest.approx(10.604, abs=1e-3)
+    assert scores["trm_max", 100.0] == pytest.approx(10.604, abs=1e-3)
+    assert scores["trm_avg", 0.01] == pytest.approx(3.615, abs=1e-3)
+    assert scores["trm_avg", 100.0] == pytest.approx(94.395, abs=1e-3)

@@ -24,6 +24,7 @@ GOLDEN = {
     "rollout_is_seq_eff_sample_size": 0.360328,
     "probs_pearson": 0.960585,
     "probs_diff_mean": 0.042686,
+    "probs_diff_max": 0.204815,
 }
 
 
