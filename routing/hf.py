@@ -229,7 +229,7 @@ def _selection_scores(gate: Any, logits: Tensor) -> Tensor | None:
     logits = logits.detach().float()
     if not hasattr(gate, "e_score_correction_bias"):
         return logits.softmax(-1)
-    return logits.sigmoid() + gate.e_score_correction_bias if getattr(gate, "n_group", 1) == 1 else None
+    return logits.sigmoid() + gate.e_score_correction_bias if getattr(gate, "num_group", None) == 1 else None
 
 
 def gate_of(block: nn.Module) -> Any:

@@ -162,6 +162,11 @@ def test_natural_routes_change_nothing_and_recorded_ones_are_exact(family: str) 
     with torch.no_grad(), replayer.use(Record(), **data) as running:
         assert torch.equal(forward(model, data), stock)
     recorded = running.recorded()
+    # Gates that choose groups of experts first have no margin.
+    assert set(recorded.margins) == (set() if "n_group" in FAMILIES[family][1] else set(layers))
+    for margin in recorded.margins.values():
+        assert margin.shape == (B * R,)
+        assert 0 < margin.mean() < 1
     assert torch.equal(run(replayer, model, ReplayRecorded(recorded), data), stock)
     whole = torch.stack([recorded.experts[layer].view(B, R, K) for layer in layers], 2).numpy()
     real = data["valid"]

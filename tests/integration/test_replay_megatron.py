@@ -89,6 +89,10 @@ def natural_records_change_nothing(_: Path) -> None:
                 model.decoder.layers[layer].mlp.router.expert_bias.copy_(torch.linspace(-0.3, 0.3, E))
         stock = forward(model, data).detach()
         replayer = MegatronReplayer(model)
+        margins = record(replayer, model, data).margins
+        # Probabilities before and after the choice alike; routers that choose groups of experts first have no margin.
+        assert set(margins) == (set() if "moe_router_num_groups" in changes else set(LAYERS))
+        assert all(0 < margin.mean() < 1 and margin.shape == (B * R,) for margin in margins.values())
         source = natural_records(replayer, model, data)
         real = data["valid"]
         assert torch.equal(run(replayer, model, Native(), data), stock)
