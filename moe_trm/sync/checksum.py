@@ -30,6 +30,8 @@ _ATTENTION = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
 """An expert's first two matrices, as most families call them and as Mixtral does."""
+_LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
+"""Of latent attention whose queries are compressed, too (`q_lora_rank`)."""
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -63,6 +65,8 @@ def engine_place(name: str) -> tuple[str, tuple[int, int]]:
     if match := _EXPERT.fullmatch(name):
         fused = "w13_weight" if match[3] in _GATE_AND_UP else "w2_weight"
         return f"{match[1]}.{fused}", (int(match[2]), int(match[3] in _UP))
+    if match := _LATENT.fullmatch(name):
+        return f"{match[1]}.fused_qkv_a_proj_with_mqa.weight", (0, int(match[2] != "q_a_proj"))
     if match := _DENSE.fullmatch(name):
         return f"{match[1]}.gate_up_proj.{match[3]}", (0, int(match[2] == "up"))
     return name, (0, 0)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.sync.api import check_can_verify, check_version, check_weights
-from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, tensor_digest
+from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, pushed_dtype, tensor_digest
 from moe_trm.sync.disk import finish_push, load_from_disk, verified_checksums, write_shard
 from moe_trm.sync.manifest import WeightPush
 
@@ -242,3 +242,19 @@ def test_matrices_of_an_expert_by_either_name() -> None:
         stem = f"model.layers.0.{prefix}.experts"
         places = [engine_place(f"{stem}.5.{name}.weight") for name in names]
         assert places == [(f"{stem}.w13_weight", (5, 0)), (f"{stem}.w13_weight", (5, 1)), (f"{stem}.w2_weight", (5, 0))]
+
+
+def test_biases_that_choose_experts_are_pushed_and_hashed_in_float32() -> None:
+    bias, weight = "model.layers.1.mlp.gate.e_score_correction_bias", "model.norm.weight"
+    assert (pushed_dtype(bias, "bfloat16"), pushed_dtype(weight, "bfloat16")) == ("float32", "bfloat16")
+    values = torch.tensor([0.1, 0.2])
+    checksums = EngineChecksums([bias], "bfloat16")
+    checksums.add(bias, values)
+    assert checksums.result() == {bias: hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]}
+
+
+def test_compressed_queries_and_keys_of_latent_attention_are_one_tensor() -> None:
+    prefix = "model.layers.0.self_attn."
+    fused = f"{prefix}fused_qkv_a_proj_with_mqa.weight"
+    assert engine_place(f"{prefix}q_a_proj.weight") == (fused, (0, 0))
+    assert engine_place(f"{prefix}kv_a_proj_with_mqa.weight") == (fused, (0, 1))
