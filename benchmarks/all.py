@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("step", "A step, and what recording costs", "step", ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0")),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
+    Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
     Benchmark("corrections", "Corrections", "corrections"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),

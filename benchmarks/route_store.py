@@ -1,8 +1,8 @@
 """Routes as bytes: size of each codec against the information limit, speed, groups of samples, and the way to a rank's tensor.
 
 `python -m benchmarks.route_store --json FILE`. Speeds are MB/s of raw one- or two-byte ids, by CPU time of this process (medians; wall
-time beside it shows what a busy machine adds). The last row sends routes of long sequences through files to one rank of eight in a
-process of its own, and weighs the memory of that process. Routes are random legal ones; the set codec's size does not depend on them.
+time beside it shows what a busy machine adds). Routes are random legal ones; the set codec's size does not depend on them.
+Memory is weighed by `benchmarks.route_memory`.
 
 Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 """
@@ -12,14 +12,10 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import comb, log2
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -147,62 +143,17 @@ def arrival_row(name: str, model: Model, rows: int, repeats: int) -> Row:
     return {"model": name, "tokens": rows + 1, "answer MB": len(body) / MB, **taken, "total s": sum(taken.values())}
 
 
-def memory_row(name: str, model: Model, sequences: int, rows: int, ranks: int = 8) -> Row:
-    """Peak memory of a rank that takes `sequences / ranks` of the stored sequences, one after the other."""
-    offsets = np.arange(rows * model.layers).reshape(rows, model.layers, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        files = []
-        for index in range(sequences):
-            ids = (offsets * (2 * index + 1) + np.arange(model.top_k)) % model.experts
-            record = RouteRecord(ids.astype(expert_dtype(model.experts)), tuple(range(model.layers)), model.experts)
-            files.append(Path(folder) / f"{index}.routes")
-            files[-1].write_bytes(encode(record))
-        here, there = get_context("spawn").Pipe()
-        rank = get_context("spawn").Process(target=_take_share, args=(there, files[::ranks]))
-        rank.start()
-        share, peak = here.recv()
-        rank.join()
-    one = rows * model.layers * model.top_k * expert_dtype(model.experts).itemsize
-    return {
-        "model": name,
-        "sequences": sequences,
-        "tokens": rows,
-        "all MB": sequences * one / MB,
-        "share MB": share / MB,
-        "sequence MB": one / MB,
-        "peak MB": peak / MB,
-        "(peak-share)/seq": (peak - share) / one,
-    }
-
-
-def _take_share(answer: Connection, files: list[Path]) -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
-    kept = [decode(path.read_bytes()) for path in files]
-    answer.send((sum(record.experts.nbytes for record in kept), _status_bytes("VmHWM") - before))
-
-
-def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has {field}"
-    return 1024 * int(found.group(1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--rows", type=int, default=2048, help="rows of the codec and arrival measurements")
     parser.add_argument("--repeats", type=int, default=9, help="repetitions per figure")
-    parser.add_argument("--sequences", type=int, default=64, help="sequences of the memory row; 0 leaves it out")
-    parser.add_argument("--length", type=int, default=32_768, help="their tokens")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [codec_row(name, model, options.rows, options.repeats) for name, model in MODELS.items()]
     rows += [group_row(name, model, prompt=512, answer=256) for name, model in MODELS.items()]
     rows += [arrival_row(name, model, options.rows, 3) for name, model in MODELS.items()]
-    if options.sequences:
-        rows.append(memory_row("DeepSeek-V3", MODELS["DeepSeek-V3"], options.sequences, options.length))
-    report("Routes: bytes per token, speeds by CPU time, groups, arrival, memory", rows, options.json)
+    report("Routes: bytes per token, speeds by CPU time, groups, arrival", rows, options.json)
 
 
 if __name__ == "__main__":
