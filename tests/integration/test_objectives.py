@@ -185,5 +185,7 @@ def test_a_run_on_any_layout_is_that_of_one_process(
             # The mean over tokens whose ratio is above one counts those that are one but for rounding.
             elif key != "correction/m2po/score":
                 # Log-ratios are differences of numbers of order one in float32.
-                assert got[key] == pytest.approx(value, rel=1e-5, abs=2e-6), key
+                # The certificate is made of the largest of them, squared or under a root.
+                rel = 1e-4 if key.startswith("trm/") else 1e-5
+                assert got[key] == pytest.approx(value, rel=rel, abs=2e-6), key
     assert min(row["correction/kept_fraction"] for row in rows) < 1
