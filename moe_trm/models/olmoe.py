@@ -16,5 +16,6 @@ OLMOE = Family(
     whole_qk_norms=True,
     # Tensor-parallel ranks share the heads.
     max_tensor=1,
-    tiny={"num_experts": 16, "norm_topk_prob": False},
+    # SGLang norms with 1e-5 whatever config.json says.
+    tiny={"num_experts": 16, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )
