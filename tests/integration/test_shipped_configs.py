@@ -39,9 +39,5 @@ def test_two_steps(config: Path, brief_checkpoint: Path, tmp_path: Path) -> None
     assert run_job(str(config), [*SMALL, *sizes, *files]) == 0
     rows = metrics_of(tmp_path / config.stem)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(
-        row["replay/applied_fraction"] == 1.0
-        for row in rows[1:]
-        if row.get("replay/token_layers")
-    )
+    assert all(row["replay/applied_fraction"] == 1.0 for row in rows[1:] if row.get("replay/token_layers"))
     assert all(row["ledger/issued"] > 0 for row in rows[1:])
