@@ -78,10 +78,32 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        refuse(where, problems + from_validation(error))
+        refuse(where, problems + from_validation(error) + _refusals_of_the_rest(data, error))
         raise
     refuse(where, problems + rules.refusals(config))
     return Resolved(config, sources, tuple(rules.warnings(config)))
+
+
+def _refusals_of_the_rest(data: dict[str, Any], error: ValidationError) -> list[Problem]:
+    """Contradictions between the values that are right by themselves, so that they are told together with those that are not."""
+    rest = json.loads(json.dumps(data))
+    for details in error.errors(include_url=False):
+        _remove(rest, details["loc"])
+    try:
+        return rules.refusals(Config.model_validate_json(json.dumps(rest), strict=True))
+    except ValidationError:
+        return []
+
+
+def _remove(data: Any, path: Sequence[int | str]) -> None:
+    """Take the value at `path` away; of a path that goes on inside a value (a choice of types), what is there of it."""
+    for depth, part in enumerate(path):
+        inside = data[part] if isinstance(data, dict) and part in data else None
+        if not isinstance(inside, dict) or depth == len(path) - 1:
+            if isinstance(data, dict):
+                data.pop(part, None)
+            return
+        data = inside
 
 
 class InvalidOverrideError(ConfigError):

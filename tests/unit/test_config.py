@@ -255,3 +255,8 @@ def test_a_quantised_rollout_is_a_policy_of_its_own(file: Path) -> None:
     assert {problem.key for problem in caught.value.problems} == {"sync.verify", "rollout.server.quantization"}
     good = load(file, ["rollout.server.quantization=fp8", "rollout.server.device=cuda", "sync.verify=false"])
     assert any("policy of its own" in said for said in warnings(good))
+
+
+def test_a_typo_a_wrong_value_and_a_contradiction_are_told_at_once(file: Path) -> None:
+    found = problems(file, "rollout.temprature=1", "optimizer.lr=fast", "pipeline.mode=async", "rollout.colocate=true")
+    assert set(found) == {"rollout.temprature", "optimizer.lr", "rollout.colocate"}
