@@ -102,7 +102,7 @@ def test_tied_and_dense_models_round_trip_and_train(one: Ranks, checkpoint: Path
     ("name", "said"),
     [
         ("vocabulary", "[128, 64]\n  expected: [120, 64]\n  do:       vocab_size"),
-        ("lacking", "1 missing"),
+        ("lacking", "2 missing"),
         ("surplus", "q_proj.bias"),
     ],
 )
