@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.parse import SampledTurn, Wanted, parse_turn
+from moe_trm.rollout.parse import SampledTurn, Wanted, parse_turn, routes_rejected
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sampling_mask.record import join
 from moe_trm.types import Prompt, RolloutRecord
@@ -166,11 +166,4 @@ def _continue(known: RouteRecord | None, further: RouteRecord) -> RouteRecord:
     try:
         return extend(known, further, known.num_rows)
     except RouteError as error:
-        raise RecordRejected(
-            f"route_{error.reason}",
-            error.what,
-            where=error.where,
-            got=error.got,
-            expected=error.expected,
-            fix=error.fix,
-        ) from error
+        raise routes_rejected(error) from error

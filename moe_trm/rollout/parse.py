@@ -348,11 +348,16 @@ def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int
             start=start,
         )
     except RouteError as error:
-        raise RecordRejected(
-            f"route_{error.reason}",
-            error.what,
-            where=error.where,
-            got=error.got,
-            expected=error.expected,
-            fix=error.fix,
-        ) from error
+        raise routes_rejected(error) from error
+
+
+def routes_rejected(error: RouteError) -> RecordRejected:
+    """The rejection of a record whose routes violate an invariant, counted as `route_<reason>`."""
+    return RecordRejected(
+        f"route_{error.reason}",
+        error.what,
+        where=error.where,
+        got=error.got,
+        expected=error.expected,
+        fix=error.fix,
+    )
