@@ -1,0 +1,141 @@
+"""The configuration, as types. Every field says what it is, its unit and its range; YAML and `key=value` overrides fill it.
+
+Importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_trm.config.schema.learner import (
+    DeepSpeedConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ParameterGroup,
+    SyncConfig,
+)
+from moe_trm.config.schema.objective import (
+    AdvantageConfig,
+    CorrectionConfig,
+    KlConfig,
+    Loss,
+    LossConfig,
+    Preset,
+    RuleConfig,
+)
+from moe_trm.config.schema.pipeline import (
+    BatchConfig,
+    PipelineConfig,
+    Recovery,
+)
+from moe_trm.config.schema.replay import (
+    ProbeConfig,
+    ReplayConfig,
+    SamplingMaskConfig,
+)
+from moe_trm.config.schema.rollout import (
+    RolloutConfig,
+    ServerConfig,
+)
+from moe_trm.config.schema.run import (
+    CheckpointConfig,
+    ObserveConfig,
+    RecordConfig,
+    TrainConfig,
+)
+from moe_trm.config.schema.section import Count, Section
+from moe_trm.config.schema.task import (
+    EvalConfig,
+    ModelConfig,
+    TaskConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "CorrectionConfig",
+    "DeepSpeedConfig",
+    "EvalConfig",
+    "KlConfig",
+    "LearnerConfig",
+    "Loss",
+    "LossConfig",
+    "ModelConfig",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ParameterGroup",
+    "PipelineConfig",
+    "Preset",
+    "ProbeConfig",
+    "RecordConfig",
+    "Recovery",
+    "ReplayConfig",
+    "RolloutConfig",
+    "RuleConfig",
+    "SamplingMaskConfig",
+    "ServerConfig",
+    "SyncConfig",
+    "TaskConfig",
+    "TrainConfig",
+]
+
+
+class Config(Section):
+    """Everything a run needs to know."""
+
+    name: str = "run"
+    """Run name: results go to `run_dir/name`."""
+    run_dir: str = "runs"
+    """Folder that holds the run folders; relative to the working directory."""
+    seed: Count = 0
+    """Seeds data order, minibatch order and every learner rank."""
+    model: ModelConfig
+    """The checkpoint."""
+    task: TaskConfig = TaskConfig()
+    """Prompts, rewards and evaluation."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+    sampling_mask: SamplingMaskConfig = SamplingMaskConfig()
+    """Scoring over the sampled support."""
+    replay: ReplayConfig = ReplayConfig()
+    """Routing replay."""
+    probe: ProbeConfig = ProbeConfig()
+    """Measuring with native and replayed routes."""
+    batch: BatchConfig = BatchConfig()
+    """Which samples are trained."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Overlap of generation and training."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Advantage estimator."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Corrections of the remaining mismatch."""
+    loss: LossConfig = LossConfig()
+    """Policy objective."""
+    kl: KlConfig = KlConfig()
+    """KL to the reference policy."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
+    learner: LearnerConfig = LearnerConfig()
+    """Training engine."""
+    sync: SyncConfig = SyncConfig()
+    """Weight transfer to the rollout engine."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out prompts."""
+    train: TrainConfig = TrainConfig()
+    """Length of the run."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints and where to go on from."""
+    record: RecordConfig = RecordConfig()
+    """Recording for exact repetition."""
+    observe: ObserveConfig = ObserveConfig()
+    """Watching a run."""
+
+    def dump(self) -> dict[str, Any]:
+        """The resolved configuration as plain data, without secrets."""
+        data = self.model_dump(mode="json")
+        data["rollout"]["api_key"] = None
+        return data

@@ -1,0 +1,119 @@
+"""The engine that trains, and how its weights reach the rollout engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from moe_trm.config.schema.section import Count, Decay, Positive, Section, bare_off
+
+
+class ParameterGroup(Section):
+    """Settings of some parameters."""
+
+    match: str
+    """Regular expression searched for in Hugging Face parameter names, e.g. `mlp\\.gate` (the routers) or `embed_tokens`. The first group that matches counts."""
+    lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
+    """Their learning rate is this times that of the others."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their weight decay; none: `optimizer.weight_decay` on matrices, 0 elsewhere."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up and a schedule."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-4
+    """Learning rate after warm-up; 0 trains nothing (a control experiment)."""
+    warmup_steps: Count = 3
+    """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """The learning rate after warm-up: `constant`, down to `optimizer.min_lr` on a line or a cosine, or `wsd`: constant, and down on a line at the end."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where the schedule ends; at most `optimizer.lr`."""
+    decay_steps: Positive | None = None
+    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run (steps x minibatches x epochs)."""
+    final_steps: Positive | None = None
+    """`wsd`: optimizer steps on the way down; none: a tenth of `optimizer.decay_steps`."""
+    ess_scale: Annotated[Literal["off", "sqrt", "linear"], BeforeValidator(bare_off)] = "off"
+    """Lower a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`, w the ratio of policy to rollout: its root (VCPO with AdamW), or itself (`linear`). Worth trying with stale rollouts."""
+    surge_limit: Annotated[float, Field(gt=1)] | None = None
+    """Halve the learning rate, down to a tenth, when answers are longer than this times those of `optimizer.surge_window` steps ago; none: never. Try 1.2."""
+    surge_window: Positive = 100
+    """Training steps to look back, and to wait between two halvings."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with another learning rate or weight decay."""
+    extra: dict[str, bool | int | float | str] = {}
+    """Further options of Megatron-Core's optimizer by their own names, e.g. `{use_precision_aware_optimizer: true}`."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's denominator offset."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global norm."""
+
+
+class ParallelConfig(Section):
+    """How the learner's ranks share the model. What the product of `tensor`, `pipeline` and `context` leaves over is data parallel; experts are shared over all ranks of a stage."""
+
+    tensor: Positive = 1
+    """Ranks that share each matrix and, between matrices, each sequence (sequence parallelism, which MoE layers need). A divisor of the key/value heads."""
+    pipeline: Positive = 1
+    """Ranks that share the layers. A divisor of their number."""
+    virtual_pipeline: Positive | None = None
+    """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one."""
+    context: Positive = 1
+    """Ranks that share each sequence, for long ones. On CUDA it needs Transformer Engine."""
+    expert: Positive = 1
+    """Ranks that share the experts. A divisor of their number; the first to raise for a mixture of experts."""
+    expert_tensor: Positive = 1
+    """Ranks that share each expert's matrices: `tensor`, or a divisor of it."""
+
+
+class DeepSpeedConfig(Section):
+    """`learner.backend=deepspeed`: how ZeRO spreads the training state over the ranks, all of them data parallel."""
+
+    zero_stage: Literal[1, 2, 3] = 2
+    """What is sharded: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits; every stage computes the same."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
+
+
+class LearnerConfig(Section):
+    """The engine that trains."""
+
+    backend: Literal["megatron", "deepspeed"] = "megatron"
+    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the model as transformers has it)."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """Settings of DeepSpeed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the learner; master weights and log-probs are float32 either way. float16 is not offered: its gradients would need loss scaling."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Sizes of the learner's parallel groups."""
+    minibatches: Positive = 2
+    """Optimizer steps per training step (N, the off-policiness within a step)."""
+    epochs: Positive = 1
+    """Times that the updates go over the rollout batch, in the same minibatches; more makes them more off-policy."""
+    micro_batch_rows: Positive | None = None
+    """Sequences forwarded together on one rank; none: 32, unless `learner.micro_batch_tokens` is set."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens forwarded together on one rank, padding included: rows are packed by length and shared so that ranks get like numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory allows; no sequence may be longer."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, the inside of the MLP and MoE layers (`selective`), or every layer (`full`: least memory, about a third more time)."""
+    distributed_optimizer: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+    freeze_router: bool = False
+    """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""
+
+
+class SyncConfig(Section):
+    """How new weights reach the rollout engine."""
+
+    method: Literal["disk", "distributed"] = "disk"
+    """`disk`: versioned safetensors in `sync.dir`. `distributed`: broadcast from the owning ranks into the engine."""
+    dir: str | None = None
+    """Folder for pushes; none: shared memory where it exists, else the run directory."""
+    verify: bool = True
+    """Compare the engine's checksum of every loaded tensor with what the learner meant to send."""

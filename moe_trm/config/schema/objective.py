@@ -1,0 +1,150 @@
+"""From rewards to a gradient: advantages, corrections, the loss, the KL to a reference."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from moe_trm.config.schema.section import Positive, Section, bare_off
+
+
+class AdvantageConfig(Section):
+    """From rewards to advantages."""
+
+    name: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "gdpo",
+        "pass_at_k",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ] = "grpo"
+    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are described in docs/methods.md."""
+    normalize_std: bool = True
+    """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
+
+
+class RuleConfig(Section):
+    """One correction with its thresholds."""
+
+    name: str
+    """A registered correction, e.g. `trm_max`, `icepop`, `opsm`."""
+    thresholds: dict[str, float | str] = {}
+    """Its thresholds by name; what is left out takes the rule's documented default."""
+    target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
+
+
+Preset = Literal[
+    "disabled",
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_token_icepop",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+]
+
+
+class CorrectionConfig(Section):
+    """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
+
+    preset: Preset | None = None
+    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
+    rules: tuple[RuleConfig, ...] = ()
+    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
+    batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
+    """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
+    calibration_steps: Positive = 5
+    """Steps over which rules with a `target_reject_rate` only measure."""
+
+
+Loss = Literal[
+    "aspo",
+    "capped_ratio",
+    "cispo",
+    "clip_cov",
+    "ctpo",
+    "dispo",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "espo",
+    "gmpo",
+    "gpg",
+    "gspo",
+    "gspo_token",
+    "ipo_tv",
+    "kl_cov",
+    "m2po_clip",
+    "minirl",
+    "minpro",
+    "oapl",
+    "ppo_clip",
+    "quatro",
+    "r2vpo",
+    "reinforce",
+    "sapo",
+    "tbpo",
+    "topr",
+    "turn_ppo",
+    "unclipped",
+    "vespo",
+]
+
+
+class LossConfig(Section):
+    """The policy objective."""
+
+    name: Loss | None = None
+    """Policy objective, described in docs/methods.md; none: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
+    clip_high: Annotated[float, Field(ge=0)] | None = None
+    """The ratio is clipped above at 1 plus this; none: the loss's own default (`ppo_clip`: 0.2)."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages; none: unbounded, as in plain PPO."""
+    parameters: dict[str, float | str] = {}
+    """Further parameters of the loss by name, and `ratio`: the log-ratio it reads, if not its usual one."""
+    aggregation: (
+        Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+        | None
+    ) = None
+    """How token losses become one number; none: as in the loss's published form (`ppo_clip`: token-mean). Denominators are those of the batch before correction."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Bonus per nat of the policy's entropy, which is that over the whole vocabulary whatever the sampling mask; 0: none. Costs one more pass of the output layer over the vocabulary. Try 0.001."""
+    measure_entropy: bool = False
+    """Measure the entropy (`policy/entropy`) without rewarding it; the same cost."""
+
+
+class KlConfig(Section):
+    """KL to the reference policy: the checkpoint that the run started from, kept frozen in host memory."""
+
+    coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL, per nat; 0: no reference is kept or scored. Try 0.001."""
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"] = "k3+"
+    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy, `k3_is` (weighted by the differentiated ratio) off-policy too; in the reward only values count, of which `k1` and `k3` are unbiased."""
+    where: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of its own beside the policy loss, on every sampled token whatever corrections reject. `reward`: each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of samples / `kl.horizon` a step."""
+    target: Annotated[float, Field(gt=0)] = 0.1
+    """`adaptive`: mean KL per token to steer to, in nats."""
+    horizon: Annotated[float, Field(gt=0)] = 10000.0
+    """`adaptive`: samples over which the coefficient may change by a fifth."""

@@ -1,0 +1,38 @@
+"""What of the rollout the learner repeats: the sampled support and the experts' routes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from moe_trm.config.schema.section import Count, Fraction, Section, bare_off
+
+
+class SamplingMaskConfig(Section):
+    """Whether the learner scores tokens over the support that the rollout really sampled from."""
+
+    mode: Annotated[Literal["off", "keep"], BeforeValidator(bare_off)] = "keep"
+    """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout. `off`: over the whole vocabulary."""
+    violation: Literal["reject", "union", "drop"] = "reject"
+    """A sampled token outside its own mask: `reject` the sample, score the `union` of mask and token, or `drop` the token from training. Always counted."""
+
+
+class ReplayConfig(Section):
+    """Whose expert routes the learner uses."""
+
+    mode: Literal["none", "R2", "R3", "auto"] = "R3"
+    """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`), or chosen from off-policiness (`auto`)."""
+    max_local_flip_rate: Fraction = 0.3
+    """The run stops when replayed expert sets differ from the live router's own choice more often than this: a sign of misaligned rows."""
+    missing: Literal["reject", "native"] = "reject"
+    """Samples with tokens that have no trustworthy routes, because weights changed while they were generated: `reject` them, or keep them and leave those tokens to the learner's own routers, counted as `replay/native_fraction`."""
+
+
+class ProbeConfig(Section):
+    """Measurement of what routing alone contributes to the mismatch."""
+
+    every: Count = 10
+    """Steps between probes, which score one batch with native and with replayed routes; 0: never."""
+    save: bool = False
+    """Keep the per-token probe arrays under `runs/NAME/probe/` for pooled statistics."""

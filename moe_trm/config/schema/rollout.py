@@ -1,0 +1,101 @@
+"""Who samples, and how."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moe_trm.config.schema.section import Count, Fraction, Positive, Section
+
+
+class ServerConfig(Section):
+    """The SGLang server that `launch.rollout` starts. Ignored when `rollout.url` points at a running one."""
+
+    host: str = "127.0.0.1"
+    """Address to bind to. Anything but loopback needs an API key, which is always set."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 30100
+    """TCP port; 0: any free one (only with `moe-trm train`, which tells both sides)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the server computes; `auto`: CUDA where there is one."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Arithmetic of the rollout engine."""
+    quantization: str | None = None
+    """SGLang's `--quantization`, e.g. `fp8`: the engine rounds the weights it is sent, so that rollouts come from a policy of their own. `engine/*` then measures that policy against the learner's, with routes replayed; leave the corrections on. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights. None: weights as they are sent."""
+    max_total_tokens: Positive = 65536
+    """KV cache size in tokens. Always set: the engine's own default may take all memory."""
+    max_running_requests: Positive = 128
+    """Requests that decode together; the rest wait in the server's queue."""
+    chunked_prefill_size: Positive = 2048
+    """Prompt tokens per prefill chunk."""
+    tensor_parallel: Positive = 1
+    """Devices that share the rollout model."""
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 180.0
+    """Seconds to wait until the server answers."""
+    max_restarts: Count = 5
+    """Times that a server which died or hangs is started again; after that it stays away."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """A server whose door answers but which generated nothing for so many seconds counts as hung. Longer than a weight push takes."""
+    extra_args: tuple[str, ...] = ()
+    """Further `sglang.launch_server` arguments, as typed on its command line."""
+
+
+class RolloutConfig(Section):
+    """Who samples, and how."""
+
+    engine: Literal["sglang", "bundle"] = "sglang"
+    """`sglang`: a real server. `bundle`: recorded responses, so that a run can be repeated bit for bit."""
+    url: str | None = None
+    """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
+    urls: tuple[str, ...] = ()
+    """Addresses of several running servers, in place of `rollout.url`. Each sample goes to the one with the fewest in flight; all get every weight push; one that fails is left out until it has caught up."""
+    api_key: str | None = None
+    """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
+    bundle: str | None = None
+    """`engine=bundle`: folder written by `record.bundle`."""
+    bundle_delay_s: Annotated[float, Field(ge=0)] = 0.0
+    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline overlaps without an engine."""
+    server: ServerConfig = ServerConfig()
+    """The server to start."""
+    prompts_per_step: Positive = 16
+    """Prompts per training step."""
+    group_size: Positive = 8
+    """Samples per prompt (the group that advantages compare)."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Logits are divided by this before sampling and before scoring."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: the most probable ids up to this mass; 1: all."""
+    top_k: Positive | None = None
+    """Kept ids at most; none: the vocabulary size, capped at the engine's limit of 4,096 when masks are recorded."""
+    min_p: Fraction = 0.0
+    """Ids less probable than this fraction of the most probable one are not sampled; 0: no bound."""
+    max_new_tokens: Positive = 48
+    """Tokens sampled at most for one answer (of a rollout function: for one turn); what is not finished by then counts as unfinished."""
+    function: str | None = None
+    """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
+    function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that one call of `rollout.function` may take, waiting for the engine included; after that its sample is rejected (`rollout_timeout`)."""
+    max_turns: Positive = 8
+    """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
+    max_tokens: Positive | None = None
+    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what the model's positions allow."""
+    colocate: bool = False
+    """The engine shares its GPUs with the learner: while the learner works, the engine's weights and KV cache leave device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
+    concurrency: Positive = 128
+    """Requests in flight."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Limit for one request, queueing included."""
+    max_attempts: Positive = 3
+    """Tries per request when the connection fails or the server answers 5xx; after that the server is looked at, and the sample asked for again."""
+    recovery_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest time without any working server, in seconds, before the run is given up. A restart takes as long as loading the model."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of every server of the run."""
+        return self.urls or (self.url or f"http://{self.server.host}:{self.server.port}",)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the servers are started by somebody else."""
+        return bool(self.urls or self.url)
