@@ -29,12 +29,13 @@ from benchmarks.engines.hf import HFScorer, sample
 from benchmarks.engines.megatron import MegatronScorer
 from benchmarks.engines.scored import Scorer, Setting
 from benchmarks.engines.sglang import serving
-from benchmarks.families import FAMILIES
 from benchmarks.route_flip_figure import draw
 from benchmarks.short_run import starting_checkpoint
 from benchmarks.table import Row, report
 from moe_trm.config.schema import TaskConfig
 from moe_trm.errors import MoeTrmError
+from moe_trm.models.registry import MOE_FAMILIES
+from moe_trm.models.tiny import make_family
 from moe_trm.tasks.build import build_task
 
 ENGINES = ("sglang", "megatron", "hf")
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="benchmarks.route_flip", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder (default: the quickstart's)")
-    parser.add_argument("--family", choices=sorted(FAMILIES), help="instead: tiny random weights of this family")
+    parser.add_argument("--family", choices=MOE_FAMILIES, help="instead: tiny random weights of this family")
     parser.add_argument(
         "--versions", type=Path, nargs=2, metavar=("DIR_A", "DIR_B"), help="two checkpoints of one model: staleness"
     )
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             folders = args.versions
             if not folders:
-                made = FAMILIES[args.family](Path(scratch) / args.family) if args.family else None
+                made = make_family(args.family, Path(scratch) / args.family) if args.family else None
                 folders = [made or starting_checkpoint(args.checkpoint, Path(scratch))] * 2
             a, b = (
                 Setting(engine, folder, dtype, together, tuple(args.layout) if engine == "megatron" else ())

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families import FAMILIES
 from launch.job import run_job
+from moe_trm.models.tiny import make_family
 from tests.integration.jobs import STEPS, metrics_of, write_config
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "sync"), [("olmoe", "distributed"), ("mixtral", "disk")])
 def test_a_family_runs_from_samples_to_pushed_weights(tmp_path: Path, hf_models: None, family: str, sync: str) -> None:
-    config = write_config(tmp_path, FAMILIES[family](tmp_path / family))
+    config = write_config(tmp_path, make_family(family, tmp_path / family))
     overrides = ["learner.backend=deepspeed", "learner.parallel.expert=1", "learner.deepspeed.zero_stage=3"]
     # The entropy bonus moves the weights whatever the rewards are.
     overrides += ["rollout.server.dtype=float32", f"sync.method={sync}", "loss.entropy_coef=0.01"]

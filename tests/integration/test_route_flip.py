@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engines.scored import Setting
-from benchmarks.families import FAMILIES
 from benchmarks.route_flip import measure, table
 from benchmarks.route_flip_figure import draw
+from moe_trm.models.tiny import make_family
 
 
 def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path, hf_models: None) -> None:
-    folder = FAMILIES["olmoe"](tmp_path / "olmoe")
+    folder = make_family("olmoe", tmp_path / "olmoe")
     a, b = Setting("hf", folder, "bfloat16", together=8), Setting("hf", folder, "float32", together=5)
     found = measure(a, b, prompts=6, group_size=2, max_new_tokens=24)
     assert found.num_tokens > 100
@@ -54,7 +54,7 @@ def test_sglang_and_megatron_agree_in_float32_and_other_weights_show_as_stalenes
 
 
 def test_any_prompts(tmp_path: Path, hf_models: None) -> None:
-    folder = FAMILIES["mixtral"](tmp_path / "mixtral")
+    folder = make_family("mixtral", tmp_path / "mixtral")
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "Say something.", "answer": "-"}\n{"prompt": "And more.", "answer": "-"}\n')
     setting = Setting("hf", folder, "float32", together=4)
