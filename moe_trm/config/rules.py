@@ -67,6 +67,20 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got=rollout.url,
             expected="one of the two keys",
         )
+    if rollout.router and not rollout.attached:
+        yield Problem(
+            "rollout.router",
+            "a router hands samples on, but weights have to be pushed to each server",
+            got=f"{rollout.router} without rollout.urls",
+            expected="the servers' own addresses in rollout.urls",
+        )
+    if rollout.router and rollout.router.rstrip("/") in [url.rstrip("/") for url in rollout.addresses]:
+        yield Problem(
+            "rollout.router",
+            "a router is no rollout server: what is pushed to it would reach one of them",
+            got=f"{rollout.router} in rollout.urls too",
+            expected="the servers' own addresses in rollout.urls",
+        )
     if len(rollout.urls) > 1 and config.sync.method == "distributed":
         yield Problem(
             "sync.method",
@@ -297,6 +311,7 @@ def _idle_settings(config: Config) -> Iterator[str]:
         ("rollout", "bundle_delay_s", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
         ("rollout", "urls", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
+        ("rollout", "router", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
         ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),

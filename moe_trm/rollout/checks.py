@@ -75,6 +75,30 @@ class ServerCheck:
         await self._probe_temperature(http)
         return check_can_verify(server) if self._verify else "cpu"
 
+    async def through(self, router: EngineHttp) -> None:
+        """Check that a router hands on everything that samples are asked with: it may drop fields that it does not know. Raises `EngineError`."""
+        request = self._request((0, 0), SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1))
+        if self._wanted.routes:
+            request["routed_experts_start_len"] = 1
+        meta = decode_answer(await router.request("POST", "/generate", request)).meta_info
+        got = {
+            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row,
+            "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
+        }
+        if lost := [name for name, missing in got.items() if missing]:
+            raise EngineError(
+                "the router drops what it does not know of a request, and so no answer has what was asked for",
+                where=router.url,
+                got=f"an answer without {' and '.join(lost)}",
+                expected="the answer that a server gives",
+                fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on, sglang-router 0.3.2 does not. Without rollout.router samples are shared among rollout.urls as well.",
+            )
+
+    @property
+    def _one_row(self) -> int:
+        """Characters of the routes of one token as they travel: base64 of int32."""
+        return (4 * self._model.num_layers * self._model.top_k + 2) // 3 * 4
+
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
         """A server that refuses connections fails after the usual attempts; one that answers 503 is loading and gets `startup_timeout_s`."""
         deadline = asyncio.get_running_loop().time() + self._startup_timeout_s

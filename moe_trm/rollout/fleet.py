@@ -1,5 +1,8 @@
 """The rollout servers together: the least loaded one is asked, all get every push, and one that is lost is fenced until it is proved again.
 
+Behind a router the router chooses among those that are in service. They are given weights at the same time then, since nobody knows which
+of them a sample would reach; and when one is lost, all samples in flight are asked for again, since nobody knows which it had.
+
 A sample whose server is lost is asked for again elsewhere, or there once it is back: its first answer is the only one that is read.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.http import EngineSlow
 from moe_trm.rollout.remote import RemoteServer
+from moe_trm.rollout.router import Router
 
 REISSUES = 8
 """Times that one sample is asked for again before it is rejected (`engine_failed`)."""
@@ -42,11 +46,20 @@ class Fleet:
         servers: at least one.
         load: see `Load`.
         interrupt: end what a server samples when it is given weights, instead of waiting for it.
-        patience_s: longest time without any server before the run is given up.
+        patience_s: longest time without any server, or without the router, before the run is given up.
+        router: chooses the server of each sample, if there is one; then all servers have its door.
     """
 
-    def __init__(self, servers: Sequence[RemoteServer], load: Load, *, interrupt: bool, patience_s: float) -> None:
-        self.servers = tuple(servers)
+    def __init__(
+        self,
+        servers: Sequence[RemoteServer],
+        load: Load,
+        *,
+        interrupt: bool,
+        patience_s: float,
+        router: Router | None = None,
+    ) -> None:
+        self.servers, self._router = tuple(servers), router
         self._load, self._interrupt, self._patience_s = load, interrupt, patience_s
         self._version: int | None = None
         self._changed = asyncio.Event()
@@ -90,6 +103,8 @@ class Fleet:
             self.reissued += 1
             if not server.fenced and not await server.generates(HEALTH_S):
                 self._fence(server, lost)
+            if self._router is not None:
+                self._router.forget()
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
         raise RecordRejected(
             "engine_failed",
@@ -147,18 +162,38 @@ class Fleet:
             if self._failure is not None:
                 raise self._failure
             able = [s for s in self.servers if not s.fenced and not s.updating and s.version == self._version]
-            if able:
+            if able and self._router is None:
                 return min(able, key=lambda server: server.in_flight)
+            if able and self._router is not None and not any(server.updating for server in self.servers):
+                if await self._chosen_among(able, self._router):
+                    return able[0]
+                continue
             self._changed.clear()
             await self._changed.wait()
+
+    async def _chosen_among(self, able: Sequence[RemoteServer], router: Router) -> bool:
+        """Whether the router chooses among these servers, and they are still the right ones; waits a little where it is not there."""
+        try:
+            await router.choose_among(frozenset(server.http.url for server in able))
+        except EngineLost as error:
+            log.warning("router: %s (%s)", error.what, error.got)
+            if router.lost_s > self._patience_s:
+                self._give_up(error)
+            await asyncio.sleep(FIRST_PAUSE_S)
+            return False
+        return not any(server.fenced or server.updating for server in able)
 
     async def _watching(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
+            if self._router is not None:
+                self._router.forget()
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
     async def _look(self, server: RemoteServer) -> None:
-        if server.silent_s > SILENCE_S and not server.fenced and not await server.alive(DOOR_S):
+        # Behind a router the answers of one server hide the silence of another.
+        suspicious = server.silent_s > SILENCE_S or (self._router is not None and server.in_flight)
+        if suspicious and not server.fenced and not await server.alive(DOOR_S):
             self._fence(
                 server,
                 EngineLost("the rollout server is silent", where=server.http.url, got=f"nothing in {DOOR_S:g} s"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
 
-from moe_trm.errors import EngineError, EngineLost
+from moe_trm.errors import EngineError
+from moe_trm.rollout.door import Door
 from moe_trm.rollout.http import EngineHttp
 
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -18,74 +17,57 @@ ABORT_PAUSE_S = 0.2
 class RemoteServer:
     """Requests to one server.
 
+    Args:
+        http: its own connection, for everything but samples.
+        door: where its samples are asked for, if that is not the server itself.
+
     Attributes:
-        http: its connection.
+        http: see above.
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
         fenced: it was lost, and takes no samples until it has been proved again.
         lent: its device memory is the learner's until it is given weights.
     """
 
-    def __init__(self, http: EngineHttp) -> None:
-        self.http = http
+    def __init__(self, http: EngineHttp, door: Door | None = None) -> None:
+        self.http, self._door = http, door or Door(http)
         self.version: int | None = None
         self.updating = self.fenced = self.lent = False
-        self._asking: set[asyncio.Task[bytes]] = set()
-        self._heard = time.monotonic()
 
     @property
     def in_flight(self) -> int:
-        """Samples that it was asked for and has not answered."""
-        return len(self._asking)
+        """Samples that its door was asked for and has not answered."""
+        return self._door.in_flight
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last answered a sample, or was first asked for one; 0 while it owes none."""
-        return time.monotonic() - self._heard if self._asking else 0.0
+        """Seconds since its door last answered a sample, or was first asked for one; 0 while it owes none."""
+        return self._door.silent_s
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
-        """The body of its answer to `/generate`. Raises `EngineLost` when it is fenced meanwhile, and as `EngineHttp.request` does."""
-        task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
-        if not self._asking:
-            self._heard = time.monotonic()
-        self._asking.add(task)
-        try:
-            body = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if not task.cancelled() or (this is not None and this.cancelling()):
-                task.cancel()
-                raise
-            raise EngineLost("the rollout server was lost while it sampled", where=self.http.url) from None
-        finally:
-            self._asking.discard(task)
-        self._heard = time.monotonic()
-        return body
+        """See `Door.ask`."""
+        return await self._door.ask(request)
 
     async def drained(self) -> None:
         """Return when nothing is in flight."""
-        while self._asking:
-            await asyncio.wait(self._asking)
+        while self._door.in_flight:
+            await self._door.wait()
 
     async def abort(self) -> None:
         """End what is in flight: each request is answered with as much as was sampled. Returns when nothing is in flight."""
-        while self._asking:
+        while self._door.in_flight:
             await self.http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
-            await asyncio.wait(self._asking, timeout=ABORT_PAUSE_S)
+            await self._door.wait(ABORT_PAUSE_S)
 
     def fence(self) -> None:
         """Take it out of service and give up what is in flight."""
         self.fenced = True
         self.lent = False  # one that comes back was started anew
-        for task in self._asking:
-            task.cancel()
+        self._door.give_up()
 
     async def close(self) -> None:
-        """Give up what is in flight and release the connection."""
-        asking = [*self._asking]
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        """Give up what is in flight and release the connections."""
+        await self._door.close()
         await self.http.close()
 
     async def lend_memory(self) -> None:

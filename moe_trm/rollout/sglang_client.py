@@ -16,6 +16,7 @@ from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.parse import SampledTurn, Wanted, parse_turn
 from moe_trm.rollout.pieces import continued
 from moe_trm.rollout.remote import RemoteServer
+from moe_trm.rollout.router import Router
 from moe_trm.rollout.served import ServedModel
 from moe_trm.sync.disk import load_folder, verified_checksums
 from moe_trm.sync.distributed import DistributedPush
@@ -62,15 +63,18 @@ class SglangEngine:
             verify=config.sync.verify,
             startup_timeout_s=server.startup_timeout_s,
         )
-        connections = [
-            EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts)
-            for url in rollout.addresses
-        ]
+
+        def connect(url: str) -> EngineHttp:
+            return EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts)
+
+        self._router = Router(connect(rollout.router), api_key) if rollout.router else None
+        door = self._router.door if self._router is not None else None
         self._fleet = Fleet(
-            [RemoteServer(http) for http in connections],
+            [RemoteServer(connect(url), door) for url in rollout.addresses],
             self._load,
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
+            router=self._router,
         )
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
@@ -84,6 +88,9 @@ class SglangEngine:
         if len(set(devices)) > 1:
             raise EngineError("the rollout servers compute on different devices", got=devices, expected="one kind")
         self._device = devices[0]
+        if self._router is not None:
+            await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers))
+            await self._check.through(self._router.door.http)
         self._fleet.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:

@@ -49,6 +49,8 @@ class RolloutConfig(Section):
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
     urls: tuple[str, ...] = ()
     """Addresses of several running servers, in place of `rollout.url`. Each sample goes to the one with the fewest in flight; all get every weight push; one that fails is left out until it has caught up."""
+    router: str | None = None
+    """Address of SGLang's router in front of the servers of `rollout.urls`, e.g. http://127.0.0.1:30000: it chooses the server of each sample, and is told which may be chosen. Weights, proofs and health checks go to the servers themselves. none: each sample goes to the server with the fewest in flight (docs/pipeline.md)."""
     api_key: str | None = None
     """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
     bundle: str | None = None
