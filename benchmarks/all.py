@@ -3,7 +3,7 @@
 Each runs as a process of its own and writes its rows as JSON to `--rows`; its table then takes the place of the block between
 `<!-- NAME -->` and `<!-- end NAME -->`, which is made at the end of the page where there is none. Everything else on the page stays. One that
 fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before. The hours-long
-`benchmarks.soak` and `benchmarks.resume_drill` need a configuration and are run by themselves.
+`benchmarks.soak` and `benchmarks.resume_drill` are run by themselves.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ BENCHMARKS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when all that were asked for succeeded."""
     names = [one.name for one in BENCHMARKS]
-    parser = argparse.ArgumentParser(prog="benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     parser.add_argument("--out", type=Path, default=RESULTS, help="the page (default: benchmarks/RESULTS.md)")
-    parser.add_argument("--rows", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files")
+    parser.add_argument(
+        "--rows", type=Path, default=Path("runs/benchmarks"), help="folder of the JSON files (default: runs/benchmarks)"
+    )
     parser.add_argument("--render", action="store_true", help="only write the page anew from the JSON files")
     args = parser.parse_args(argv)
     args.rows.mkdir(parents=True, exist_ok=True)

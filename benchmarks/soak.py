@@ -1,116 +1,148 @@
-"""A long run, watched from outside: does the memory of any process, or the number of its open files, grow with the steps?
+"""A long run, watched from outside: what does a process, or what the run keeps on disk, gain with the steps?
 
-`python -m benchmarks.soak CONFIG [key=value ...] [--steps 500] [--json FILE]` runs `moe-trm train` and looks at every process of it once a
-second. Memory is the resident set less what is shared with other processes' files. The first quarter of the steps is warm-up; what is
-reported is the change from the second quarter's median to the last quarter's, and the slope over all but the first quarter.
+`python -m benchmarks.soak [key=value ...] [--config FILE] [--steps 500] [--json FILE]` runs `moe-trm train` and looks at every process of it
+once a second. Without a configuration of your own a tiny model is trained on a live SGLang server, with a reward function, probes,
+checkpoints, evaluations and two learner ranks (`soak_job`). `record.bundle=DIR` records it, and `rollout.engine=bundle rollout.bundle=DIR`
+runs on the recording, without a server.
+
+The verdict on each process is that of `growth` on its memory, and `handles` where it ends with more files, sockets or threads than in the
+second quarter of the steps. The exit status is 1 where a process of ours, the run folder or the pushes grow; SGLang's growth is shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 
+from benchmarks.growth import growth
+from benchmarks.processes import Look, watch
 from benchmarks.resume_drill import metrics_of
+from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
 
-PAUSE_S = 1.0
-FLAT_SHARE = 0.02
-"""A process is flat when its median memory changes by no more than this share between the second and the last quarter."""
+NAME = "soak"
+PUSHES = Path("/dev/shm")
+LOGS = ("*.log", "*.jsonl", "*.html", "transcripts/*")
+"""What a run writes down of each step, which is meant to become more."""
+SPARE_HANDLES = 2
+"""A file or thread more or less at the moment of a look is no growth."""
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Look:
-    """One process at one moment: the last finished step, bytes of private memory, open file descriptors."""
+@dataclass
+class Kept:
+    """What lies in a place, look by look: the last finished step, bytes, files."""
 
-    step: int
-    memory: int
-    files: int
+    looks: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def look(self, step: int, paths: Iterable[Path]) -> None:
+        sizes = [size for path in paths if (size := _size(path)) is not None]
+        self.looks.append((step, sum(sizes), len(sizes)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
-    parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--config", type=Path, help="YAML configuration of another job than the built-in one")
     parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_intermixed_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [*args.overrides, f"run_dir={folder}", "name=soak", f"train.steps={args.steps}"]
-        looks = watch(args.config, overrides, Path(folder) / "soak")
-        rows = [row for name, seen in sorted(looks.items()) if (row := summary(name, seen, args.steps))]
-        steps = metrics_of(Path(folder) / "soak")
-    seconds = statistics.median(row["time/step_s"] for row in steps[1:])
-    report(
-        f"{len(steps) - 1} steps, median {seconds:.2f} s: memory and open files of each process, second against last quarter",
-        rows,
-        args.json,
+    with tempfile.TemporaryDirectory(prefix="moe-trm-soak-") as temporary:
+        folder = Path(temporary)
+        config, run = args.config or write_job(folder), folder / NAME
+        settings = [*args.overrides, f"run_dir={folder}", f"name={NAME}", f"train.steps={args.steps}"]
+        kept = {"run folder without logs": Kept(), "pushes in shared memory": Kept()}
+
+        def step() -> int:
+            return steps_in(run / "metrics.jsonl")
+
+        def look_at_files() -> None:
+            kept["run folder without logs"].look(step(), state_files(run))
+            kept["pushes in shared memory"].look(step(), PUSHES.glob(f"moe-trm-*-{NAME}/*/*"))
+
+        looks = watch([sys.executable, "-m", "moe_trm", "train", str(config), *settings], step, look_at_files)
+        metrics = metrics_of(run)
+    processes = [row for name, seen in looks.items() if (row := process_row(name, seen, args.steps))]
+    places = [row for name, place in kept.items() if (row := place_row(name, place, args.steps))]
+    seconds = statistics.median(row["time/step_s"] for row in metrics[1:])
+    held = max(row["ledger/queued"] + row["ledger/in_flight"] for row in metrics[1:])
+    title = (
+        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. "
+        "Slopes: MiB per 100 steps, after the first quarter and over the second half, with standard errors"
     )
-    return 0 if rows and len(steps) == args.steps + 1 and all(row["flat"] for row in rows) else 1
+    report(title, [*processes, *places], args.json)
+    ours = [row for row in [*processes, *places] if not str(row["process"]).startswith("SGLang")]
+    return 0 if ours and len(metrics) == args.steps + 1 and not any(_bad(row) for row in ours) else 1
 
 
-def watch(config: str, overrides: Sequence[str], run: Path) -> dict[str, list[Look]]:
-    """Run the job to its end; what every process of it looked like, by name."""
-    job = psutil.Popen([sys.executable, "-m", "moe_trm", "train", config, *overrides], stdout=subprocess.DEVNULL)
-    names: dict[int, str] = {}
-    looks: defaultdict[str, list[Look]] = defaultdict(list)
-    while True:
-        try:
-            status = job.wait(PAUSE_S)
-        except psutil.TimeoutExpired:
-            step = len(metrics_of(run)) - 1
-            for process in [job, *job.children(recursive=True)]:
-                try:
-                    name = names.setdefault(process.pid, _name(process, names))
-                    memory = process.memory_info()
-                    looks[name].append(Look(step, memory.rss - memory.shared, process.num_fds()))
-                except psutil.Error:
-                    continue
-            continue
-        if status:
-            raise SystemExit(f"the run ended with exit code {status}")
-        return looks
-
-
-def summary(name: str, looks: Sequence[Look], steps: int) -> Row | None:
+def process_row(name: str, looks: Sequence[Look], steps: int) -> Row | None:
     """One process in figures; None for one that did not live through the run."""
-    settled = [look for look in looks if look.step >= steps / 4]
-    second = [look for look in settled if look.step < steps / 2]
-    last = [look for look in settled if look.step >= 3 * steps / 4]
-    if not second or not last:
+    row = _growth_row(name, [look.step for look in looks], [look.memory for look in looks], steps)
+    if row is None:
         return None
-    before, after = (statistics.median(look.memory for look in part) for part in (second, last))
-    files = [int(statistics.median(look.files for look in part)) for part in (second, last)]
-    at, memory = (np.array([getattr(look, key) for look in settled], float) for key in ("step", "memory"))
-    (slope, _), covariance = np.polyfit(at, memory, 1, cov=True)
+    second, last = _quarters(looks, steps)
+    row["rss_MiB"] = statistics.median(look.resident for look in last) / MIB
+    for handle in ("files", "sockets", "threads"):
+        before, after = (int(statistics.median(getattr(look, handle) for look in part)) for part in (second, last))
+        row[handle], row[f"{handle}+"] = after, after - before
+    gained = any(int(row[f"{handle}+"]) > SPARE_HANDLES for handle in ("files", "sockets", "threads"))
+    row["verdict"] = f"{row.pop('verdict')}{', handles' if gained else ''}"
+    return row
+
+
+def place_row(name: str, kept: Kept, steps: int) -> Row | None:
+    """The same of files on a disk."""
+    return _growth_row(name, [look[0] for look in kept.looks], [look[1] for look in kept.looks], steps)
+
+
+def steps_in(path: Path) -> int:
+    """The last finished step; the first line is what was measured before the first."""
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+
+def state_files(run: Path) -> list[Path]:
+    """What the run keeps of itself to go on: all of its files but the logs."""
+    return [path for path in run.rglob("*") if not any(path.relative_to(run).match(pattern) for pattern in LOGS)]
+
+
+def _growth_row(name: str, steps: Sequence[int], values: Sequence[int], num_steps: int) -> Row | None:
+    found = growth(np.array(steps, np.float64), np.array(values, np.float64), num_steps)
+    if found is None:
+        return None
+    unit = 100 / MIB
     return {
         "process": name,
-        "MiB": after / MIB,
-        "change_MiB": (after - before) / MIB,
-        "MiB_per_100_steps": 100 * float(slope) / MIB,
-        "standard_error": 100 * float(np.sqrt(covariance[0, 0])) / MIB,
-        "files": files[1],
-        "change_files": files[1] - files[0],
-        "flat": after - before <= FLAT_SHARE * before and files[1] - files[0] <= 2,
-    }
+        "MiB": statistics.median(value for step, value in zip(steps, values, strict=True) if step >= 3 * num_steps / 4) / MIB,
+        "slope": unit * found.settled.slope,
+        "error": unit * found.settled.error,
+        "late_slope": unit * found.late.slope,
+        "late_error": unit * found.late.error,
+        "verdict": found.verdict,
+    }  # fmt: skip
 
 
-def _name(process: psutil.Process, names: dict[int, str]) -> str:
-    """What the process is, with a number where there are several."""
-    words = process.cmdline()
-    known = ("launch.ranks", "launch.train", "moe_trm.rollout.service", "sglang.launch_server", "moe_trm")
-    what = next((word for word in known if word in words), " ".join(words[:1])[-40:] or process.name())
-    return f"{what} {sum(name.startswith(what) for name in names.values())}"
+def _quarters(looks: Sequence[Look], steps: int) -> tuple[list[Look], list[Look]]:
+    second = [look for look in looks if steps / 4 <= look.step < steps / 2]
+    return second, [look for look in looks if look.step >= 3 * steps / 4]
+
+
+def _bad(row: Row) -> bool:
+    return row["verdict"] not in ("flat", "levels off")
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None for a folder and for what is gone again."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

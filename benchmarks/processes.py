@@ -1,0 +1,117 @@
+"""The processes of a job as the kernel shows them (Linux): memory, open files, sockets and threads, once a second until the job ends."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PAUSE_S = 1.0
+ROLES = {
+    "launch.ranks": "torchrun",
+    "launch.train": "learner rank",
+    "moe_trm.rollout.service": "rollout controller",
+    "moe_trm.functions.worker": "reward function",
+    "sglang.launch_server": "SGLang server",
+    "moe_trm": "moe-trm train",
+}
+"""What the module on a command line is called here."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One process at one moment.
+
+    Attributes:
+        step: the last finished one.
+        memory: bytes that only this process keeps in use: its anonymous pages, and its share of shared memory. File pages, which the
+            kernel drops when it wants to, are left out.
+        resident: bytes of its resident set, files and all.
+        files, sockets, threads: how many are open.
+    """
+
+    step: int
+    memory: int
+    resident: int
+    files: int
+    sockets: int
+    threads: int
+
+
+def watch(command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]) -> dict[str, list[Look]]:
+    """Run `command` to its end; what every process of it looked like, by name.
+
+    Args:
+        command: of the job.
+        step: the last finished step.
+        each_look: called as often as the processes are looked at.
+
+    Raises:
+        SystemExit: the job failed.
+    """
+    job = psutil.Popen(list(command), stdout=subprocess.DEVNULL)
+    looks: defaultdict[psutil.Process, list[Look]] = defaultdict(list)
+    names: dict[psutil.Process, str] = {}
+    while job.poll() is None:
+        now = step()
+        for process in [psutil.Process(job.pid), *job.children(recursive=True)]:
+            with suppress(psutil.Error, OSError):
+                # A process names itself when it is up.
+                names[process] = role(process.cmdline())
+                looks[process].append(look(process, now))
+        each_look()
+        with suppress(psutil.TimeoutExpired):
+            job.wait(PAUSE_S)
+    if job.returncode:
+        raise SystemExit(f"the run ended with exit code {job.returncode}")
+    return {name: looks[process] for process, name in numbered(names).items()}
+
+
+def look(process: psutil.Process, step: int) -> Look:
+    """`process` now. Raises `psutil.Error` or `OSError` where it is gone."""
+    proc = Path(f"/proc/{process.pid}")
+    rollup = {
+        key.rstrip(":"): int(size) << 10
+        for key, size, *_ in (line.split() for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
+    }
+    opened = [str(link.readlink()) for link in (proc / "fd").iterdir() if link.is_symlink()]
+    return Look(
+        step=step,
+        memory=rollup["Pss_Anon"] + rollup["Pss_Shmem"],
+        resident=rollup["Rss"],
+        files=len(opened),
+        sockets=sum(target.startswith("socket:") for target in opened),
+        threads=process.num_threads(),
+    )
+
+
+def role(words: Sequence[str]) -> str:
+    """What a process with this command line is."""
+    line = " ".join(words)
+    if found := next((name for module, name in ROLES.items() if module in words), None):
+        return found
+    if line.startswith("sglang::"):
+        return f"SGLang {line.removeprefix('sglang::').split()[0]}"
+    for part, name in (
+        ("lifeline.py", "lifeline"),
+        ("resource_tracker", "resource tracker"),
+        ("spawn_main", "spawned"),
+    ):
+        if part in line:
+            return name
+    return line[-40:] or "unnamed"
+
+
+def numbered(names: dict[psutil.Process, str]) -> dict[psutil.Process, str]:
+    """The names, with a number where several processes bear the same."""
+    several, met = Counter(names.values()), Counter[str]()
+    unique = {}
+    for process, name in names.items():
+        unique[process] = f"{name} {met[name]}" if several[name] > 1 else name
+        met[name] += 1
+    return unique

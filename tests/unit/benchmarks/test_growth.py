@@ -1,0 +1,79 @@
+"""Made-up memory of a run, and what is said of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from benchmarks.growth import NEGLIGIBLE, growth
+
+STEPS = 500
+AT = np.repeat(np.arange(STEPS + 1, dtype=np.float64), 2)
+MIB = float(1 << 20)
+
+
+def noise(size: float, seed: int = 0) -> NDArray[np.float64]:
+    """Of looks that remember the look before, as memory does: an autoregression of standard deviation `size`."""
+    rng, values = np.random.default_rng(seed), np.zeros(len(AT))
+    for n in range(1, len(AT)):
+        values[n] = 0.9 * values[n - 1] + rng.normal()
+    scaled: NDArray[np.float64] = size * values / values.std()
+    return scaled
+
+
+def verdict(values: NDArray[np.float64]) -> str:
+    found = growth(AT, values, STEPS)
+    assert found is not None
+    return found.verdict
+
+
+def test_a_line_has_its_slope_and_no_error() -> None:
+    found = growth(AT, 100 * MIB + 3000 * AT, STEPS)
+    assert found is not None
+    assert found.settled.slope == pytest.approx(3000)
+    assert found.late.slope == pytest.approx(3000)
+    assert found.settled.error == pytest.approx(0, abs=1e-3)
+    assert found.verdict == "grows"
+
+
+def test_what_never_changes_is_flat() -> None:
+    assert verdict(np.full(len(AT), 100 * MIB)) == "flat"
+
+
+def test_a_warm_up_that_ends_is_flat() -> None:
+    assert verdict(100 * MIB + 5e4 * np.minimum(AT, 100) + noise(1e4)) == "flat"
+
+
+def test_noise_is_seldom_taken_for_growth() -> None:
+    found = [verdict(100 * MIB + noise(MIB, seed)) for seed in range(200)]
+    assert found.count("flat") >= 0.93 * len(found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_leak_is_seen_through_noise(seed: int) -> None:
+    """6 KiB a step beside a standard deviation of 200 KiB."""
+    assert verdict(300 * MIB + 6144 * AT + noise(2e5, seed)) == "grows"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ever_slower_growth_levels_off(seed: int) -> None:
+    assert verdict(300 * MIB + 2 * MIB * np.log1p(AT) + noise(1e4, seed)) == "levels off"
+
+
+def test_a_leak_too_small_to_matter_is_flat() -> None:
+    assert verdict(300 * MIB + 0.9 * NEGLIGIBLE * AT) == "flat"
+    assert verdict(300 * MIB + 1.1 * NEGLIGIBLE * AT) == "grows"
+
+
+def test_memory_that_is_given_back_now_and_then_is_flat() -> None:
+    assert verdict(300 * MIB + 1e4 * (AT % 30)) == "flat"
+
+
+def test_shrinking_is_flat() -> None:
+    assert verdict(300 * MIB - 6144 * AT) == "flat"
+
+
+def test_nothing_is_said_of_a_process_that_came_late() -> None:
+    late = AT > 300
+    assert growth(AT[late], AT[late], STEPS) is None
