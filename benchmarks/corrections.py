@@ -8,12 +8,11 @@ processor, so that what else the machine does counts little. verl is no dependen
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm import corrections, diagnostics
 from moe_trm.corrections import Correction, Evidence
@@ -118,12 +118,11 @@ def peak_bytes(function: Callable[[Batch], tuple[Correction, dict[str, float]]],
     return peak - results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the rows")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
     parser.add_argument("--verl", type=Path, help="folder that holds an installed verl")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="runs of each, taken in turn")
-    args = parser.parse_args()
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="runs of each, taken in turn (default: %(default)s)")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     theirs, rows = load_verl(args.verl), list[Row]()
     for num_rows in (64, 128, 256):
@@ -147,7 +146,8 @@ def main() -> None:
             }
         rows.append(row)
     report(f"{PRESET} with diagnostics, medians of {args.pairs} pairs", rows, args.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,13 +5,14 @@ Token log-ratios are independent N(0, 0.1^2) at every length, so no length deser
 
 from __future__ import annotations
 
-import argparse
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm import corrections
 from moe_trm.corrections import Evidence
@@ -75,9 +76,8 @@ def slopes() -> list[Slope]:
     return [slope(name, fixed) for name, fixed in RULES.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file for the rows")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
     rows: list[Row] = [
         {
             "rule": s.rule,
@@ -89,8 +89,9 @@ def main() -> None:
         for s in slopes()
     ]
     title = f"Rejected rows in percent by length, and points per doubling of length (iid noise, {ROWS} rows each)"
-    report(title, rows, parser.parse_args().json)
+    report(title, rows, parser.parse_args(argv).json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,12 +8,12 @@ entropy. Shape letters: T tokens, V vocabulary, H hidden size, M kept ids.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.masks import entropy_bits_per_token, published_sizes, synthetic_mask
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.sampling_mask.codec import encode
 from moe_trm.sampling_mask.dense import full_logprobs
@@ -186,25 +187,34 @@ def codec_row(num_tokens: int, vocab_size: int) -> Row:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary size V")
-    parser.add_argument("--hidden", type=int, default=1024, help="hidden size H")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 2048], help="T of the paired rows")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary size V (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=1024, help="hidden size H (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[1024, 2048], help="T of the paired rows (default: %(default)s)"
+    )
     parser.add_argument(
         "--alone",
         type=int,
         nargs="*",
         default=[4096, 8192],
-        help="T of full log-probs without the plain way, forward only",
+        help="T of full log-probs without the plain way, forward only (default: %(default)s)",
     )
     parser.add_argument(
-        "--longest", type=int, nargs="*", default=[8192, 32768], help="T of masked log-probs without the plain way"
+        "--longest",
+        type=int,
+        nargs="*",
+        default=[8192, 32768],
+        help="T of masked log-probs without the plain way (default: %(default)s)",
     )
-    parser.add_argument("--repeats", type=int, default=2, help="pairs per row")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=2, help="pairs per row (default: %(default)s)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu or cuda (default: cuda where there is one)",
+    )
+    options = parser.parse_args(argv)
     gen = torch.Generator().manual_seed(0)
     weight = torch.randn(options.vocab, options.hidden, generator=gen).mul_(0.02).to(options.device).requires_grad_()
     rows = [paired(kind, n, weight, options.repeats) for n in options.tokens for kind in WAYS]
@@ -214,7 +224,8 @@ def main() -> None:
     rows.append(codec_row(20_000, options.vocab))
     setting = f"V={options.vocab} H={options.hidden} device={options.device} threads={torch.get_num_threads()}"
     report(f"Log-probs, {setting}", rows, options.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,6 @@ tokens that violate independently with the measured probability p would reject.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.mask_rate_figure import draw
+from benchmarks.options import command_line
 from benchmarks.short_run import record_run, starting_checkpoint
 from benchmarks.table import Row, report
 from moe_trm import corrections
@@ -212,12 +212,11 @@ def table(results: Sequence[Rates], predicted: Sequence[Prediction]) -> list[Row
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.mask_rate", description=__doc__)
+    parser = command_line(__file__, __doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--bundle", type=Path, help="a recorded run, or a dump that moe-trm whatif reads")
     source.add_argument("--checkpoint", type=Path, help="Hugging Face folder to run on (default: the quickstart's)")
     parser.add_argument("--steps", type=int, default=6, help="steps of the run that is made (default: 6)")
-    parser.add_argument("--json", type=Path, help="write the rows, the whole grid and the predictions here")
     parser.add_argument("--picture", type=Path, help="write an SVG here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run that is made")
     args = parser.parse_args(argv)

@@ -8,7 +8,6 @@ are given the same. Faults that no recording shows are planted between a live se
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.options import command_line
 from benchmarks.short_run import starting_checkpoint
 from benchmarks.swallowing_proxy import swallowing
 from benchmarks.table import Row, report
@@ -381,14 +381,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.planted_faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder (default: the quickstart's)")
     parser.add_argument("--versions", type=Path, nargs="*", default=[], help="later weights of it, near to far")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of what is sampled and planted (default: 0 1 2)"
+    )
     parser.add_argument("--only", nargs="+", help="faults by name")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -9,12 +9,11 @@ Shape letters: B sequences, R tokens of each, L MoE layers, K experts per token,
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
@@ -173,14 +173,13 @@ def measure(rows: int, length: int, hidden: int, repeats: int, *, recompute: boo
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--rows", type=int, default=32, help="sequences B")
-    parser.add_argument("--length", type=int, default=128, help="tokens R")
-    parser.add_argument("--hidden", type=int, nargs="*", default=[128, 256], help="hidden sizes")
-    parser.add_argument("--repeats", type=int, default=15, help="pairs per row")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--rows", type=int, default=32, help="sequences B (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=128, help="tokens R (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[128, 256], help="hidden sizes (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="pairs per row (default: %(default)s)")
+    options = parser.parse_args(argv)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     from moe_trm.learner.megatron.cpu import install
 
@@ -201,7 +200,8 @@ def main() -> None:
     ]
     report("Replay against native routing: forward and backward, CPU time, medians over pairs", rows, options.json)
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

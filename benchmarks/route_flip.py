@@ -13,7 +13,6 @@ Shape letters: N scored tokens, L MoE layers, K experts per token.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from benchmarks.engines.hf import HFScorer, sample
 from benchmarks.engines.megatron import MegatronScorer
 from benchmarks.engines.scored import Scorer, Setting
 from benchmarks.engines.sglang import serving
+from benchmarks.options import command_line
 from benchmarks.route_flip_figure import draw
 from benchmarks.short_run import starting_checkpoint
 from benchmarks.table import Row, report
@@ -98,9 +98,7 @@ def table(compared: Comparison) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.route_flip", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder (default: the quickstart's)")
     parser.add_argument("--family", choices=MOE_FAMILIES, help="instead: tiny random weights of this family")
     parser.add_argument(
@@ -109,10 +107,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--a", choices=ENGINES, default="sglang", help="side A (default: sglang)")
     parser.add_argument("--b", choices=ENGINES, default="megatron", help="side B (default: megatron)")
     parser.add_argument(
-        "--dtype", nargs=2, choices=("float32", "bfloat16"), default=("bfloat16", "float32"), metavar=("A", "B")
+        "--dtype",
+        nargs=2,
+        choices=("float32", "bfloat16"),
+        default=("bfloat16", "float32"),
+        metavar=("A", "B"),
+        help="arithmetic of each side (default: bfloat16 float32)",
     )
     parser.add_argument(
-        "--together", type=int, nargs=2, default=(32, 16), metavar=("A", "B"), help="sequences computed together"
+        "--together",
+        type=int,
+        nargs=2,
+        default=(32, 16),
+        metavar=("A", "B"),
+        help="sequences that each side computes together (default: 32 16)",
     )
     parser.add_argument("--layout", nargs="*", default=(), metavar="SIZE", help="of Megatron, e.g. expert=2 tensor=2")
     parser.add_argument(
@@ -122,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--prompts", type=int, default=32, help="prompts (default: 32)")
     parser.add_argument("--group-size", type=int, default=4, help="answers to each (default: 4)")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer (default: 32)")
     parser.add_argument("--picture", type=Path, help="write an SVG here")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

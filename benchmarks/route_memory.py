@@ -9,11 +9,11 @@ Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import base64
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
@@ -172,15 +173,15 @@ def _status_bytes(field: str) -> int:
     return 1024 * int(found.group(1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--sequences", type=int, default=64, help=f"a multiple of {GROUP}")
-    parser.add_argument("--length", type=int, default=32_768, help="their tokens")
-    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--sequences", type=int, default=64, help=f"a multiple of {GROUP} (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=32_768, help="their tokens (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks (default: %(default)s)")
+    options = parser.parse_args(argv)
     report("Routes on their way: peak memory", measure(options.sequences, options.length, options.ranks), options.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,19 +9,19 @@ Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import comb, log2
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.parse import decode_answer
 from routing import Layout, RouteRecord, decode, encode, expert_dtype
@@ -143,18 +143,20 @@ def arrival_row(name: str, model: Model, rows: int, repeats: int) -> Row:
     return {"model": name, "tokens": rows + 1, "answer MB": len(body) / MB, **taken, "total s": sum(taken.values())}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the codec and arrival measurements")
-    parser.add_argument("--repeats", type=int, default=9, help="repetitions per figure")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument(
+        "--rows", type=int, default=2048, help="rows of the codec and arrival measurements (default: %(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="repetitions per figure (default: %(default)s)")
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = [codec_row(name, model, options.rows, options.repeats) for name, model in MODELS.items()]
     rows += [group_row(name, model, prompt=512, answer=256) for name, model in MODELS.items()]
     rows += [arrival_row(name, model, options.rows, 3) for name, model in MODELS.items()]
     report("Routes: bytes per token, speeds by CPU time, groups, arrival", rows, options.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,6 @@ prompts with and without capture (log-probs, routes, masks), in turn; with `--ru
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import orjson
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import sampling_params
@@ -38,11 +38,10 @@ CAPTURE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.step", description=__doc__)
+    parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
     parser.add_argument("--run", type=Path, help="a run directory whose phases to add")
     parser.add_argument("--rounds", type=int, default=8, help="paired measurements (default: 8)")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args(argv)
     rows = recording(args.checkpoint, args.rounds)
     if args.run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import secrets
 import signal
 import sys
@@ -25,14 +26,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (exit status 0) or until the server fails for good (1)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print("usage: python -m launch.rollout CONFIG [key=value ...]", file=sys.stderr)
-        return 0 if given else 2
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.rollout",
+        description="Start the rollout server of a configuration and keep it until interrupted.",
+        epilog=f"The server's key is that of {API_KEY_VARIABLE}, or a new one, which is printed. The learner: torchrun ... -m launch.train",
+    )
+    parser.add_argument("config", help="YAML configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. rollout.server.port=30200")
+    args = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        return _serve(given[0], given[1:])
+        return _serve(args.config, args.overrides)
     except Interrupted:
         return 0
     except MoeTrmError as error:

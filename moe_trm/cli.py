@@ -14,41 +14,89 @@ from moe_trm.errors import MoeTrmError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its module has `configure(parser)` and `run(args) -> int`."""
+    """A subcommand: its module has `configure(parser)` and `run(args) -> int`. `examples` are shown by its `--help`."""
 
     name: str
     module: str
     help: str
+    examples: tuple[str, ...]
 
 
 COMMANDS = (
-    Command("train", "launch.job", "start the rollout server and the learner on this host"),
-    Command("config", "moe_trm.config.commands", "show, explain and compare configurations"),
-    Command("report", "moe_trm.report.commands", "write a run's HTML report, or that of two runs side by side"),
-    Command("doctor", "moe_trm.doctor.commands", "whether a configuration will work here, before it is started"),
-    Command("whatif", "moe_trm.whatif.commands", "what other corrections and losses would have kept of a recorded run"),
+    Command(
+        "train",
+        "launch.job",
+        "start the rollout server and the learner on this host; given again, it goes on where it stopped",
+        ("configs/quickstart.yaml", "configs/async.yaml --nproc-per-node 8 replay.mode=R3 optimizer.lr=3e-5"),
+    ),
+    Command(
+        "config",
+        "moe_trm.config.commands",
+        "show, explain and compare configurations, and translate those of verl and slime",
+        (
+            "show configs/kl.yaml kl.coef=0.01",
+            "explain replay.mode",
+            "diff configs/quickstart.yaml configs/async.yaml",
+            "from-verl run_qwen3_moe.sh > mine.yaml",
+        ),
+    ),
+    Command(
+        "report",
+        "moe_trm.report.commands",
+        "write a run's HTML report, or that of two runs side by side",
+        ("runs/quickstart", "runs/quickstart runs/async --out compared.html"),
+    ),
+    Command(
+        "doctor",
+        "moe_trm.doctor.commands",
+        "say whether a configuration will work here, and what sets its two engines apart; trains nothing",
+        ("configs/quickstart.yaml", "configs/gsm8k.yaml --no-probe", "configs/quickstart.yaml --json checks.json"),
+    ),
+    Command(
+        "whatif",
+        "moe_trm.whatif.commands",
+        "say what other corrections and losses would have kept of a recorded run; needs no engine",
+        ("runs/bundle", "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json"),
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit status, 2 after a typed error (told on stderr)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="moe-trm",
-        description="Record, replay, split and correct the mismatch between rollout and learner in RL of MoE models.",
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == chosen:
-            module = importlib.import_module(command.module)
-            module.configure(subparser)
-            subparser.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         return int(args.run(args))
     except MoeTrmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the chosen subcommand, with its `run`. Exits, as argparse does, after `--help` and on a wrong command line."""
+    parser = argparse.ArgumentParser(
+        prog="moe-trm",
+        description="Record, replay, split and correct the mismatch between rollout and learner in RL of MoE models.",
+        epilog="`moe-trm COMMAND --help` says more and gives examples.",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.help,
+            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            epilog="\n  ".join(["examples:", *(f"moe-trm {command.name} {example}" for example in command.examples)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if command.name == chosen:
+            module = importlib.import_module(command.module)
+            module.configure(subparser)
+            subparser.set_defaults(run=module.run)
+    args, late = parser.parse_known_args(arguments)
+    # argparse takes positional words in one run only: `CONFIG --option 8 key=value` leaves the last one over.
+    if late and (not hasattr(args, "overrides") or any(word.startswith("-") for word in late)):
+        parser.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        args.overrides += late
+    return args

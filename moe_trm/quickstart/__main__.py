@@ -56,15 +56,17 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="moe_trm.quickstart", description=__doc__)
-    parser.add_argument("--config", default="configs/quickstart.yaml")
+    parser = argparse.ArgumentParser(prog="python -m moe_trm.quickstart", description=__doc__)
+    parser.add_argument(
+        "--config", default="configs/quickstart.yaml", help="YAML configuration (default: configs/quickstart.yaml)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="RL seeds to run (default: 0)")
     parser.add_argument("--controls", action="store_true", help="also run learning rate 0 and shuffled rewards")
     parser.add_argument(
         "--backend", choices=sorted(BACKENDS), default="megatron", help="the learner (default: megatron)"
     )
     parser.add_argument("--run-dir", default="runs", help="where run directories go (default: runs)")
-    parser.add_argument("overrides", nargs="*", help="further key=value overrides")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="further overrides such as train.steps=10")
     args = parser.parse_args(argv)
     try:
         checkpoint = prepare_checkpoint(Path(args.run_dir) / "quickstart-start")

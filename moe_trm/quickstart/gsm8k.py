@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--train", type=Path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seeds the weights (default: 0)")
     args = parser.parse_args(argv)
     try:
         make_gsm8k_checkpoint(args.train, args.out, args.seed)

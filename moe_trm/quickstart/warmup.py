@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m moe_trm.quickstart.warmup", description="make and warm up the quickstart's tiny model"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="seeds weights and data")
+    parser.add_argument("--seed", type=int, default=0, help="seeds weights and data (default: 0)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch threads")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import get_args
 
 import pytest
 
-from moe_trm.cli import main
-from moe_trm.config.fields import lookup
+from moe_trm.cli import COMMANDS, main, parse
+from moe_trm.config.fields import lookup, walk
 from moe_trm.config.schema import Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -21,7 +22,8 @@ PAGES = {
     for pattern in ("*.md", "docs/*.md", "examples/*/*.md", "benchmarks/RESULTS.md", "packages/*/*.md")
     for page in sorted(REPOSITORY.glob(pattern))
 }
-TEXT = "\n".join(PAGES.values())
+TEXT = "\n".join([*PAGES.values(), *(setting.doc for setting in walk())])
+"""All pages, and the documentation of every setting."""
 FOLDERS = "benchmarks|configs|docs|examples|launch|moe_trm|packages|requirements|routing|tests"
 SECTIONS = "|".join(name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields"))
 KEY = rf"(?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+"
@@ -53,9 +55,27 @@ def test_commands_have_help(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"usage: moe-trm {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("example", [f"{command.name} {one}" for command in COMMANDS for one in command.examples])
+def test_examples_in_the_help_are_right(example: str) -> None:
+    words = shlex.split(example.partition(" > ")[0])
+    parse(words)
+    for word in words:
+        assert not word.startswith("configs/") or (REPOSITORY / word).is_file()
+        assert "=" not in word or lookup(word.partition("=")[0]) is not None
+
+
+def test_settings_may_stand_behind_options() -> None:
+    args = parse(["train", "a.yaml", "seed=1", "--nproc-per-node", "2", "replay.mode=R2"])
+    assert (args.overrides, args.nproc_per_node) == (["seed=1", "replay.mode=R2"], 2)
+    with pytest.raises(SystemExit, match="2"):
+        parse(["train", "a.yaml", "--no-such-option"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(["report", "runs/a", "runs/b", "--out", "x.html", "runs/c"])
+
+
 def test_options_of_benchmarks_exist() -> None:
     """Every `--option` behind `python -m benchmarks.NAME`, in the source of that benchmark or of what all share."""
-    shared = (REPOSITORY / "benchmarks" / "table.py").read_text(encoding="utf-8")
+    shared = (REPOSITORY / "benchmarks" / "options.py").read_text(encoding="utf-8")
     calls = named(r"python -m benchmarks\.([a-z_]+ [^`\n]*--[^`\n]*)")
     for name, _, words in (call.partition(" ") for call in calls):
         source = (REPOSITORY / "benchmarks" / f"{name}.py").read_text(encoding="utf-8") + shared

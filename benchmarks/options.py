@@ -1,0 +1,21 @@
+"""The command line of a benchmark: `python -m benchmarks.NAME`, described by its module's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from pathlib import Path
+
+
+def command_line(file: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser for the module at `file`; all of them can write their rows with `--json`."""
+    paragraphs = (doc or "").strip().split("\n\n")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{Path(file).stem}",
+        description="\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows here too, with command, date and machine"
+    )
+    return parser
