@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.job import SINGLE_THREAD, run_job
+from launch.job import SINGLE_THREAD
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 
 FOUND = Path(__file__).parent / "models.json"
@@ -77,16 +77,14 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
 
 
 def _live(config: Path, folder: Path, trainer: str) -> dict[str, Any]:
-    """Two steps with the real server."""
-    try:
-        code = run_job(str(config), [f"learner.backend={trainer}"], 1)
-        problem = "" if code == 0 else f"the learner ended with exit code {code}"
-    except Exception as error:  # noqa: BLE001 - whatever stopped it is the content of the cell
-        problem = _reason(str(error))
+    """Two steps with the real server, in processes of their own."""
+    command = [sys.executable, "-m", "moe_trm", "train", str(config), f"learner.backend={trainer}"]
+    done = _run([*command, "--nproc-per-node=1"])
     metrics = folder / "runs" / "models" / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
-    if problem or len(steps) < 2:
-        return dict.fromkeys(CHECKS["sglang"], problem or "no steps")
+    if done.returncode or len(steps) < 2:
+        reason = _reason(done.stderr)
+        return {**dict.fromkeys(CHECKS["sglang"], reason), **({"serve": "yes"} if (folder / "bundle").is_dir() else {})}
     applied = min(step["replay/applied_fraction"] for step in steps)
     after_push = steps[1]["engine/k3_kl"]
     return {
@@ -106,11 +104,15 @@ def _learner(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, 
     config.write_text(json.dumps({**settings, **own}), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
     command += ["benchmarks.engines.family_learner", str(config), str(folder / "bundle"), str(out)]
-    done = subprocess.run(command, env={**os.environ, **SINGLE_THREAD}, check=False, capture_output=True, text=True)
+    done = _run(command)
     if done.returncode or not out.is_file():
         return dict.fromkeys(CHECKS["learner"], _reason(done.stderr))
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env={**os.environ, **SINGLE_THREAD}, check=False, capture_output=True, text=True)
 
 
 def _reason(text: str) -> str:

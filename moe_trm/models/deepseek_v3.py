@@ -78,7 +78,8 @@ DEEPSEEK_V3 = Family(
             "mscale_all_dim": 1.0,
         },
         "q_lora_rank": 32,
-        "kv_lora_rank": 16,
+        # Not `v_head_dim`: an engine that took latents for values would compute with them.
+        "kv_lora_rank": 24,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -31,7 +31,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
 """An expert's first two matrices, as most families call them and as Mixtral does."""
 _LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
-"""Of latent attention whose queries are compressed, too (`q_lora_rank`)."""
+"""Of latent attention: one tensor where the queries are compressed, too (`q_lora_rank`); else they are `q_proj`, and each is its own."""
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -54,18 +54,18 @@ def tensor_digest(tensor: Tensor) -> str:
     return hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
 
 
-def engine_place(name: str) -> tuple[str, tuple[int, int]]:
-    """Where a Hugging Face tensor goes: the engine's tensor, and the sort key of the part within it.
+def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int, int]]:
+    """Where a Hugging Face tensor goes when the tensors `pushed` do: the engine's tensor, and the sort key of the part within it.
 
     >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
     ('model.layers.0.mlp.experts.w13_weight', (3, 1))
     """
-    if match := _ATTENTION.fullmatch(name):
+    if (match := _ATTENTION.fullmatch(name)) and f"{match[1]}.kv_a_proj_with_mqa.weight" not in pushed:
         return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
     if match := _EXPERT.fullmatch(name):
         fused = "w13_weight" if match[3] in _GATE_AND_UP else "w2_weight"
         return f"{match[1]}.{fused}", (int(match[2]), int(match[3] in _UP))
-    if match := _LATENT.fullmatch(name):
+    if (match := _LATENT.fullmatch(name)) and f"{match[1]}.q_a_proj.weight" in pushed:
         return f"{match[1]}.fused_qkv_a_proj_with_mqa.weight", (0, int(match[2] != "q_a_proj"))
     if match := _DENSE.fullmatch(name):
         return f"{match[1]}.gate_up_proj.{match[3]}", (0, int(match[2] == "up"))
@@ -91,9 +91,12 @@ class EngineChecksums:
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
         self._dtype = dtype
+        names = frozenset(names)
+        places = {name: engine_place(name, names) for name in names}
+        self._tensor_of = {name: place for name, (place, _) in places.items()}
         self._order: dict[str, list[str]] = {}
-        for name in sorted(names, key=engine_place):
-            self._order.setdefault(engine_place(name)[0], []).append(name)
+        for name in sorted(names, key=places.__getitem__):
+            self._order.setdefault(self._tensor_of[name], []).append(name)
         self._hashers: dict[str, Hasher] = {
             fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
         }
@@ -102,7 +105,7 @@ class EngineChecksums:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take one tensor of the push, once."""
-        fused = engine_place(name)[0]
+        fused = self._tensor_of[name]
         self._held[name] = tensor
         parts = self._order[fused]
         while self._taken[fused] < len(parts) and parts[self._taken[fused]] in self._held:

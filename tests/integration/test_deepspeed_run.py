@@ -12,7 +12,7 @@ from tests.integration.jobs import STEPS, metrics_of, write_config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "sync"), [("olmoe", "distributed"), ("mixtral", "disk")])
+@pytest.mark.parametrize(("family", "sync"), [("olmoe", "distributed"), ("mixtral", "disk"), ("deepseek_v3", "disk")])
 def test_a_family_runs_from_samples_to_pushed_weights(tmp_path: Path, hf_models: None, family: str, sync: str) -> None:
     config = write_config(tmp_path, make_family(family, tmp_path / family))
     overrides = ["learner.backend=deepspeed", "learner.parallel.expert=1", "learner.deepspeed.zero_stage=3"]

@@ -20,15 +20,35 @@ def allocate_plain(
 
 
 def activate() -> None:
-    """Register the CPU allocator that `--enable-return-routed-experts` needs, unless SGLang brings one."""
+    """Register what SGLang lacks on a CPU, in its own registries, unless it brings it."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
         return
     import torch
 
     if torch.cuda.is_available():
         return
+    _register_allocator()
+    _register_latent_attention()
+
+
+def _register_allocator() -> None:
+    """The host buffers of `--enable-return-routed-experts`."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
     # A default dict whose fallback registers the buffer with CUDA: membership, not lookup, tells whether "cpu" is known.
     if "cpu" not in ALLOC_MEMORY_FUNCS:
         ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
+
+
+def _register_latent_attention() -> None:
+    """Latent attention (DeepSeek's MLA) on the `torch_native` backend: over the cached latents, in a prefill as in decoding.
+
+    SGLang 0.5.23 knows no way of its own for this backend and takes triton's: a prefill without a prefix unpacks keys and values and hands
+    them over uncached. `torch_native` takes keys and values from the cache only, where the latents are: it fails, or attends to them
+    where their widths happen to be those of the heads.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler
+
+    registry = attention_backend_handler.AttentionBackendRegistry
+    if "torch_native" not in registry._handlers:
+        registry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)

@@ -26,7 +26,7 @@ def python(code: str, *, enabled: bool, path: Path | None = None) -> str:
     if path is not None:
         env["PYTHONPATH"] = str(path)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -132,3 +132,22 @@ import torch, torchvision
 print(hasattr(torch.ops.torchvision, 'nms'))
 """
     assert python(code, enabled=False) == "True"
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_latent_attention_reads_the_latents_unless_sglang_knows_better() -> None:
+    code = """
+from moe_trm_sglang_cpu.plugin import activate
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry as registry
+print(registry.get_handler('torch_native') is registry.get_handler('triton'))
+activate()
+class Prefill:
+    class forward_mode:
+        is_extend_without_speculative = is_decode = lambda: True
+    extend_prefix_lens_cpu = [0]
+print(registry.get_handler('torch_native')(object(), Prefill).name)
+registry.register('torch_native', 'its own')
+activate()
+print(registry.get_handler('torch_native'))
+"""
+    assert python(code, enabled=True).splitlines() == ["True", "MLA", "its own"]

@@ -255,6 +255,15 @@ def test_biases_that_choose_experts_are_pushed_and_hashed_in_float32() -> None:
 
 def test_compressed_queries_and_keys_of_latent_attention_are_one_tensor() -> None:
     prefix = "model.layers.0.self_attn."
-    fused = f"{prefix}fused_qkv_a_proj_with_mqa.weight"
-    assert engine_place(f"{prefix}q_a_proj.weight") == (fused, (0, 0))
-    assert engine_place(f"{prefix}kv_a_proj_with_mqa.weight") == (fused, (0, 1))
+    queries, keys = f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"
+    checksums, values = EngineChecksums([keys, queries], "float32"), torch.tensor([[1.0], [2.0]])
+    checksums.add(keys, values[1:])
+    checksums.add(queries, values[:1])
+    digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16]
+    assert checksums.result() == {f"{prefix}fused_qkv_a_proj_with_mqa.weight": digest}
+
+
+def test_keys_alone_of_latent_attention_stay_a_tensor_of_their_own() -> None:
+    prefix = "model.layers.0.self_attn."
+    names = [f"{prefix}q_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"]
+    assert EngineChecksums(names, "float32")._order.keys() == set(names)
