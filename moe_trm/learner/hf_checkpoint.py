@@ -33,6 +33,24 @@ class HfCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """The tensor `name` on CPU, in the checkpoint's dtype."""
+        tensor: Tensor = self._handle(name).get_tensor(name)
+        return tensor
+
+    def read_row(self, name: str, row: int, num_rows: int) -> Tensor:
+        """Row `row` alone of the tensor `name`, which must have `num_rows` of them. Raises `CheckpointError` where it has not."""
+        stacked = self._handle(name).get_slice(name)
+        if stacked.get_shape()[0] != num_rows:
+            raise CheckpointError(
+                "tensor has another number of rows than config.json announces",
+                where=f"{self.folder}, {name}",
+                got=stacked.get_shape()[0],
+                expected=num_rows,
+                fix="Use the config.json that belongs to these weights.",
+            )
+        tensor: Tensor = stacked[row]
+        return tensor
+
+    def _handle(self, name: str) -> Any:
         if name not in self._file_of:
             raise CheckpointError(
                 "tensor missing from the checkpoint",
@@ -44,8 +62,7 @@ class HfCheckpoint:
         file = self._file_of[name]
         if file not in self._handles:
             self._handles[file] = self._open(file)
-        tensor: Tensor = self._handles[file].get_tensor(name)
-        return tensor
+        return self._handles[file]
 
     def _index(self) -> dict[str, str]:
         index = self.folder / "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 
-ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.weight$")
+ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -67,7 +67,8 @@ def _group_of(hf_name: str, optimizer: OptimizerConfig) -> int | None:
 
 
 def _settings_of(hf_name: str, is_matrix: bool, optimizer: OptimizerConfig) -> GroupSettings:
-    usual = optimizer.weight_decay if is_matrix else 0.0
+    # Biases of the experts of a layer may be rows of one matrix.
+    usual = optimizer.weight_decay if is_matrix and not hf_name.endswith("bias") else 0.0
     index = _group_of(hf_name, optimizer)
     if index is None:
         return GroupSettings(1.0, usual)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Packing = Literal["copy", "qkv", "gated"]
+Packing = Literal["copy", "qkv", "gated", "transposed", "alternating"]
 HfConfig = Mapping[str, Any]
 
 
@@ -18,10 +18,14 @@ class Link:
     """The HF tensors of one Megatron parameter, in packing order.
 
     `copy`: one tensor as it is. `qkv`: query, key and value rows interleaved by group. `gated`: gate rows, then up rows.
+    `transposed`: one transposed tensor. `alternating`: gate rows, then up rows, from columns that take turns.
+
+    `row`: the parameter is this row of the one HF tensor, which holds every expert of its layer.
     """
 
     hf_names: tuple[str, ...]
     packing: Packing = "copy"
+    row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,17 @@ class Required:
 
     value: Any
     why: str
+
+
+def expert_matrices(gate: str, up: str, down: str) -> Callable[[int], Mapping[str, Link]]:
+    """Experts whose matrices are tensors of their own; in their names `{}` stands for the expert's number."""
+    return lambda number: {
+        "linear_fc1.weight": Link((gate.format(number), up.format(number)), "gated"),
+        "linear_fc2.weight": Link((down.format(number),)),
+    }
+
+
+PROJECTIONS = expert_matrices(*(f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True)
@@ -41,12 +56,14 @@ class Family:
         architecture: in config.json.
         attention: layer tensors beside the feed-forward part, from config.json.
         router: `mlp.router.*` of Megatron and shared experts, from config.json; empty for dense families.
-        expert: HF names of one expert's gate, up and down matrices, with `{}` for its number.
+        expert: tensors of one routed expert from its number, by Megatron's names inside the expert.
         megatron: keywords for Megatron's configuration that other families have not, from config.json.
         required: by key of config.json.
         rotations: kinds of rotary position embedding that are converted.
+        yarn: what Megatron's YaRN rotation is made of, from config.json; empty where rotation is not scaled, or is latent attention's own.
         whole_qk_norms: queries and keys are normed over all heads together.
         max_tensor: largest `learner.parallel.tensor` that computes this family rightly; None: any.
+        max_expert_tensor: the same of `learner.parallel.expert_tensor`.
         not_converted: why there is no Megatron-Core model of this family; empty where there is.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
@@ -55,12 +72,14 @@ class Family:
     architecture: str
     attention: Callable[[HfConfig], Mapping[str, Link]]
     router: Callable[[HfConfig], Mapping[str, Link]] = lambda _hf: {}
-    expert: tuple[str, str, str] = tuple(f"mlp.experts.{{}}.{x}_proj.weight" for x in ("gate", "up", "down"))  # type: ignore[assignment]
+    expert: Callable[[int], Mapping[str, Link]] = PROJECTIONS
     megatron: Callable[[HfConfig], dict[str, Any]] = lambda _hf: {}
     required: Mapping[str, Required] = field(default_factory=dict)
     rotations: tuple[str, ...] = ("default",)
+    yarn: Callable[[HfConfig], Mapping[str, Any]] = lambda _hf: {}
     whole_qk_norms: bool = False
     max_tensor: int | None = None
+    max_expert_tensor: int | None = None
     not_converted: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

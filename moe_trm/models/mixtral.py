@@ -1,13 +1,13 @@
 """Mixtral: no norms of queries and keys; the weights of the chosen experts are always normalised; tensors have names of their own."""
 
-from moe_trm.models.family import Family, Link, Required, heads_attention
+from moe_trm.models.family import Family, Link, Required, expert_matrices, heads_attention
 
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     lambda _hf: heads_attention(qk_norm=False),
     router=lambda _hf: {"mlp.router.weight": Link(("block_sparse_moe.gate.weight",))},
-    expert=(
+    expert=expert_matrices(
         "block_sparse_moe.experts.{}.w1.weight",
         "block_sparse_moe.experts.{}.w3.weight",
         "block_sparse_moe.experts.{}.w2.weight",

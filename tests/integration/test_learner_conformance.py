@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moe_trm.learner.parameter_groups import ROUTER
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
 from routing.replay import ReplayRecords
@@ -279,7 +280,7 @@ def test_parameter_groups_and_a_frozen_router(finished: Finished, run: str) -> N
     before, plain, grouped = (ranks.exported(run, name) for name in ("before", "after", "grouped"))
     for name, start in before.items():
         moved, usual = grouped[name] - start, plain[name] - start
-        if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+        if ROUTER.search(name):
             assert not moved.any(), name
             assert usual.any(), name
         elif usual.any():

@@ -56,7 +56,6 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool) -> HfP
     causal, loaded = AutoModelForCausalLM.from_pretrained(
         checkpoint.folder,
         dtype=getattr(torch, dtype),
-        attn_implementation="sdpa",
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )

@@ -7,18 +7,17 @@ Shape letters: H hidden size, G key/value groups, D head dimension, I expert wid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import moe_layers, num_experts
-from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.family import DENSE, Link, Packing
 from moe_trm.models.registry import family_of
+from moe_trm.models.tensors import TOP
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,6 @@ class Heads:
     head_dim: int
 
 
-_TOP = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
 # Transformer Engine fuses a norm into the linear layer behind it and numbers its experts' weights; the tensors are the same.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -41,11 +35,14 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_CUT_ROWS = re.compile(r"((word_embeddings|output_layer|linear_fc1)\.weight\d*|linear_qkv\.(weight|bias))$")
+_CUT_ROWS = re.compile(
+    r"((word_embeddings|output_layer)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)\d*|core_attention\.softmax_offset)$"
+)
 _CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$")
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc([12])\.weight|linear_fc([12])\.weight(\d+))")
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))"
+)
 
 
 class Names:
@@ -60,9 +57,8 @@ class Names:
     """
 
     def __init__(self, hf: Mapping[str, Any], where: str = "config.json") -> None:
-        self._family, self._hf = family_of(hf, where), hf
-        self._attention, self._router = self._family.attention(hf), self._family.router(hf)
-        self._in_layer = {**self._attention, **DENSE, **self._router}
+        self._family = family_of(hf, where)
+        self._in_layer = {**self._family.attention(hf), **DENSE, **self._family.router(hf)}
 
     def link(self, name: str) -> Link:
         """The HF tensors of the Megatron parameter `name`, whose layer and expert numbers are global.
@@ -70,13 +66,13 @@ class Names:
         Raises:
             CheckpointError: a parameter this family does not have.
         """
-        if name in _TOP:
-            return Link((_TOP[name],))
+        if name in TOP:
+            return Link((TOP[name],))
         if in_layer := _LAYER.fullmatch(name):
             prefix, rest = f"model.layers.{in_layer[1]}.", _FUSED_NORMS.get(in_layer[2], in_layer[2])
             found = self._expert(rest) or self._in_layer.get(rest)
             if found is not None:
-                return Link(tuple(prefix + hf_name for hf_name in found.hf_names), found.packing)
+                return replace(found, hf_names=tuple(prefix + hf_name for hf_name in found.hf_names))
         raise CheckpointError(
             "Megatron parameter has no Hugging Face counterpart",
             where=name,
@@ -85,80 +81,14 @@ class Names:
             fix="Report this together with config.json.",
         )
 
-    def all(self) -> Iterator[str]:
-        """Megatron's names of all parameters of the whole model, one per place in the checkpoint."""
-        tied, moe = bool(self._hf.get("tie_word_embeddings", False)), moe_layers(self._hf)
-        yield from (name for name in _TOP if not (tied and name == "output_layer.weight"))
-        for layer in range(int(self._hf["num_hidden_layers"])):
-            prefix = f"decoder.layers.{layer}."
-            yield from (prefix + name for name in (*self._attention, *(self._router if layer in moe else DENSE)))
-            for expert in range(num_experts(self._hf) if layer in moe else 0):
-                yield from (f"{prefix}mlp.experts.local_experts.{expert}.linear_fc{matrix}.weight" for matrix in (1, 2))
-
     def _expert(self, rest: str) -> Link | None:
         expert = _EXPERT.fullmatch(rest)
-        if expert is None:
-            return None
-        gate, up, down = (name.format(expert[1] or expert[4]) for name in self._family.expert)
-        return Link((gate, up), "gated") if (expert[2] or expert[3]) == "1" else Link((down,))
+        return None if expert is None else self._family.expert(int(expert[1] or expert[4])).get(expert[2] or expert[3])
 
 
-def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model in its config.json, before any of them is read.
-
-    Raises:
-        CheckpointError: tensors that are missing, or that the model has no place for; a copy of tied weights that is none.
-    """
-    names, where = Names(hf, f"{checkpoint.folder}/config.json"), str(checkpoint.folder)
-    known = {hf_name for name in names.all() for hf_name in names.link(name).hf_names}
-    missing = sorted(known - checkpoint.names)
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
-    # predicting several tokens at once; neither transformers nor this learner has them.
-    unexpected = sorted(
-        name
-        for name in checkpoint.names - known - {OUTPUT}
-        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
-    )
-    if missing == [OUTPUT]:
-        raise CheckpointError(
-            "checkpoint has no output weight",
-            where=where,
-            got=f"no {OUTPUT}, and config.json does not tie it to the embedding",
-            expected=f"{OUTPUT}, or tie_word_embeddings=true in config.json",
-            fix="If the model was trained with tied embeddings set tie_word_embeddings=true in its config.json; else copy it again, completely.",
-        )
-    if missing or unexpected:
-        raise CheckpointError(
-            "checkpoint does not hold the tensors of the model in config.json",
-            where=where,
-            got=f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: {unexpected[:3]}",
-            expected=f"the {len(known)} tensors of this model under the names of transformers",
-            fix="Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or config.json is another model's.",
-        )
-    if (
-        hf.get("tie_word_embeddings")
-        and OUTPUT in checkpoint.names
-        and not torch.equal(checkpoint.read(OUTPUT), checkpoint.read(_TOP["embedding.word_embeddings.weight"]))
-    ):
-        raise CheckpointError(
-            "output weight and embedding differ, but config.json ties them",
-            where=where,
-            got=f"another {OUTPUT}",
-            expected="the embedding once more, or no output weight",
-            fix="Set tie_word_embeddings=false in config.json if the model was trained with both.",
-        )
-
-
-def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
-    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
-    return layer is not None and int(layer[1]) >= num_layers
-
-
-def packing(name: str) -> Packing:
-    """How the HF tensors of the Megatron parameter `name` are packed, which is the same in every family."""
-    if ".linear_qkv." in name and not name.endswith("layer_norm_weight"):
-        return "qkv"
-    return "gated" if re.search(r"\.linear_fc1\.weight\d*$", name) else "copy"
+def is_gated(name: str) -> bool:
+    """Whether the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts one by one."""
+    return re.search(r"\.linear_fc1\.(weight|bias)\d*$", name) is not None
 
 
 def is_expert(name: str) -> bool:
@@ -174,7 +104,7 @@ def with_layer(name: str, first: int) -> str:
 
 def with_expert(name: str, expert: int) -> str:
     """`name` of an expert's parameter with its expert number replaced."""
-    return re.sub(r"(local_experts\.)\d+|(weight)\d+$", lambda m: f"{m[1] or m[2]}{expert}", name)
+    return re.sub(r"(local_experts\.)\d+|(weight|bias)\d+$", lambda m: f"{m[1] or m[2]}{expert}", name)
 
 
 def expert_number(name: str) -> int:
@@ -192,38 +122,45 @@ def split_dim(name: str) -> int | None:
     return 1 if _CUT_COLUMNS.search(name) else None
 
 
-def part(packing: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """The part of a whole Megatron parameter that rank `rank` of `size` holds. Gate and up rows are cut one by one."""
-    if packing == "gated" and dim == 0:
+def part(name: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    """The part of the whole Megatron parameter `name` that rank `rank` of `size` holds. Gate and up rows are cut one by one."""
+    if is_gated(name):
         return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
     return tensor.chunk(size, dim)[rank]
 
 
-def join(packing: str, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole Megatron parameter from the parts of all ranks; the exact inverse of `part`."""
-    if packing == "gated" and dim == 0:
+def join(name: str, parts: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole Megatron parameter `name` from the parts of all ranks; the exact inverse of `part`."""
+    if is_gated(name):
         gates, ups = zip(*(one.chunk(2) for one in parts), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(list(parts), dim)
 
 
-def pack(packing: str, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
+def pack(packing: Packing, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
     """HF tensors of a `Link` -> the Megatron parameter.
 
-    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`, biases alike without `H`; `gated`: twice `[I, H]` -> `[2I, H]`.
+    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`; `gated`: twice `[I, H]` -> `[2I, H]`; `transposed`:
+    `[I, H]` -> `[H, I]`; `alternating`: `[H, 2I]` -> `[2I, H]`. Biases alike without `H`.
     """
     if packing == "copy":
         return tensors[0]
+    if packing in ("transposed", "alternating"):
+        rows = tensors[0].movedim(-1, 0)
+        return torch.cat([rows[::2], rows[1::2]]) if packing == "alternating" else rows.contiguous()
     if packing == "gated":
         return torch.cat(list(tensors))
     columns = tensors[0].shape[1:]
     return torch.cat([t.reshape(heads.groups, -1, *columns) for t in tensors], dim=1).reshape(-1, *columns)
 
 
-def unpack(packing: str, tensor: Tensor, heads: Heads) -> tuple[Tensor, ...]:
+def unpack(packing: Packing, tensor: Tensor, heads: Heads) -> tuple[Tensor, ...]:
     """The Megatron parameter -> HF tensors of its `Link`, contiguous; the exact inverse of `pack`."""
     if packing == "copy":
         return (tensor.contiguous(),)
+    if packing in ("transposed", "alternating"):
+        rows = torch.stack(tensor.chunk(2), 1).flatten(0, 1) if packing == "alternating" else tensor
+        return (rows.movedim(0, -1).contiguous(),)
     if packing == "gated":
         gate, up = tensor.chunk(2)
         return gate.contiguous(), up.contiguous()

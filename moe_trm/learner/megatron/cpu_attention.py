@@ -73,21 +73,26 @@ class ContextAttention(CausalAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_options: Any) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
-        group = parallel_state.get_context_parallel_group()
         columns, rows, heads, dim = query.shape
-        layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
-        key, value = (
-            _Gathered.apply(x, group).repeat_interleave(heads // x.shape[2], 2)  # type: ignore[no-untyped-call]
-            for x in (key, value)
-        )
-        positions_S = torch.cat([layout.positions() for layout in layouts])
-        seen_CS = positions_S[None, :] <= layouts[group.rank()].positions()[:, None]
+        key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
+        key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+        seen_CS = positions_S[None, :] <= own_C[:, None]
         query_BNCD, key_BNSD, value_BNSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         context_BNCD = F.scaled_dot_product_attention(
             query_BNCD, key_BNSD, value_BNSD, attn_mask=seen_CS, dropout_p=dropout, scale=self.scale
         )
         return context_BNCD.permute(2, 0, 1, 3).reshape(columns, rows, heads * dim)
+
+
+def everyones(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys and values `[S, B, G, D]` of all ranks that share the rows, the positions `[S]` of their columns, and `[C]` of this rank's."""
+    columns, rows = key.shape[:2]
+    layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
+    if group.size() > 1:
+        key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call]
+    positions_S = torch.cat([layout.positions() for layout in layouts])
+    return key, value, positions_S, layouts[group.rank()].positions()
 
 
 class _Gathered(torch.autograd.Function):

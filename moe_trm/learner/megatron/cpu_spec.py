@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_trm.learner.megatron.cpu_attention import CausalAttention, ContextAttention
+from moe_trm.learner.megatron.sink_attention import SinkAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -50,6 +51,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
+    if config.softmax_type == "learnable":
+        attention.core_attention = SinkAttention
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:

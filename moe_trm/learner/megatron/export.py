@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from moe_trm.hf_config import num_experts
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, heads, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -20,16 +22,26 @@ def owned_tensors(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Itera
     """This rank's tensors under their Hugging Face names; `hf` is config.json of the checkpoint. Collective.
 
     Experts are owned by the first of the ranks that share them, all other tensors by the first data-parallel rank that has them. Where
-    tensor-parallel ranks hold parts, the first of them owns the whole, which is put together one tensor at a time in host memory and before
-    the first one is yielded: a receiver that takes the ranks in turn must not keep the others from sending their parts.
+    tensor-parallel ranks hold parts, or expert-parallel ranks rows of one tensor, the first of them owns the whole, which is put together one
+    tensor at a time in host memory and before the first one is yielded: a receiver that takes the ranks in turn must not keep the others
+    from sending their parts.
     """
-    tensors = _owned(chunks, hf)
-    is_cut = any(tensor_group(name).size() > 1 for name, _ in global_tensors(chunks))
+    names = convert.Names(hf)
+    is_cut = any(_holders(name, names).size() > 1 for name, _ in global_tensors(chunks))
+    tensors = _rows_together(_owned(chunks, hf, names), num_experts(hf))
     yield from (list(tensors) if is_cut else tensors)
 
 
-def _owned(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    shape, tied, names = heads(hf), bool(hf.get("tie_word_embeddings", False)), convert.Names(hf)
+def _holders(name: str, names: convert.Names) -> dist.ProcessGroup:
+    """Ranks that together hold the Hugging Face tensors of the parameter `name`."""
+    return tensor_group(name) if names.link(name).row is None else parallel_state.get_expert_model_parallel_group()
+
+
+def _owned(
+    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], names: convert.Names
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
+    shape, tied = heads(hf), bool(hf.get("tie_word_embeddings", False))
     owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
     owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
     for name, parameter in global_tensors(chunks):
@@ -37,18 +49,42 @@ def _owned(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tup
         if is_copy or not (owns_experts if convert.is_expert(name) else owns_shared):
             continue
         found, group = names.link(name), tensor_group(name)
-        whole = _whole(name, parameter.detach(), found.packing)
+        whole = _whole(name, parameter.detach())
         if group.rank() == 0:
             if name in (EMBEDDING, OUTPUT):
                 whole = whole[: int(hf["vocab_size"])]
-            yield from zip(found.hf_names, convert.unpack(found.packing, whole, shape), strict=True)
+            for hf_name, tensor in zip(found.hf_names, convert.unpack(found.packing, whole, shape), strict=True):
+                yield hf_name, tensor, found.row is not None
 
 
-def _whole(name: str, own: Tensor, packing: str) -> Tensor:
+def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors; those whose rows are experts on the first of the expert-parallel ranks, once every rank has all of its rows."""
+    waiting: dict[str, list[Tensor]] = defaultdict(list)
+    for name, tensor, is_row in tensors:
+        if not is_row:
+            yield name, tensor
+            continue
+        waiting[name].append(tensor)
+        group = parallel_state.get_expert_model_parallel_group()
+        if len(waiting[name]) == num_experts // group.size():
+            parts = _gathered(torch.stack(waiting.pop(name)), group)
+            if parts is not None:
+                yield name, torch.cat(parts)
+
+
+def _whole(name: str, own: Tensor) -> Tensor:
     """The parameter `name` with the parts of all ranks that share it."""
     dim, group = convert.split_dim(name), tensor_group(name)
     if dim is None or group.size() == 1:
         return own
+    parts = _gathered(own, group)
+    return own if parts is None else convert.join(name, parts, dim)
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+    """The tensors of all ranks of `group` in host memory, on the first of them; None on the others."""
+    if group.size() == 1:
+        return [own]
     parts = [torch.empty_like(own) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(own.contiguous(), parts, group=group, group_dst=0)
-    return own if parts is None else convert.join(packing, [part.cpu() for part in parts], dim)
+    return None if parts is None else [part.cpu() for part in parts]

@@ -61,6 +61,14 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             expected=" or ".join(family.rotations),
             fix="Use a checkpoint with another position embedding, or learner.backend=deepspeed.",
         )
+    if rope.get("attention_factor") is not None:
+        raise CheckpointError(
+            "position scaling is not supported",
+            where=where,
+            got=f"attention_factor={rope['attention_factor']}",
+            expected="none, so that it follows from the scaling factor",
+            fix="Use a checkpoint with another position embedding, or learner.backend=deepspeed.",
+        )
     for key, required in family.required.items():
         if hf_config.get(key, required.value) != required.value:
             raise CheckpointError(
@@ -78,6 +86,14 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             got=config.learner.parallel.tensor,
             expected=f"at most {family.max_tensor}",
             fix="Use learner.parallel.expert, pipeline or context.",
+        )
+    if family.max_expert_tensor is not None and config.learner.parallel.expert_tensor > family.max_expert_tensor:
+        raise ConfigError(
+            f"the matrices of an expert of {family.name} cannot be shared by ranks: Megatron-Core would add its biases once on each",
+            where="learner.parallel.expert_tensor",
+            got=config.learner.parallel.expert_tensor,
+            expected=f"at most {family.max_expert_tensor}",
+            fix="Use learner.parallel.expert.",
         )
     if config.replay.mode != "none" and not moe_layers(hf_config):
         raise ConfigError(

@@ -23,6 +23,7 @@ from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.whole_norms import use_whole_norms
+from moe_trm.models.family import Link
 from moe_trm.models.registry import family_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -37,7 +38,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
     moe = moe_layers(hf)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[learner.dtype]
     is_fused = layers == "transformer_engine"
-    family = family_of(hf, "config.json").megatron(hf)
+    family = {"add_bias_linear": False, "activation_func": F.silu, **family_of(hf, "config.json").megatron(hf)}
     experts: dict[str, Any] = {}
     if moe:
         experts = {
@@ -54,7 +55,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         }
     parallel = learner.parallel
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
-    return kind(
+    config: TransformerConfig = kind(
         num_layers=int(hf["num_hidden_layers"]),
         hidden_size=int(hf["hidden_size"]),
         ffn_hidden_size=int(hf.get("intermediate_size") or hf["moe_intermediate_size"]),
@@ -64,8 +65,6 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         normalization="RMSNorm",
         layernorm_epsilon=float(hf["rms_norm_eps"]),
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -99,6 +98,10 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         **family,
         **_recompute(learner.recompute),
     )
+    for name, value in family_of(hf, "config.json").yarn(hf).items():
+        # Its rotary embedding looks for these attributes, which its configuration does not declare.
+        setattr(config, f"yarn_{name}", value)
+    return config
 
 
 def _recompute(granularity: str) -> dict[str, Any]:
@@ -121,7 +124,8 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=stage
         )
-    if family_of(hf, "config.json").whole_qk_norms:
+    family = family_of(hf, "config.json")
+    if family.whole_qk_norms:
         use_whole_norms(spec)
     chunk = PolicyModel(
         config=config,
@@ -133,7 +137,7 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         vp_stage=stage,
         max_sequence_length=int(hf["max_position_embeddings"]),
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if family.yarn(hf) else "rope",
         rotary_base=rotary_base(hf),
         rotary_percent=rotary_percent(hf),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
@@ -205,7 +209,7 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
     shape = heads(hf)
     for name, parameter in global_tensors(chunks):
         found = names.link(EMBEDDING if tied and name == OUTPUT else name)
-        tensor = convert.pack(found.packing, [checkpoint.read(n) for n in found.hf_names], shape)
+        tensor = convert.pack(found.packing, _read(checkpoint, found, hf), shape)
         expected = whole_shape(name, parameter, hf)
         if list(tensor.shape) != expected:
             raise CheckpointError(
@@ -219,8 +223,14 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
         if dim is not None and group.size() > 1:
             if name in (EMBEDDING, OUTPUT):
                 tensor = F.pad(tensor, (0, 0, 0, padded_vocabulary(hf, group.size()) - len(tensor)))
-            tensor = convert.part(found.packing, tensor, dim, group.size(), group.rank())
+            tensor = convert.part(name, tensor, dim, group.size(), group.rank())
         parameter.copy_(tensor)
+
+
+def _read(checkpoint: HfCheckpoint, found: Link, hf: Mapping[str, Any]) -> list[Tensor]:
+    if found.row is None:
+        return [checkpoint.read(name) for name in found.hf_names]
+    return [checkpoint.read_row(name, found.row, num_experts(hf)) for name in found.hf_names]
 
 
 def tensor_group(name: str) -> ProcessGroup:

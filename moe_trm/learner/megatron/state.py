@@ -137,7 +137,7 @@ class TrainingState:
 
 def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> Share:
     group, dim, box = tensor_group(name), convert.split_dim(name), list(parameter.shape)
-    if convert.packing(name) == "gated":
+    if convert.is_gated(name):
         # Rows are the second dimension then, columns the third.
         box, dim = [2, box[0] // 2, *box[1:]], None if dim is None else dim + 1
     shape, offset = list(box), [0] * len(box)

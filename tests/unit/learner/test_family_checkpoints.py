@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -95,7 +96,7 @@ def tiny_config(family: str, **change: object) -> dict[str, Any]:
     return {"architectures": [known.architecture], **shape, **known.tiny, **change}
 
 
-@pytest.mark.parametrize("family", [name for name in MOE_FAMILIES if not FAMILIES[name].not_converted])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: str) -> None:
     hf = {"num_experts_per_tok": 2, **tiny_config(family)}
     check_layout(config(expert=2), "0.16.1", hf)
@@ -111,7 +112,9 @@ def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: st
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
-        ("gpt_oss", {}, "attention sinks"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "four bits"),
+        ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "attention_factor": 1.2}}, "attention_factor=1.2"),
     ],
 )
 def test_what_a_family_does_not_have_here_is_refused(family: str, change: dict[str, Any], reason: str) -> None:
@@ -119,6 +122,21 @@ def test_what_a_family_does_not_have_here_is_refused(family: str, change: dict[s
         check_layout(config(), "0.16.1", {"num_experts_per_tok": 4, **tiny_config(family, **change)})
     assert caught.value.fix is not None
     assert "deepspeed" in caught.value.fix
+
+
+def test_experts_with_biases_that_ranks_cannot_share_are_refused() -> None:
+    hf = {"num_experts_per_tok": 4, **tiny_config("gpt_oss")}
+    check_layout(config(tensor=2, expert=2), "0.19.2", hf)
+    with pytest.raises(ConfigError, match="add its biases once on each"):
+        check_layout(config(tensor=2, expert_tensor=2), "0.19.2", hf)
+
+
+def test_experts_in_one_tensor_must_be_as_many_as_config_json_says(tmp_path: Path) -> None:
+    checkpoint = HfCheckpoint(make_family("gpt_oss", tmp_path))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(checkpoint.read_row(name, 3, 8), checkpoint.read(name)[3])
+    with pytest.raises(CheckpointError, match=r"another number of rows[\s\S]*8[\s\S]*16"):
+        checkpoint.read_row(name, 3, 16)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import read_hf_config
+from moe_trm.hf_config import num_experts, read_hf_config
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.convert import (
     Heads,
     Names,
     expert_number,
     is_expert,
+    is_gated,
     join,
     pack,
-    packing,
     part,
     split_dim,
     unpack,
     with_expert,
     with_layer,
 )
-from moe_trm.models.family import Link
-from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.family import Link, Packing
+from moe_trm.models.registry import MOE_FAMILIES
 from moe_trm.models.tiny import make_family
 
 LOCAL, FUSED = (
@@ -35,7 +36,6 @@ LOCAL, FUSED = (
 
 
 QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "num_experts": 3, "mlp_only_layers": [0]}
-CONVERTED = [name for name in MOE_FAMILIES if not FAMILIES[name].not_converted]
 
 
 def link(name: str) -> Link:
@@ -58,11 +58,27 @@ def test_gated_rows_are_gate_then_up() -> None:
     assert pack("gated", [gate, up], Heads(1, 1)).tolist() == [[1, 1, 1]] * 2 + [[0, 0, 0]] * 2
 
 
+def test_columns_that_take_turns_become_gate_rows_then_up_rows() -> None:
+    gate_up = torch.tensor([[1, 10, 2, 20], [3, 30, 4, 40]])  # two inputs, gate and up of two columns
+    packed = pack("alternating", [gate_up], Heads(1, 1))
+    assert packed.tolist() == [[1, 3], [2, 4], [10, 30], [20, 40]]
+    assert pack("alternating", [gate_up[0]], Heads(1, 1)).tolist() == [1, 2, 10, 20]
+    assert pack("transposed", [gate_up], Heads(1, 1)).tolist() == [[1, 3], [10, 30], [2, 4], [20, 40]]
+
+
 @pytest.mark.parametrize(
-    ("packing", "shapes"), [("copy", [(5, 6)]), ("gated", [(4, 6), (4, 6)]), ("qkv", [(24, 6), (6, 6), (6, 6)])]
+    ("packing", "shapes"),
+    [
+        ("copy", [(5, 6)]),
+        ("gated", [(4, 6), (4, 6)]),
+        ("qkv", [(24, 6), (6, 6), (6, 6)]),
+        ("transposed", [(5, 6)]),
+        ("alternating", [(5, 6)]),
+        ("alternating", [(6,)]),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unpack_is_the_exact_inverse(packing: str, shapes: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_unpack_is_the_exact_inverse(packing: Packing, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     back = unpack(packing, pack(packing, tensors, Heads(groups=2, head_dim=3)), Heads(groups=2, head_dim=3))
     assert all(torch.equal(a, b) and b.is_contiguous() for a, b in zip(tensors, back, strict=True))
@@ -73,7 +89,7 @@ def test_expert_names_of_both_layer_kinds_mean_the_same_tensors() -> None:
     assert link(LOCAL) == link(FUSED) == Link(names, "gated")
 
 
-@pytest.mark.parametrize("name", [LOCAL, FUSED])
+@pytest.mark.parametrize("name", [LOCAL, FUSED, LOCAL.replace("weight", "bias"), FUSED.replace("weight", "bias")])
 def test_expert_numbers_are_read_and_replaced(name: str) -> None:
     assert is_expert(name)
     assert expert_number(name) == 7
@@ -96,14 +112,22 @@ def test_unknown_parameter_is_an_error() -> None:
 
 def test_gate_and_up_rows_are_cut_one_by_one() -> None:
     packed = torch.arange(8)[:, None]  # gate rows 0..3, up rows 4..7
-    assert [part("gated", packed, 0, 2, rank).flatten().tolist() for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [part(LOCAL, packed, 0, 2, rank).flatten().tolist() for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-@pytest.mark.parametrize(("packing", "dim"), [("copy", 0), ("copy", 1), ("qkv", 0), ("gated", 0)])
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("output_layer.weight", 0),
+        ("decoder.layers.1.self_attention.linear_proj.weight", 1),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", 0),
+        (LOCAL, 0),
+    ],
+)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_join_is_the_exact_inverse_of_part(packing: str, dim: int, size: int) -> None:
+def test_join_is_the_exact_inverse_of_part(name: str, dim: int, size: int) -> None:
     whole = torch.randn(16, 8)
-    assert torch.equal(join(packing, [part(packing, whole, dim, size, rank) for rank in range(size)], dim), whole)
+    assert torch.equal(join(name, [part(name, whole, dim, size, rank) for rank in range(size)], dim), whole)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +147,11 @@ def test_join_is_the_exact_inverse_of_part(packing: str, dim: int, size: int) ->
         ("decoder.layers.1.self_attention.linear_qkv.bias", 0),
         ("decoder.layers.1.mlp.shared_experts.linear_fc1.weight", 0),
         ("decoder.layers.1.mlp.router.expert_bias", None),
+        ("decoder.layers.1.mlp.router.bias", None),
+        ("decoder.layers.1.self_attention.linear_proj.bias", None),
+        ("decoder.layers.1.self_attention.core_attention.softmax_offset", 0),
+        (LOCAL.replace("weight", "bias"), 0),
+        (FUSED.replace("weight", "bias").replace("fc1", "fc2"), None),
     ],
 )
 def test_what_tensor_parallelism_cuts(name: str, dim: int | None) -> None:
@@ -145,16 +174,26 @@ def test_names_of_the_whole_model_are_those_of_the_checkpoint() -> None:
     assert "lm_head.weight" not in [hf for name in tied.all() for hf in tied.link(name).hf_names]
 
 
-@pytest.mark.parametrize("family", CONVERTED)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_tensor_of_a_family_has_one_place_and_comes_back_bitwise(tmp_path: Path, family: str) -> None:
     hf = read_hf_config(make_family(family, tmp_path))
     checkpoint, names, back = HfCheckpoint(tmp_path), Names(hf), dict[str, torch.Tensor]()
+    rows = defaultdict[str, dict[int, torch.Tensor]](dict)
     heads = Heads(groups=int(hf["num_key_value_heads"]), head_dim=int(hf.get("head_dim") or 16))
     for name in names.all():
         found = names.link(name)
-        assert found.packing == packing(name)
-        parts = [checkpoint.read(hf_name) for hf_name in found.hf_names]
-        back |= dict(zip(found.hf_names, unpack(found.packing, pack(found.packing, parts, heads), heads), strict=True))
+        assert is_gated(name) == (found.packing in ("gated", "alternating"))
+        if found.row is None:
+            parts = [checkpoint.read(hf_name) for hf_name in found.hf_names]
+        else:
+            parts = [checkpoint.read_row(hf_name, found.row, num_experts(hf)) for hf_name in found.hf_names]
+        tensors = unpack(found.packing, pack(found.packing, parts, heads), heads)
+        for hf_name, tensor in zip(found.hf_names, tensors, strict=True):
+            if found.row is None:
+                back[hf_name] = tensor
+            else:
+                rows[hf_name][found.row] = tensor
+    back |= {name: torch.stack([found[row] for row in range(len(found))]) for name, found in rows.items()}
     assert back.keys() == checkpoint.names
     assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in back.items())
 

@@ -42,6 +42,8 @@ def test_the_first_group_that_matches_counts() -> None:
     found = [settings_of([name], is_matrix=True, optimizer=settings) for name in NAMES]
     assert found == [GroupSettings(1.0, 0.1), GroupSettings(0.1, 0.1), GroupSettings(1.0, 0.3)]
     assert settings_of(["model.norm.weight"], is_matrix=False, optimizer=settings) == GroupSettings(1.0, 0.0)
+    fused_biases = ["model.layers.0.mlp.experts.down_proj_bias"]
+    assert settings_of(fused_biases, is_matrix=True, optimizer=optimizer()).weight_decay == 0.0
 
 
 def test_groups_that_cannot_be_are_refused() -> None:
@@ -56,4 +58,5 @@ def test_groups_that_cannot_be_are_refused() -> None:
 
 def test_only_routers_are_frozen() -> None:
     assert [is_frozen(name, LearnerConfig(freeze_router=True)) for name in NAMES] == [False, True, False]
+    assert is_frozen("model.layers.0.mlp.router.bias", LearnerConfig(freeze_router=True))
     assert not any(is_frozen(name, LearnerConfig()) for name in NAMES)

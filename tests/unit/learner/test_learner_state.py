@@ -51,7 +51,7 @@ def local_part(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
         return whole
     if whole.shape[0] == VOCAB:
         whole = F.pad(whole, (0, 0, 0, -VOCAB % size))
-    part: Tensor = convert.part(convert.packing(name), whole, dim, size, rank)
+    part: Tensor = convert.part(name, whole, dim, size, rank)
     return part
 
 
