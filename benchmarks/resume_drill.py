@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +33,13 @@ TIMED = ("time/", "rollout/tokens_per_s")
 
 @dataclass(frozen=True)
 class Drill:
-    """A finished run that was killed: how often, in how many different steps, and whether its metrics are those of the run left alone."""
+    """A finished run that was killed: how often, in how many different steps, whether its metrics are those of the run left alone, and
+    whether every sample that was issued is accounted for at every step."""
 
     kills: int
     steps_hit: int
     identical: bool
+    balanced: bool
     seconds: float
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             rows.append({"ranks": ranks, **vars(drill)})
     report("A run killed with SIGKILL at random moments and resumed, against the run left alone", rows, args.json)
-    return 0 if all(row["identical"] for row in rows) else 1
+    return 0 if all(row["identical"] and row["balanced"] for row in rows) else 1
 
 
 def run_drill(
@@ -85,13 +87,15 @@ def run_drill(
     if alone.wait():
         raise SystemExit("the run that was left alone failed")
     expected, done, hit, identical, rounds = metrics_of(folder / "alone"), 0, set[int](), True, 0
+    balanced = books_balance(expected)
     step_s = expected[-1]["time/step_s"]
     while done < kills:
         rounds += 1
         run = folder / f"killed-{rounds}"
         done = _kill_until_finished(config, [*settings, f"name={run.name}"], ranks, run, done, kills, hit, rng, step_s)
         identical &= timeless(metrics_of(run)) == timeless(expected)
-    return Drill(done, len(hit), identical, time.perf_counter() - started)
+        balanced &= books_balance(metrics_of(run))
+    return Drill(done, len(hit), identical, balanced, time.perf_counter() - started)
 
 
 def _kill_until_finished(
@@ -150,6 +154,15 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def books_balance(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether issued = queued + in_flight + trained + rejected + dropped in every row that has books, and at least one has."""
+    places = ("queued", "in_flight", "trained", "rejected", "dropped")
+    booked = [row for row in rows if "ledger/issued" in row]
+    return bool(booked) and all(
+        row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in places) for row in booked
+    )
 
 
 def timeless(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

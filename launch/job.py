@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.config import load
+from moe_trm.lifeline import Lifeline
 from moe_trm.preflight import check_launch, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 
@@ -67,14 +68,18 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
 def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
     """The learner ranks on this host; the API key travels in the environment, never on a command line.
 
-    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end, at the second they end at once.
+    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end, at the second they end at once. When this
+    process is killed they are killed too.
     """
     # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
     learner = subprocess.Popen(
         learner_command(config_path, overrides, ranks), env=learner_environment(api_key), start_new_session=True
     )
+    lifeline = Lifeline(learner.pid)
     with passing_signals_to(learner):
-        return learner.wait()
+        code = learner.wait()
+    lifeline.release()
+    return code
 
 
 def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> list[str]:

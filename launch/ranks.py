@@ -1,9 +1,10 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
 `python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does what
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]` does, with two differences:
-a failed rank's own message is the last word, not torchrun's traceback; and SIGINT or SIGTERM lets the ranks finish their step and save,
-however long that takes. A second one ends them.
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]` does, with four differences:
+a failed rank's own message is the last word, not torchrun's traceback; an error that can only repeat uses up no restart; SIGINT or
+SIGTERM lets the ranks finish their step and save, however long that takes, and a second one ends them; and however they end, there is a
+report.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -21,6 +23,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from moe_trm.config import load
+from moe_trm.config.schema import Config
+from moe_trm.errors import REFUSED
+from moe_trm.observe.sinks import Guarded
+from moe_trm.report.sink import ReportPage
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
@@ -47,30 +53,68 @@ def main(arguments: Sequence[str]) -> int:
     num_ranks, *rest = arguments
     # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
+    config, stop = load(rest[0], rest[1:]), Stop()
+    try:
+        code = run_with_restarts(int(num_ranks), rest, config.train.max_restarts, stop)
+    except SignalException as asked:
+        code = 128 + asked.sigval
+    if code:
+        leave_report(config)
+    return code
+
+
+def run_with_restarts(num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop) -> int:
+    """Run the ranks, again when they died of something that may pass and nobody asked them to stop; the exit code."""
+    for restarts in range(max_restarts + 1):
+        try:
+            elastic_launch(launch_config(num_ranks), sys.executable)(
+                "-m", "launch.train", *arguments, *(["--restarted"] if restarts else [])
+            )
+        except ChildFailedError as error:
+            code, what = told(error)
+            if stop.number:
+                break
+            print(what, file=sys.stderr)
+            if code == REFUSED or restarts == max_restarts:
+                return code
+            print(f"starting the learner ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr, flush=True)
+        else:
+            break
+    return 128 + stop.number if stop.number else 0
+
+
+def launch_config(num_ranks: int) -> LaunchConfig:
+    """One rendezvous, of its own, on this host."""
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=int(num_ranks),
+        nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
-        max_restarts=load(rest[0], rest[1:]).train.max_restarts,
+        max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGHUP",
         shutdown_timeout=SHUTDOWN_PATIENCE_S,
     )
-    stop = Stop()
-    try:
-        elastic_launch(config, sys.executable)("-m", "launch.train", *rest)
-    except ChildFailedError as error:
-        if stop.number:
-            return 128 + stop.number
-        _, failure = error.get_first_failure()
-        print(f"learner rank {failure.local_rank} ended with exit code {failure.exitcode}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 1
-    except SignalException as asked:
-        return 128 + asked.sigval
-    return 128 + stop.number if stop.number else 0
+
+
+def told(error: ChildFailedError) -> tuple[int, str]:
+    """Exit code of a failed group, and which rank ended how. A refusal on any rank is why the others failed."""
+    _, failure = error.get_first_failure()
+    failure = next((other for other in error.failures.values() if other.exitcode == REFUSED), failure)
+    code = failure.exitcode if failure.exitcode > 0 else 1
+    return code, f"learner rank {failure.local_rank} ended with exit code {failure.exitcode}"
+
+
+def leave_report(config: Config) -> None:
+    """Write the report of a run whose first rank was ended before it could."""
+    run_dir = Path(config.run_dir) / config.name
+    metrics, report = run_dir / "metrics.jsonl", run_dir / "report.html"
+    if not config.observe.report or not metrics.exists():
+        return
+    if not report.exists() or report.stat().st_mtime < metrics.stat().st_mtime:
+        Guarded(ReportPage(run_dir), "report").close()
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from launch.hosts import Host
 from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.errors import MoeTrmError
+from moe_trm.errors import REFUSED, MoeTrmError
 from moe_trm.interruption import Interruption
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
+from moe_trm.lifeline import end_with_parent
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
@@ -43,11 +44,14 @@ from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="launch.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="torchrun ... -m launch.train", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("config", help="YAML configuration")
-    parser.add_argument("overrides", nargs="*", help="dotted overrides such as replay.mode=R3")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
+    parser.add_argument("--restarted", action="store_true", help="these ranks replace some that died")
     args = parser.parse_args(argv)
+    if dist.is_torchelastic_launched():
+        end_with_parent()
     interruption = Interruption()
     interruption.install()
     first = os.environ.get("RANK", "0") == "0"
@@ -55,15 +59,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(args.config, args.overrides)
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        run(config, interruption)
+        run(config, interruption, restarted=args.restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 1
+        return error.exit_status if isinstance(error, MoeTrmError) else REFUSED
     return 0
 
 
-def run(config: Config, interruption: Interruption) -> None:
-    """One rank's life: rendezvous, learner, controller, loop."""
+def run(config: Config, interruption: Interruption, *, restarted: bool = False) -> None:
+    """One rank's life: rendezvous, learner, controller, loop. `restarted`: it replaces one that died."""
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
@@ -82,7 +86,7 @@ def run(config: Config, interruption: Interruption) -> None:
         max_age=config.pipeline.staleness_limit,
     )
     run_dir = Path(config.run_dir) / config.name
-    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarts > 0)
+    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted or restarts > 0)
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if rank == 0:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+REFUSED = 2
+"""Exit status of a process that met an error which can only repeat: nobody starts it again by itself."""
+
 
 class MoeTrmError(Exception):
     """Base of every error a user can meet.
@@ -13,6 +16,9 @@ class MoeTrmError(Exception):
         expected: what would have been accepted.
         fix: what the user can do now.
     """
+
+    may_pass: bool = False
+    """The same run, started again, may get further: a server or a process was lost. Everything else can only repeat."""
 
     def __init__(
         self, what: str, *, where: str = "", got: object = None, expected: object = None, fix: str = ""
@@ -26,6 +32,11 @@ class MoeTrmError(Exception):
             lines.append(f"  do:       {fix}")
         super().__init__("\n".join(lines))
 
+    @property
+    def exit_status(self) -> int:
+        """Of a process that this error ends."""
+        return 1 if self.may_pass else REFUSED
+
 
 class ConfigError(MoeTrmError):
     """A config key, value or combination that cannot work; raised before anything is loaded."""
@@ -37,6 +48,8 @@ class CheckpointError(MoeTrmError):
 
 class EngineError(MoeTrmError):
     """The rollout engine cannot be started or reached, or answered with an error."""
+
+    may_pass = True
 
 
 class EngineLost(EngineError):
@@ -60,13 +73,28 @@ class LearnerError(MoeTrmError):
 class SyncError(MoeTrmError):
     """A weight push is incomplete or wrong: the engine's own checksums differ from what the learner sent."""
 
+    may_pass = True
+
 
 class BundleError(MoeTrmError):
     """A recorded bundle is damaged, truncated, or of another format version."""
 
 
 class ControllerError(MoeTrmError):
-    """The rollout controller died, refused a request, or broke the wire protocol."""
+    """The rollout controller died, refused a request, or broke the wire protocol. `may_pass` as of what ended or refused."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        got: object = None,
+        expected: object = None,
+        fix: str = "",
+        may_pass: bool = False,
+    ) -> None:
+        super().__init__(what, where=where, got=got, expected=expected, fix=fix)
+        self.may_pass = may_pass
 
 
 class RunError(MoeTrmError):

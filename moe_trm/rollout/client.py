@@ -19,7 +19,7 @@ from zmq.sugar.context import Context
 
 from moe_trm import wire
 from moe_trm.config.schema import Config
-from moe_trm.errors import ControllerError
+from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.rollout.service import Reply, Request, Start
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import TrainBatch
@@ -65,6 +65,7 @@ class ControllerProcess:
                 f"the rollout controller ended with exit code {self._process.returncode}",
                 where=str(self._log_path),
                 fix="Its last words:\n" + "\n".join(f"    {line}" for line in tail),
+                may_pass=self._process.returncode != REFUSED,
             )
 
     def wait(self, timeout_s: float = 30.0) -> None:
@@ -175,5 +176,5 @@ class RolloutClient:
         frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
         reply = wire.decode(frames, Reply)
         if reply.error:
-            raise ControllerError(f"the controller refused '{op}'", got=reply.error)
+            raise ControllerError(f"the controller refused '{op}'", got=reply.error, may_pass=reply.may_pass)
         return reply

@@ -65,9 +65,10 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """`error` is empty when the request succeeded."""
+    """`error` is empty when the request succeeded; `may_pass` as of the error."""
 
     error: str = ""
+    may_pass: bool = False
     batch: TrainBatch | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
@@ -131,10 +132,10 @@ class ControllerService:
                 raise ControllerError("unknown request", got=request.op, expected=sorted(self._handlers))
             reply = await self._handlers[request.op](self, request)
         except MoeTrmError as error:
-            reply = Reply(error=f"{type(error).__name__}: {error}")
+            reply = Reply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
-            reply = Reply(error=f"{type(error).__name__}: {error} (more in controller.log)")
+            reply = Reply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
         await socket.send_multipart([identity, *wire.encode(reply)], copy=False)
 
@@ -227,4 +228,5 @@ if __name__ == "__main__":
     try:
         asyncio.run(_main(msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)))
     except MoeTrmError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

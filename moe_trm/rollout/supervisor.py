@@ -22,6 +22,7 @@ import torch
 
 from moe_trm.config.schema import Config, ServerConfig
 from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.lifeline import Lifeline
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 
 LOG_TAIL_LINES = 25
@@ -33,13 +34,14 @@ KILL_PATIENCE_S = 5.0
 
 @dataclass
 class Server:
-    """A running server: its address, its key, and the process group that is stopped as a whole."""
+    """A running server: its address, its key, and the process group that is stopped as a whole, at the latest when this process ends."""
 
     url: str
     api_key: str
     log_path: Path
     process: subprocess.Popen[bytes]
     log_pump: threading.Thread
+    lifeline: Lifeline
 
     def poll(self) -> int | None:
         """Exit status of the server, None while it runs."""
@@ -58,6 +60,7 @@ class Server:
         else:
             _group_is_gone(self.process, KILL_PATIENCE_S)
         self.process.wait()
+        self.lifeline.release()
         self.log_pump.join(timeout=KILL_PATIENCE_S)
 
     def log_tail(self) -> str:
@@ -140,8 +143,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         flags += ["--sleep-on-idle", "--skip-server-warmup"]
     elif config.rollout.colocate:
         flags += ["--enable-memory-saver"]
-    if settings.quantization is not None:
-        options["--quantization"] = settings.quantization
+    if config.rollout.quantization is not None:
+        options["--quantization"] = config.rollout.quantization
     arguments = [str(part) for pair in options.items() for part in pair]
     return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
 
@@ -169,13 +172,14 @@ def _spawn(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    lifeline = Lifeline(process.pid)
     assert process.stdout is not None
     pump = threading.Thread(
         target=_pump, args=(process.stdout, log_path, api_key.encode()), daemon=True, name="rollout-log"
     )
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
-    return Server(f"http://{address}:{port}", api_key, log_path, process, pump)
+    return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
 
 
 def _pump(source: IO[bytes], log_path: Path, secret: bytes) -> None:

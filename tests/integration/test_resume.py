@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.resume_drill import kill_everything, metrics_of, run_drill, timeless
+from benchmarks.resume_drill import books_balance, kill_everything, metrics_of, run_drill, timeless
 from launch.job import free_port, learner_command, learner_environment
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config import load
+from moe_trm.errors import REFUSED
 from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
 from tests.integration.recordings import make_recording
 
@@ -78,6 +79,7 @@ def alone(folder: Path) -> Path:
     job = start(folder, "alone", f"checkpoint.keep={STEPS}")
     assert job.wait() == 0, job.output
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(folder / "alone")[1:]), "nothing was trained"
+    assert books_balance(metrics_of(folder / "alone"))
     return folder / "alone"
 
 
@@ -94,6 +96,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(folder: Path, tm
     drill = run_drill(str(folder / "config.yaml"), [], str(folder / "bundle"), tmp_path, ranks=2, kills=2, seed=3)
     assert drill.kills == 2
     assert drill.identical
+    assert drill.balanced
 
 
 @pytest.mark.slow
@@ -101,6 +104,7 @@ def test_killed_at_random_moments_a_run_ends_with_the_same_bits(folder: Path, tm
 def test_killed_more_often(folder: Path, tmp_path: Path, ranks: int) -> None:
     drill = run_drill(str(folder / "config.yaml"), [], str(folder / "bundle"), tmp_path, ranks=ranks, kills=6, seed=4)
     assert drill.identical
+    assert drill.balanced
 
 
 @pytest.mark.slow
@@ -110,26 +114,31 @@ def test_killed_on_deepspeed(folder: Path, tmp_path: Path, stage: int) -> None:
     drill = run_drill(str(folder / "config.yaml"), learner, str(folder / "bundle"), tmp_path, ranks=2, kills=2, seed=5)
     assert drill.kills == 2
     assert drill.identical
+    assert drill.balanced
 
 
-def test_ctrl_c_once_saves_and_another_layout_goes_on(folder: Path, alone: Path) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Path, asked: signal.Signals) -> None:
     """Interrupted on two ranks that share the experts, finished by one rank: the same training up to rounding."""
-    run = folder / "moved"
-    job = start(folder, "moved", "checkpoint.every=0")
+    name = f"moved-{asked.name}"
+    run = folder / name
+    job = start(folder, name, "checkpoint.every=0")
     after_step(run, 1, job)
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait() == 128 + signal.SIGINT
+    job.process.send_signal(asked)
+    assert job.wait() == 128 + asked
     assert "goes on from" in job.output
+    assert (run / "report.html").exists()
     done = len(metrics_of(run)) - 1
     assert 1 <= done < STEPS
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{done:06d}"]
 
-    finished = start(folder, "moved", "checkpoint.every=0", ranks=1)
+    finished = start(folder, name, "checkpoint.every=0", ranks=1)
     assert finished.wait() == 0, finished.output
     assert f"going on after step {done}" in finished.output
     assert "learner.parallel.expert: 2 -> 1" in finished.output
     rows, expected = metrics_of(run), metrics_of(alone)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert books_balance(rows)
     assert timeless(rows[: done + 1]) == timeless(expected[: done + 1])
     for one, two in zip(rows[done + 1 :], expected[done + 1 :], strict=True):
         for key in ("engine/k3_kl", "optimizer/grad_norm", "loss/policy", "correction/kept_fraction"):
@@ -173,14 +182,41 @@ def test_a_finished_run_has_nothing_left_to_do(folder: Path, alone: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_run_at_once(folder: Path) -> None:
-    job = start(folder, "twice")
-    after_step(folder / "twice", 0, job)
+def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, alone: Path) -> None:
+    run = folder / "twice"
+    job = start(folder, "twice", "train.max_restarts=3")
+    after_step(run, 1, job)
     everyone = psutil.Process(job.process.pid).children(recursive=True)
     job.process.send_signal(signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(60) == 128 + signal.SIGTERM
     _, alive = psutil.wait_procs(everyone, timeout=30)
+    assert not alive
+    assert (run / "report.html").stat().st_mtime >= (run / "metrics.jsonl").stat().st_mtime
+    assert books_balance(metrics_of(run))
+    again = start(folder, "twice")
+    assert again.wait() == 0, again.output
+    assert books_balance(metrics_of(run))
+    assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
+
+
+def test_an_error_that_can_only_repeat_uses_up_no_restart(folder: Path) -> None:
+    """The routes are made up: a bound on local flips that real ones keep stops the run, once."""
+    job = start(folder, "refused", "train.max_restarts=3", "replay.max_local_flip_rate=0.05", ranks=1)
+    assert job.wait() == REFUSED, job.output
+    assert job.output.count("ReplayProofError") == 1
+    assert "again" not in job.output
+
+
+def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
+    """Ranks and controller, not only the processes that the job started itself."""
+    command = [sys.executable, "-m", "moe_trm", "train", str(folder / "config.yaml"), "name=orphaned", "train.steps=4"]
+    job = Job(command, folder / "orphaned.log")
+    after_step(folder / "orphaned", 0, job)
+    everyone = psutil.Process(job.process.pid).children(recursive=True)
+    assert any("moe_trm.rollout.service" in process.cmdline() for process in everyone)
+    job.process.kill()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not alive
 
 
@@ -193,7 +229,9 @@ def test_a_killed_rank_is_replaced_and_the_group_goes_on(folder: Path, alone: Pa
     assert len(ranks) == 2
     ranks[1].kill()
     assert job.wait() == 0, job.output
+    assert "starting the learner ranks again (1 of 1)" in job.output
     assert "going on after step" in job.output
+    assert books_balance(metrics_of(run))
     assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
 
 
@@ -211,6 +249,7 @@ def test_a_damaged_newest_checkpoint_costs_one_step(folder: Path, alone: Path) -
     assert job.wait() == 0, job.output
     assert "checkpoint skipped" in job.output
     assert f"going on after step {STEPS - 1}" in job.output
+    assert books_balance(metrics_of(run))
     assert timeless(metrics_of(run)) == timeless(metrics_of(alone))
 
 
@@ -237,6 +276,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_with_older_checkpoints_intact(
     job = start(folder, "full", f"checkpoint.dir={small_disk}")
     assert job.wait() == 0, job.output
     assert "No space left on device" in job.output
+    assert books_balance(metrics_of(folder / "full"))
     assert timeless(metrics_of(folder / "full")) == timeless(metrics_of(alone))
     assert [path.name for path in small_disk.iterdir()] == ["step-000001"]
     again = start(folder, "full", f"checkpoint.dir={small_disk}", "train.steps=2")
@@ -264,4 +304,5 @@ def test_two_hosts_meet_and_one_that_dies_comes_back(folder: Path, alone: Path) 
     hosts[1] = host(1)
     assert [job.wait(300) for job in hosts] == [0, 0], hosts[0].output + hosts[1].output
     assert "going on after step" in hosts[0].output + hosts[1].output
+    assert books_balance(metrics_of(folder / "hosts"))
     assert timeless(metrics_of(folder / "hosts")) == timeless(metrics_of(alone))

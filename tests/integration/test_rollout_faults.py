@@ -6,20 +6,18 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 
+from benchmarks.resume_drill import books_balance
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.keeper import Keeper
 from moe_trm.rollout.supervisor import Server, start_server
 from moe_trm.types import TrainBatch
+from tests.integration.doors import Door
 from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
@@ -85,62 +83,27 @@ def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
     metrics = batches[-1].metrics
     assert metrics["rollout/reissued"] > 0
     assert len(trained) == len(set(trained)) == metrics["ledger/trained"]
-    for batch in batches:
-        places = ("queued", "in_flight", "trained", "rejected", "dropped")
-        assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in places)
+    assert all(books_balance([batch.metrics]) for batch in batches)
     assert metrics["ledger/trained"] + metrics["ledger/rejected"] == 2 * GROUPS * GROUP_SIZE
     assert metrics["ledger/dropped"] == 0
     assert seconds < max(RECOVERY_S, 1.5 * start_s + 15.0)
 
 
-class Storm:
-    """A door in front of a server behind which every request fails while it is shut."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self.shut, self.refused = url, False, 0
-
-    async def pass_on(self, request: web.Request) -> web.Response:
-        if self.shut:
-            self.refused += 1
-            return web.Response(status=502)
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(
-                request.method, self._url + request.path, headers=request.headers, data=await request.read()
-            ) as answer,
-        ):
-            return web.Response(status=answer.status, body=await answer.read())
-
-    @asynccontextmanager
-    async def door(self) -> AsyncIterator[str]:
-        app = web.Application(client_max_size=2**28)
-        app.router.add_route("*", "/{path:.*}", self.pass_on)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        assert site._server is not None
-        try:
-            yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
-        finally:
-            await runner.cleanup()
-
-
 @pytest.mark.slow
 def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkpoint: Path, tmp_path: Path) -> None:
     async def drill(server: Server) -> tuple[TrainBatch, int]:
-        storm = Storm(server.url)
-        async with storm.door() as url:
+        door = Door(server.url)
+        async with door.open() as url:
             controller = await build_controller(config(brief_checkpoint, url), KEY)
             try:
                 await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
                 planning = asyncio.ensure_future(controller.plan(1, data_size=1))
                 await until_busy(controller)
-                storm.shut = True
+                door.shut.add("*")
                 await asyncio.sleep(5)
-                storm.shut = False
+                door.shut.clear()
                 [batch] = await planning
-                return batch, storm.refused
+                return batch, door.refused
             finally:
                 await controller.close()
 
@@ -153,6 +116,7 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
     ids = sample_ids(batch)
     assert len(ids) == len(set(ids)) == GROUPS * GROUP_SIZE - batch.metrics["ledger/rejected"]
     assert "records/rejected/engine_failed" not in batch.metrics
+    assert books_balance([batch.metrics])
 
 
 async def until_busy(controller: RolloutController) -> None:

@@ -132,3 +132,30 @@ def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str,
         {"model": {"checkpoint": str(tmp_path)}, "rollout": {"colocate": True, "server": server}}
     )
     assert ("--enable-memory-saver" in launch_command(shared, tmp_path, 7, "k.yaml")) is frees
+
+
+OWNER = """
+import os, sys
+from pathlib import Path
+from tests.unit.rollout.test_supervisor import config
+from moe_trm.rollout.supervisor import start_server
+server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
+print("serving", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, pids_file: Path, stopped: bool) -> None:
+    """The owner is killed; the server is stopped, so that it could not end itself."""
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], *sys.path])}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"serving\n"
+        pids = [int(pid) for pid in pids_file.read_text().split()]
+        if stopped:
+            os.killpg(pids[0], signal.SIGSTOP)
+        assert all(map(alive, pids))
+        owner.kill()
+    assert wait_until_dead(pids)
