@@ -12,7 +12,7 @@ KL, mean(e^x - 1 - x). Their shape tells the cause:
 - `precision`: small, and none of these.
 - `none`: as two engines of equal arithmetic agree.
 
-The order is that of how specific a trace is. Shape letters: N tokens, L MoE layers, E experts.
+Shape letters: N tokens, L MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TEMPERATURE_EXPLAINED = 0.4
 """The same of the temperature's trace, which is exact only to first order."""
 OFTEN = 0.05
 """Share of token-layers that flip when a router is disturbed; rounding flips about 1%."""
+WARMER = 0.005
+"""Slope of the temperature's trace, about T / T' - 1, below which temperatures count as equal."""
 CONTRAST = 20.0
 """Times that contexts must differ more with an expert than without it."""
 ENOUGH = 20
@@ -46,6 +48,8 @@ EARLY, LATE = 2, 8
 """Tokens with at most so many before them are the start of a context, with at least so many its later part."""
 CERTAIN = 1e-7
 """Tokens less surprising than this are certain to both engines (one kept id) and show nothing."""
+
+ROUNDING = "The engines differ by rounding (k3 {native_k3:.1e}), of which replayed routes leave {replayed_k3:.1e}."
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,12 @@ class Finding:
 def find_cause(evidence: Evidence) -> Finding:
     """The most specific cause whose trace is there."""
     figures = traces(evidence)
-    if figures["native_k3"] < NOTHING:
-        return Finding("none", "Both engines agree to float32 rounding.", figures)
-    return next(found for judge in _JUDGES if (found := judge(figures)) is not None)
+    found = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
+    return Finding(found.cause, found.sentence.format_map(figures), figures, found.config)
 
 
 def traces(evidence: Evidence) -> dict[str, float]:
-    """Every figure that a judgement rests on.
+    """Every figure that a `Judgement` rests on.
 
     `native_k3`, `replayed_k3`, `flip_rate` (token-layers); `mask_explains` and `mask_slope`, `temperature_explains` and `temperature_slope`
     (share of the variance of x, and the factor); `early_over_late` (median of |x| at the start of a context over that later, of tokens
@@ -93,92 +96,64 @@ def traces(evidence: Evidence) -> dict[str, float]:
     }
 
 
-def _mask(figures: Mapping[str, float]) -> Finding | None:
-    if figures["mask_explains"] < EXPLAINED or not 0.7 < figures["mask_slope"] < 1.3:
-        return None
-    return Finding(
+@dataclass(frozen=True)
+class Judgement:
+    """A cause, when the figures of `traces` show it, and what is said of it: `sentence` is a format string over these figures."""
+
+    cause: Cause
+    applies: Callable[[Mapping[str, float]], bool]
+    sentence: str
+    config: str = ""
+
+
+JUDGEMENTS = (
+    Judgement("none", lambda it: it["native_k3"] < NOTHING, "Both engines agree to float32 rounding."),
+    Judgement(
         "mask",
-        f"The rollout renormalised its log-probs over the kept ids, the learner over the whole vocabulary: {figures['mask_explains']:.0%} of the mismatch is the kept mass.",
-        figures,
+        lambda it: it["mask_explains"] >= EXPLAINED and 0.7 < it["mask_slope"] < 1.3,
+        "The rollout renormalised its log-probs over the kept ids, the learner over the whole vocabulary: {mask_explains:.0%} of the mismatch is the kept mass.",
         "sampling_mask.mode=keep",
-    )
-
-
-def _temperature(figures: Mapping[str, float]) -> Finding | None:
-    slope = figures["temperature_slope"]
-    if figures["temperature_explains"] < TEMPERATURE_EXPLAINED or abs(slope) < 0.005:
-        return None
-    return Finding(
+    ),
+    Judgement(
         "temperature",
-        f"The learner scores at a {'lower' if slope > 0 else 'higher'} temperature than the rollout sampled at: that explains {figures['temperature_explains']:.0%} of the mismatch.",
-        figures,
+        lambda it: it["temperature_explains"] >= TEMPERATURE_EXPLAINED and it["temperature_slope"] >= WARMER,
+        "The learner scores at a lower temperature than the rollout sampled at: that explains {temperature_explains:.0%} of the mismatch.",
         "rollout.temperature: the value that the rollout samples with",
-    )
-
-
-def _positions(figures: Mapping[str, float]) -> Finding | None:
-    if figures["replayed_k3"] < LARGE / 10 or figures["early_over_late"] > 0.25:
-        return None
-    return Finding(
-        "positions",
-        "The engines agree at the start of a context and part later: position encoding (rope base or scaling), attention mask, or a stale prefix cache.",
-        figures,
-        "model.checkpoint: compare rope_theta and rope_scaling of config.json on both sides",
-    )
-
-
-def _expert(figures: Mapping[str, float]) -> Finding | None:
-    if figures["expert_contrast"] < CONTRAST:
-        return None
-    where = f"expert {figures['expert_id']:.0f} of MoE layer {figures['expert_layer']:.0f} (counted from 0)"
-    return Finding(
+    ),
+    Judgement(
+        "temperature",
+        lambda it: it["temperature_explains"] >= TEMPERATURE_EXPLAINED and it["temperature_slope"] <= -WARMER,
+        "The learner scores at a higher temperature than the rollout sampled at: that explains {temperature_explains:.0%} of the mismatch.",
+        "rollout.temperature: the value that the rollout samples with",
+    ),
+    Judgement(
         "expert",
-        f"Contexts that never pass {where} agree, those that do differ {figures['expert_contrast']:.0f} times as much: its weights are not the same on both sides.",
-        figures,
+        lambda it: it["expert_contrast"] >= CONTRAST,
+        "Contexts that never pass expert {expert_id:.0f} of MoE layer {expert_layer:.0f} (counted from 0) agree, those that do differ {expert_contrast:.0f} times as much: its weights are not the same on both sides.",
         "model.checkpoint: convert it again, and look at that expert's tensors",
-    )
-
-
-def _routing(figures: Mapping[str, float]) -> Finding | None:
-    if figures["flip_rate"] < OFTEN or figures["replayed_k3"] > 0.5 * figures["native_k3"]:
-        return None
-    return Finding(
+    ),
+    Judgement(
+        "positions",
+        lambda it: it["replayed_k3"] >= LARGE / 10 and it["early_over_late"] <= 0.25,
+        "The engines agree at the start of a context and part later: position encoding (rope base or scaling), attention mask, or a stale prefix cache.",
+        "model.checkpoint: compare rope_theta and rope_scaling of config.json on both sides",
+    ),
+    Judgement(
         "routing",
-        f"The routers disagree on {figures['flip_rate']:.0%} of token-layers, and most of the mismatch goes with their routes.",
-        figures,
+        lambda it: it["flip_rate"] >= OFTEN and it["replayed_k3"] <= 0.5 * it["native_k3"],
+        "The routers disagree on {flip_rate:.0%} of token-layers, and most of the mismatch goes with their routes.",
         "replay.mode=R3",
-    )
-
-
-def _weights(figures: Mapping[str, float]) -> Finding | None:
-    if figures["replayed_k3"] < LARGE:
-        return None
-    return Finding(
+    ),
+    Judgement(
         "weights",
+        lambda it: it["replayed_k3"] >= LARGE,
         "The engines differ everywhere, far beyond rounding: they do not hold the same weights.",
-        figures,
         "sync.verify=true",
-    )
-
-
-def _precision(figures: Mapping[str, float]) -> Finding | None:
-    return Finding(
-        "precision",
-        f"The engines differ by rounding (k3 {figures['native_k3']:.1e}), of which replayed routes leave {figures['replayed_k3']:.1e}.",
-        figures,
-        "rollout.server.dtype=float32" if figures["replayed_k3"] > LARGE / 10 else "",
-    )
-
-
-_JUDGES: tuple[Callable[[Mapping[str, float]], Finding | None], ...] = (
-    _mask,
-    _temperature,
-    _expert,
-    _positions,
-    _routing,
-    _weights,
-    _precision,
+    ),
+    Judgement("precision", lambda it: it["replayed_k3"] > LARGE / 10, ROUNDING, "rollout.server.dtype=float32"),
+    Judgement("precision", lambda _: True, ROUNDING),
 )
+"""The first that applies is the cause: the more specific a trace, the earlier."""
 
 
 def _k3(x: Array) -> Array:
