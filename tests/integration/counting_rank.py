@@ -1,0 +1,47 @@
+"""A learner rank that also writes down what it holds after every step: `python -m tests.integration.counting_rank FILE CONFIG [key=value ...]`.
+
+`FILE` gets one JSON object per step: how many objects of each kind are alive once cycles are collected.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from launch import train
+from moe_trm.observe.build import open_sinks
+from moe_trm.observe.sinks import Sink
+
+
+class Census(Sink):
+    """The living objects that Python's collector knows of, by type."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        gc.collect()
+        kinds = Counter(type(each).__name__ for each in gc.get_objects())
+        with self._path.open("a") as file:
+            file.write(json.dumps(kinds) + "\n")
+
+
+def main(path: Path, arguments: list[str]) -> int:
+    @contextmanager
+    def with_census(*given: Any, **named: Any) -> Iterator[list[Sink]]:
+        with open_sinks(*given, **named) as sinks:
+            yield [*sinks, Census(path)]
+
+    with patch.object(train, "open_sinks", with_census):
+        return train.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
