@@ -42,7 +42,7 @@ def train(
 ) -> None:
     """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config.probe, run_dir), Phases(sinks)
-    judge = Judge(config.rollout.server.quantization)
+    judge = Judge(config.rollout.quantization)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
     guard = RateGuard(config.optimizer)
@@ -117,11 +117,13 @@ def train(
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    scale = updates[-1].loss_scale
     return {
         "optimizer/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
         "optimizer/lr": updates[-1].lr,
         "optimizer/steps": float(len(updates)),
         "optimizer/skipped": float(sum(not update.applied for update in updates)),
+        **({} if scale is None else {"optimizer/loss_scale": float(scale)}),
     }
 
 

@@ -39,11 +39,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: gradient norm before clipping, learning rate used, and whether the step was applied (finite gradients)."""
+    """One optimizer step: gradient norm before clipping, learning rate used, whether the step was applied (finite gradients), and the loss scale where the dtype needs one."""
 
     grad_norm: float
     lr: float
     applied: bool
+    loss_scale: int | None = None
 
 
 class Learner(Protocol):

@@ -12,7 +12,7 @@ class Judge:
     """Remembers finished metrics and says in one sentence what they mean; steps without training have no verdict.
 
     Args:
-        quantization: `rollout.server.quantization`; where it is set, engines that disagree are no fault to repair.
+        quantization: `rollout.quantization`; where it is set, engines that disagree are no fault to repair.
     """
 
     def __init__(self, quantization: str | None = None) -> None:
@@ -27,8 +27,8 @@ class Judge:
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         found = mask_hides_gap(self._history) or verdict(self._history)
         if self._quantization and found.case == "precision":
-            own = f" The rollout's weights are rounded ({self._quantization}), so it is a policy of its own: this is its distance, which corrections are for."
-            found = replace(found, sentence=found.sentence.partition(":")[0].rstrip(".") + "." + own, config="")
+            own = f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 {metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
+            found = replace(found, sentence=own, config="")
         said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
         return said | ({"verdict/config": found.config} if found.config else {})
 

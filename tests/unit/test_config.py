@@ -251,10 +251,40 @@ def test_configuration_and_command_import_no_torch(file: Path) -> None:
 
 def test_a_quantised_rollout_is_a_policy_of_its_own(file: Path) -> None:
     with pytest.raises(InvalidConfigError, match="weights it rounded") as caught:
-        load(file, ["rollout.server.quantization=fp8", "rollout.server.device=cpu"])
-    assert {problem.key for problem in caught.value.problems} == {"sync.verify", "rollout.server.quantization"}
-    good = load(file, ["rollout.server.quantization=fp8", "rollout.server.device=cuda", "sync.verify=false"])
-    assert any("policy of its own" in said for said in warnings(good))
+        load(file, ["rollout.quantization=fp8", "rollout.server.device=cpu"])
+    assert {problem.key for problem in caught.value.problems} == {"sync.verify", "rollout.quantization"}
+    good = load(
+        file, ["rollout.quantization=fp8", "rollout.server.device=cuda", "sync.verify=false", "replay.mode=none"]
+    )
+    for said in ("policy of its own", "without a correction", "R3 does"):
+        assert any(said in line for line in warnings(good)), said
+    # A running server may be anywhere.
+    attached = ["rollout.quantization=fp8", "rollout.url=http://127.0.0.1:1", "sync.verify=false"]
+    corrected = load(file, [*attached, "rollout.server.device=cpu", "correction.preset=decoupled_token_is"])
+    assert not any("without a correction" in line for line in warnings(corrected))
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "told"),
+    [
+        ("float16", "float16", False),
+        ("float16", "bfloat16", True),
+        ("bfloat16", "float16", True),
+        ("bfloat16", "bfloat16", False),
+        ("float32", "float16", False),
+    ],
+)
+def test_float16_on_one_side_aligns_nothing(file: Path, learner: str, rollout: str, told: bool) -> None:
+    config = load(file, [f"learner.dtype={learner}", f"rollout.server.dtype={rollout}"])
+    assert any("aligns nothing" in line for line in warnings(config)) is told
+
+
+def test_a_loss_scale_without_float16_is_idle(file: Path) -> None:
+    scaled = "learner.loss_scale.initial=1024"
+    assert any("learner.loss_scale has no effect" in line for line in warnings(load(file, [scaled])))
+    assert not any("loss_scale" in line for line in warnings(load(file, [scaled, "learner.dtype=float16"])))
+    with pytest.raises(InvalidConfigError, match="power of two"):
+        load(file, ["learner.loss_scale.initial=1000"])
 
 
 def test_a_typo_a_wrong_value_and_a_contradiction_are_told_at_once(file: Path) -> None:

@@ -20,7 +20,7 @@ def test_the_verdict_names_the_setting_that_acts() -> None:
 
 def test_a_quantised_rollout_is_not_told_to_align() -> None:
     said = Judge("fp8").say({**CALM, "engine/k3_kl": 0.2})
-    assert "rounded (fp8), so it is a policy of its own" in said["verdict"]
+    assert "rounded (fp8), so it is a policy of its own (k3 0.2 from" in said["verdict"]
     assert "align" not in said["verdict"]
     assert "verdict/config" not in said
 

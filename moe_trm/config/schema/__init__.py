@@ -10,6 +10,7 @@ from typing import Any
 from moe_trm.config.schema.learner import (
     DeepSpeedConfig,
     LearnerConfig,
+    LossScaleConfig,
     OptimizerConfig,
     ParallelConfig,
     ParameterGroup,
@@ -63,6 +64,7 @@ __all__ = [
     "LearnerConfig",
     "Loss",
     "LossConfig",
+    "LossScaleConfig",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",

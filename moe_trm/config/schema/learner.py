@@ -81,6 +81,15 @@ class DeepSpeedConfig(Section):
     """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
 
 
+class LossScaleConfig(Section):
+    """`learner.dtype=float16`: the loss is multiplied before backward and gradients are divided after it, so that small ones do not round to zero. It changes no gradient in range; a step whose gradients overflow is skipped (`optimizer/skipped`), and the scale halved."""
+
+    initial: Positive = 65536
+    """Scale of the first step, a power of two. Lower it when the first steps are skipped: their rollouts train nothing."""
+    growth_steps: Positive = 200
+    """The scale doubles after so many applied steps in a row."""
+
+
 class LearnerConfig(Section):
     """The engine that trains."""
 
@@ -88,8 +97,10 @@ class LearnerConfig(Section):
     """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the model as transformers has it)."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Settings of DeepSpeed."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the learner; master weights and log-probs are float32 either way. float16 is not offered: its gradients would need loss scaling."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Arithmetic of the learner; master weights, gradient sums, routers and log-probs are float32 whatever it is. `float16` here and in `rollout.server.dtype` rounds eight times finer than bfloat16 on both sides; its range is narrow, so try it with models whose activations stay below 65504."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """How float16 gradients are kept in range."""
     parallel: ParallelConfig = ParallelConfig()
     """Sizes of the learner's parallel groups."""
     minibatches: Positive = 2

@@ -20,8 +20,6 @@ class ServerConfig(Section):
     """Where the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
-    quantization: str | None = None
-    """SGLang's `--quantization`, e.g. `fp8`: the engine rounds the weights it is sent, so that rollouts come from a policy of their own. `engine/*` then measures that policy against the learner's, with routes replayed; leave the corrections on. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights. None: weights as they are sent."""
     max_total_tokens: Positive = 65536
     """KV cache size in tokens. Always set: the engine's own default may take all memory."""
     max_running_requests: Positive = 128
@@ -59,6 +57,8 @@ class RolloutConfig(Section):
     """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline overlaps without an engine."""
     server: ServerConfig = ServerConfig()
     """The server to start."""
+    quantization: str | None = None
+    """How the engine rounds the weights it is sent, by SGLang's name (`--quantization`), e.g. `fp8`; of servers that `rollout.url` points at, what they were started with. Rollouts then come from a policy of their own: `engine/*` measures it against the learner's with routes replayed, verdicts do not call it a fault, and corrections are what it takes. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights. None: weights as they are sent."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8

@@ -83,6 +83,7 @@ _DIRECT: Mapping[str, Callable[[Draft, Any, str], None]] = {
     f"{_ROLLOUT}.top_p": _once("rollout.top_p"),
     f"{_ROLLOUT}.top_k": _top_k,
     f"{_ROLLOUT}.dtype": _once("rollout.server.dtype"),
+    f"{_ROLLOUT}.quantization": _once("rollout.quantization"),
     f"{_ROLLOUT}.tensor_model_parallel_size": _once("rollout.server.tensor_parallel"),
     f"{_ROLLOUT}.max_num_seqs": _once("rollout.server.max_running_requests"),
     f"{_ROLLOUT}.name": _when(f"{_ROLLOUT}.name", "sglang", "SGLang rolls out here"),

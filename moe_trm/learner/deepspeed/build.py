@@ -19,6 +19,7 @@ from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.schedule import learning_rate
@@ -48,7 +49,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         replayer = HFReplayer(
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
-    optimizer = GuardedOptimizer(engine, learning_rate(config))
+    loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
+    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale)
     return DeepSpeedLearner(
         engine,
         optimizer,

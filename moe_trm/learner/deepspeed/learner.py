@@ -98,6 +98,7 @@ class DeepSpeedLearner:
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
+        self._optimizer.begin()
         for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
             self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             current = self._forward(batch, source, scoring_of)

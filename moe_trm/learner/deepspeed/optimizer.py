@@ -10,8 +10,10 @@ from torch import nn
 
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.learner.deepspeed.weights import checkpoint_form
+from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
+from moe_trm.learner.steps import Steps
 from moe_trm.schedule import LearningRate
 
 
@@ -36,23 +38,23 @@ def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
-class GuardedOptimizer:
+class GuardedOptimizer(Steps):
     """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
 
     Args:
         engine: DeepSpeed's engine, which clips by the global norm and refuses non-finite gradients on all ranks alike.
         rate: the learning rate of each step.
+        loss_scale: of a float16 model, which DeepSpeed then multiplies by and divides by.
     """
 
-    def __init__(self, engine: Any, rate: LearningRate) -> None:
-        self._engine, self._rate = engine, rate
-        self.steps = 0
-        """Steps that were applied."""
+    def __init__(self, engine: Any, rate: LearningRate, loss_scale: LossScale | None) -> None:
+        super().__init__(rate, loss_scale)
+        self._engine = engine
 
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._rate.at(self.steps)
+    def begin(self) -> None:
+        """Call it before the first backward of a step."""
+        if self.loss_scale is not None:
+            self._engine.optimizer.loss_scale = float(self.loss_scale.value)
 
     def step(self, lr_scale: float = 1.0) -> UpdateResult:
         """Apply the accumulated gradients, unless their norm is not finite, and forget them."""
@@ -60,6 +62,5 @@ class GuardedOptimizer:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         self._engine.step()
-        applied = bool(self._engine.was_step_applied())
-        self.steps += int(applied)
-        return UpdateResult(grad_norm=float(self._engine.get_global_grad_norm()), lr=lr, applied=applied)
+        norm, applied = float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
+        return self.finish(norm, lr, applied=applied)

@@ -53,18 +53,18 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def zero_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration: float32 gradients and norms, no loss scaling, every micro-batch counted by hand."""
+    """DeepSpeed's configuration: float32 gradients and norms, a loss scale that is ours to move, every micro-batch counted by hand."""
     settings = config.learner.deepspeed
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
-    bf16: dict[str, Any] = {}
+    low: dict[str, Any] = {}
     if config.learner.dtype == "bfloat16":
-        bf16 = {
-            "bf16": {"enabled": True, "check_grad_overflow": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "communication_data_type": "fp32",
-        }
+        low = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    elif config.learner.dtype == "float16":
+        low = {"fp16": {"enabled": True, "loss_scale": 1.0}}
+    if low:
+        low |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     return {
         # Read by its own data loader and schedule only, neither of which is used.
         "train_micro_batch_size_per_gpu": 1,
@@ -74,5 +74,5 @@ def zero_config(config: Config) -> dict[str, Any]:
         "zero_optimization": zero,
         # torch's AdamW also where the state is offloaded: DeepSpeed's own compiles at run time.
         "zero_force_ds_cpu_optimizer": False,
-        **bf16,
+        **low,
     }

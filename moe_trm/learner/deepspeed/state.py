@@ -70,7 +70,7 @@ class TrainingState:
                 pieces.append(fragment.piece(f"weight/{name}", fragment.flat))
                 state = self._zero.optimizer.state.get(fragment.flat, {})
                 pieces += [fragment.piece(f"{kind}/{name}", state[kind]) for kind in MOMENTS if kind in state]
-        return pieces, {"optimizer_steps": self._optimizer.steps}
+        return pieces, self._optimizer.counters()
 
     @torch.no_grad()
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
@@ -93,7 +93,7 @@ class TrainingState:
                 state = self._moments(fragment.flat, steps)
                 for kind in MOMENTS:
                     fragment.of(state[kind]).copy_(reader.read(f"{kind}/{name}", fragment.shape).flatten()[part])
-        self._optimizer.steps = steps
+        self._optimizer.restore(counters)
         if f"{_random()}/torch" in reader:
             prefix = f"{_random()}/"
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})

@@ -13,6 +13,7 @@ from moe_trm import hf_config
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, layout
 from moe_trm.learner.megatron.convert import check_tensors
 from moe_trm.learner.megatron.export import owned_tensors
@@ -50,12 +51,14 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     load_weights(chunks, checkpoint, hf)
     freeze(chunks, config.learner)
     is_distributed = config.learner.distributed_optimizer
-    wrapped = wrap_model(chunks, model_config, distributed_optimizer=is_distributed)
+    loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
+    wrapped = wrap_model(chunks, model_config, loss_scale, distributed_optimizer=is_distributed)
     optimizer = GuardedOptimizer(
         chunks,
         wrapped,
         config.optimizer,
         learning_rate(config),
+        loss_scale,
         bf16=model_config.bf16,
         distributed=is_distributed,
     )

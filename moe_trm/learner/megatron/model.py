@@ -36,7 +36,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
     The router computes in float32 and has no auxiliary loss: in RL a load-balancing gradient would fight the replayed routes.
     """
     moe = moe_layers(hf)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[learner.dtype]
+    dtype: torch.dtype = getattr(torch, learner.dtype)
     is_fused = layers == "transformer_engine"
     family = {"add_bias_linear": False, "activation_func": F.silu, **family_of(hf, "config.json").megatron(hf)}
     experts: dict[str, Any] = {}
@@ -78,7 +78,8 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         use_cpu_initialization=layers == "cpu",
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=learner.dtype == "bfloat16",
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         tensor_model_parallel_size=parallel.tensor,
         # MoE layers cannot do without it, dense ones gain from it.
         sequence_parallel=parallel.tensor > 1,

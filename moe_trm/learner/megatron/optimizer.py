@@ -16,27 +16,37 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
+from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
+from moe_trm.learner.steps import Steps
 from moe_trm.schedule import LearningRate
 
 
 def wrap_model(
-    chunks: Sequence[PolicyModel], config: TransformerConfig, *, distributed_optimizer: bool
+    chunks: Sequence[PolicyModel],
+    config: TransformerConfig,
+    loss_scale: LossScale | None,
+    *,
+    distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
     """`chunks` with Megatron's gradient buffers, accumulated and reduced in float32.
 
     Gradients of dense and of expert parameters are *summed* over the ranks that share them: `calculate_per_token_loss` switches Megatron's
-    averaging off, and the token count it would divide by afterwards is withheld.
+    averaging off, and the token count it would divide by afterwards is withheld. Backward begins at the loss times `loss_scale`.
     """
     config.finalize_model_grads_func = _finalize_sums
+    if loss_scale is not None:
+        config.grad_scale_func = lambda loss: loss * loss_scale.value
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
     return [
-        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk) if config.bf16 else chunk)
+        DistributedDataParallel(
+            config, ddp_config, Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
+        )
         for chunk in chunks
     ]
 
@@ -52,7 +62,7 @@ def freeze(chunks: Sequence[PolicyModel], learner: LearnerConfig) -> None:
             parameter.requires_grad_(False)
 
 
-class GuardedOptimizer:
+class GuardedOptimizer(Steps):
     """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
 
     Args:
@@ -60,7 +70,8 @@ class GuardedOptimizer:
         wrapped: the same in Megatron's data-parallel wrapper.
         settings: of the run.
         rate: the learning rate of each step.
-        bf16: whether the model is bfloat16, so that the optimizer keeps float32 master weights.
+        loss_scale: of a float16 model, by which its gradients are divided; Megatron's own would move apart between dense and expert parameters.
+        bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
         distributed: shard the optimizer's state.
 
     Raises:
@@ -73,21 +84,18 @@ class GuardedOptimizer:
         wrapped: Sequence[DistributedDataParallel],
         settings: OptimizerConfig,
         rate: LearningRate,
+        loss_scale: LossScale | None,
         *,
         bf16: bool,
         distributed: bool,
     ) -> None:
-        self._wrapped, self._rate = wrapped, rate
-        self.steps = 0
-        """Steps that were applied."""
+        super().__init__(rate, loss_scale)
+        self._wrapped = wrapped
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
-            _options(settings, bf16=bf16, distributed=distributed), list(wrapped), _groups(chunks, settings)
+            _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
+            list(wrapped),
+            _groups(chunks, settings),
         )
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._rate.at(self.steps)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -97,18 +105,20 @@ class GuardedOptimizer:
 
     def step(self, lr_scale: float = 1.0) -> UpdateResult:
         """Clip by the global norm and apply, unless the norm is not finite. Gradients must be reduced already."""
+        if self.loss_scale is not None:
+            for chunk in self._wrapped:
+                chunk.scale_gradients(1 / self.loss_scale.value)
         self.megatron.prepare_grads()
         norm, lr = float(self.megatron.get_grad_norm()), lr_scale * self.lr
-        if not math.isfinite(norm):
-            return UpdateResult(grad_norm=norm, lr=lr, applied=False)
-        for group in self.megatron.param_groups:
-            group["lr"] = lr * group["lr_mult"]
-        applied, _, _ = self.megatron.step()
-        self.steps += int(applied)
-        return UpdateResult(grad_norm=norm, lr=lr, applied=bool(applied))
+        applied = False
+        if math.isfinite(norm):
+            for group in self.megatron.param_groups:
+                group["lr"] = lr * group["lr_mult"]
+            applied = bool(self.megatron.step()[0])
+        return self.finish(norm, lr, applied=applied)
 
 
-def _options(settings: OptimizerConfig, *, bf16: bool, distributed: bool) -> MegatronOptimizerConfig:
+def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: bool) -> MegatronOptimizerConfig:
     own: dict[str, Any] = {
         "optimizer": "adam",
         "lr": settings.lr,
@@ -119,6 +129,9 @@ def _options(settings: OptimizerConfig, *, bf16: bool, distributed: bool) -> Meg
         "adam_eps": settings.eps,
         "clip_grad": settings.max_grad_norm,
         "bf16": bf16,
+        "fp16": fp16,
+        # Gradients come without the loss scale here.
+        "loss_scale": 1.0 if fp16 else None,
         "use_distributed_optimizer": distributed,
     }
     known = {field.name for field in fields(MegatronOptimizerConfig)}

@@ -110,7 +110,7 @@ class TrainingState:
             share, state = _share(name, parameter, self._hf), master.optimizer.state.get(master.values, {})
             pieces.append(share.piece("weight", master.values, master.start))
             pieces += [share.piece(kind, state[kind], master.start) for kind in MOMENTS if kind in state]
-        return pieces, {"optimizer_steps": self._optimizer.steps}
+        return pieces, self._optimizer.counters()
 
     @torch.no_grad()
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
@@ -129,7 +129,7 @@ class TrainingState:
             if steps:
                 moments = {kind: share.flat(kind, reader, parameter.numel())[own].view(shape) for kind in MOMENTS}
                 master.set_moments({kind: value.to(master.values.device) for kind, value in moments.items()}, steps)
-        self._optimizer.steps = steps
+        self._optimizer.restore(counters)
         prefix = f"{_random(dist.get_rank())}/"
         if f"{prefix}torch" in reader:
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})

@@ -54,6 +54,10 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                     "recompute": options.get("recompute", "none"),
                     "freeze_router": options.get("freeze") == "1",
                     "dtype": options.get("dtype", "float32"),
+                    "loss_scale": {
+                        "initial": int(options.get("scale", 1024)),
+                        "growth_steps": int(options.get("growth", 100)),
+                    },
                 },
             }
         )

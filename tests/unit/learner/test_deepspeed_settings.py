@@ -58,8 +58,12 @@ def test_deepspeed_is_told_what_the_run_says() -> None:
     assert half["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     # Gradients are summed in float32, and non-finite ones never applied.
     assert half["bf16"] == {"enabled": True, "check_grad_overflow": True}
-    assert half["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert half["communication_data_type"] == "fp32"
+    scaled = zero_config(config({"dtype": "float16"}))
+    # A fixed scale, which is ours to set before each step.
+    assert scaled["fp16"] == {"enabled": True, "loss_scale": 1.0}
+    for low in (half, scaled):
+        assert low["data_types"] == {"grad_accum_dtype": "fp32"}
+        assert low["communication_data_type"] == "fp32"
 
 
 def test_models_whose_logits_are_changed_are_refused() -> None:

@@ -1,0 +1,48 @@
+"""What every learner's optimizer counts: steps that were applied, and with them the learning rate and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moe_trm.learner.loss_scale import LossScale
+from moe_trm.learner.protocol import UpdateResult
+from moe_trm.schedule import LearningRate
+
+
+class Steps:
+    """Steps under a schedule; a refused one does not advance it.
+
+    Args:
+        rate: the learning rate of each step.
+        loss_scale: of a float16 model, else None.
+
+    Attributes:
+        steps: those that were applied.
+    """
+
+    def __init__(self, rate: LearningRate, loss_scale: LossScale | None) -> None:
+        self._rate, self.loss_scale, self.steps = rate, loss_scale, 0
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return self._rate.at(self.steps)
+
+    def finish(self, grad_norm: float, lr: float, *, applied: bool) -> UpdateResult:
+        """Count a step that was tried."""
+        self.steps += int(applied)
+        used = None
+        if self.loss_scale is not None:
+            used = self.loss_scale.value
+            self.loss_scale.update(applied=applied)
+        return UpdateResult(grad_norm, lr, applied, used)
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps, the same on every rank."""
+        return {"optimizer_steps": self.steps} | (self.loss_scale.counters() if self.loss_scale is not None else {})
+
+    def restore(self, counters: Mapping[str, int]) -> None:
+        """Go on after `counters`."""
+        self.steps = counters["optimizer_steps"]
+        if self.loss_scale is not None:
+            self.loss_scale.restore(counters)

@@ -1,0 +1,77 @@
+"""How a float16 learner's loss scale moves, on real ranks. Started by torchrun: `float16.py CHECKPOINT OUT RUN [RUN ...]`; see `conformance.py`.
+
+A RUN starts at a scale under which gradients overflow. Nothing is asserted here: results are saved for the tests to judge.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.learner.protocol import Learner, UpdateResult
+from routing.replay import Native
+from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.work import objective
+
+TRIES = 40
+
+
+def scaled(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Steps until one is applied, and two more; then the same two on a learner that took over what was saved before them."""
+    learner = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
+    batches, _, numbers = work(learner)
+    native = [Native()] * len(batches)
+    learner.export_shard(str(out / "before"), "float32")
+    seen: list[Tensor] = []
+    scores = learner.score(batches, native)
+    tried = [learner.update(batches, native, objective(batches, seen))]
+    learner.export_shard(str(out / "refused"), "float32")
+    while not tried[-1].applied and len(tried) < TRIES:
+        tried.append(step(learner))
+    learner.export_shard(str(out / "applied"), "float32")
+    pieces, counters = learner.state()
+    (out / "state").mkdir(exist_ok=True)
+    write_pieces(out / "state" / f"rank-{dist.get_rank()}.safetensors", pieces)
+    facts = told(tried, "tried") | told([step(learner), step(learner)], "more") | {"tries": len(tried)}
+    learner.export_shard(str(out / "second"), "float32")
+
+    dist.barrier()
+    resumed = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
+    resumed.restore(PieceReader(sorted((out / "state").glob("*.safetensors"))), counters)
+    facts |= told([step(resumed), step(resumed)], "resumed")
+    resumed.export_shard(str(out / "resumed"), "float32")
+    save(out, "facts", facts)
+    save(out, "scores", {f"score.{n}": score.logprobs for n, score in zip(numbers, scores, strict=True)})
+    save(out, "seen", {f"score.{n}": values for n, values in zip(numbers, seen, strict=True)})
+
+
+def step(learner: Learner) -> UpdateResult:
+    batches, _, _ = work(learner)
+    return learner.update(batches, [Native()] * len(batches), objective(batches, []))
+
+
+def told(results: list[UpdateResult], kind: str) -> dict[str, Any]:
+    return {
+        f"{kind}.{i}.{name}": value
+        for i, result in enumerate(results)
+        for name, value in (("scale", result.loss_scale or 0), ("applied", result.applied), ("lr", result.lr))
+    }
+
+
+def main() -> None:
+    checkpoint, out, *runs = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for run in runs:
+        folder = Path(out) / run
+        folder.mkdir(parents=True, exist_ok=True)
+        scaled(checkpoint, folder, dict(option.split("=", 1) for option in run.split(":")))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
