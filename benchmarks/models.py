@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.job import SINGLE_THREAD
-from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.registry import MOE_FAMILIES
 
 FOUND = Path(__file__).parent / "models.json"
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -63,23 +63,18 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
     settings["record"] = {"bundle": str(folder / "bundle")}
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings), encoding="utf-8")
-    trainer = "deepspeed" if FAMILIES[family].not_converted else "megatron"
-    found: dict[str, Any] = {"sglang": _live(config, folder, trainer)}
+    found: dict[str, Any] = {"sglang": _live(config, folder)}
     for learner in LEARNERS:
-        if FAMILIES[family].not_converted and learner == "megatron":
-            reason = FAMILIES[family].not_converted
-            found[learner] = dict.fromkeys(CHECKS["learner"], reason)
-        elif (folder / "bundle").is_dir():
+        if (folder / "bundle").is_dir():
             found[learner] = _learner(learner, settings, folder)
         else:
             found[learner] = dict.fromkeys(CHECKS["learner"], "no samples: the engine does not serve it")
     return found
 
 
-def _live(config: Path, folder: Path, trainer: str) -> dict[str, Any]:
+def _live(config: Path, folder: Path) -> dict[str, Any]:
     """Two steps with the real server, in processes of their own."""
-    command = [sys.executable, "-m", "moe_trm", "train", str(config), f"learner.backend={trainer}"]
-    done = _run([*command, "--nproc-per-node=1"])
+    done = _run([sys.executable, "-m", "moe_trm", "train", str(config), "--nproc-per-node=1"])
     metrics = folder / "runs" / "models" / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
     if done.returncode or len(steps) < 2:

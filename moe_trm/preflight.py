@@ -11,6 +11,8 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.functions.check import check_functions
 from moe_trm.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.deepspeed.settings import check_model
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
 from moe_trm.observe.trackers import check_trackers
@@ -21,14 +23,15 @@ from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 def check_launch(config: Config, *, world_size: int) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
-    Looks at the checkpoint's config.json and tokenizer, whether the learner can train that model (Megatron-Core: in this layout), and the
-    names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
+    Looks at the checkpoint's config.json, tokenizer and names of tensors, whether the learner can train that model (Megatron-Core: in this
+    layout), and the names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":
         check_model(config, hf_config)
     else:
         check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+    check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)

@@ -64,7 +64,6 @@ class Family:
         whole_qk_norms: queries and keys are normed over all heads together.
         max_tensor: largest `learner.parallel.tensor` that computes this family rightly; None: any.
         max_expert_tensor: the same of `learner.parallel.expert_tensor`.
-        not_converted: why there is no Megatron-Core model of this family; empty where there is.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
 
@@ -80,7 +79,6 @@ class Family:
     whole_qk_norms: bool = False
     max_tensor: int | None = None
     max_expert_tensor: int | None = None
-    not_converted: str = ""
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -20,16 +20,22 @@ FAMILIES: Mapping[str, Family] = {
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
+def find_family(hf_config: Mapping[str, Any]) -> Family | None:
+    """The family of a config.json, None when it is none of ours."""
+    known = {family.architecture: family for family in FAMILIES.values()}
+    architectures = hf_config.get("architectures") or []
+    return known.get(architectures[0]) if len(architectures) == 1 else None
+
+
 def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json. Raises `CheckpointError` when it is none of ours; `where` is the file, for the message."""
-    architectures = hf_config.get("architectures") or []
-    known = {family.architecture: family for family in FAMILIES.values()}
-    if len(architectures) != 1 or architectures[0] not in known:
+    family = find_family(hf_config)
+    if family is None:
         raise CheckpointError(
             "model architecture is not supported",
             where=where,
-            got=architectures,
-            expected=f"one of {', '.join(known)}",
+            got=hf_config.get("architectures"),
+            expected=f"one of {', '.join(known.architecture for known in FAMILIES.values())}",
             fix="Use a checkpoint of one of these families, or learner.backend=deepspeed, which needs no conversion.",
         )
-    return known[architectures[0]]
+    return family

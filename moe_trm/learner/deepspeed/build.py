@@ -19,6 +19,7 @@ from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
@@ -38,6 +39,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     check_model(config, hf)
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
+    check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
     device = _start_process_group()
     policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full")

@@ -13,9 +13,9 @@ from moe_trm import hf_config
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, layout
-from moe_trm.learner.megatron.convert import check_tensors
 from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
 from moe_trm.learner.megatron.learner import MegatronLearner

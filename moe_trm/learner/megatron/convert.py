@@ -7,7 +7,7 @@ Shape letters: H hidden size, G key/value groups, D head dimension, I expert wid
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import moe_layers, num_experts
-from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.family import DENSE, Link, Packing
 from moe_trm.models.registry import family_of
+from moe_trm.models.tensors import TOP
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,6 @@ class Heads:
     head_dim: int
 
 
-_TOP = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
 # Transformer Engine fuses a norm into the linear layer behind it and numbers its experts' weights; the tensors are the same.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -41,7 +35,6 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-OUTPUT = "lm_head.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CUT_ROWS = re.compile(
     r"((word_embeddings|output_layer)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)\d*|core_attention\.softmax_offset)$"
@@ -64,9 +57,8 @@ class Names:
     """
 
     def __init__(self, hf: Mapping[str, Any], where: str = "config.json") -> None:
-        self._family, self._hf = family_of(hf, where), hf
-        self._attention, self._router = self._family.attention(hf), self._family.router(hf)
-        self._in_layer = {**self._attention, **DENSE, **self._router}
+        self._family = family_of(hf, where)
+        self._in_layer = {**self._family.attention(hf), **DENSE, **self._family.router(hf)}
 
     def link(self, name: str) -> Link:
         """The HF tensors of the Megatron parameter `name`, whose layer and expert numbers are global.
@@ -74,8 +66,8 @@ class Names:
         Raises:
             CheckpointError: a parameter this family does not have.
         """
-        if name in _TOP:
-            return Link((_TOP[name],))
+        if name in TOP:
+            return Link((TOP[name],))
         if in_layer := _LAYER.fullmatch(name):
             prefix, rest = f"model.layers.{in_layer[1]}.", _FUSED_NORMS.get(in_layer[2], in_layer[2])
             found = self._expert(rest) or self._in_layer.get(rest)
@@ -89,72 +81,9 @@ class Names:
             fix="Report this together with config.json.",
         )
 
-    def all(self) -> Iterator[str]:
-        """Megatron's names of all parameters of the whole model, one per place in the checkpoint."""
-        tied, moe = bool(self._hf.get("tie_word_embeddings", False)), moe_layers(self._hf)
-        yield from (name for name in _TOP if not (tied and name == "output_layer.weight"))
-        for layer in range(int(self._hf["num_hidden_layers"])):
-            prefix = f"decoder.layers.{layer}."
-            yield from (prefix + name for name in (*self._attention, *(self._router if layer in moe else DENSE)))
-            for expert in range(num_experts(self._hf) if layer in moe else 0):
-                yield from (
-                    f"{prefix}mlp.experts.local_experts.{expert}.{name}" for name in self._family.expert(expert)
-                )
-
     def _expert(self, rest: str) -> Link | None:
         expert = _EXPERT.fullmatch(rest)
         return None if expert is None else self._family.expert(int(expert[1] or expert[4])).get(expert[2] or expert[3])
-
-
-def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model in its config.json, before any of them is read.
-
-    Raises:
-        CheckpointError: tensors that are missing, or that the model has no place for; a copy of tied weights that is none.
-    """
-    names, where = Names(hf, f"{checkpoint.folder}/config.json"), str(checkpoint.folder)
-    known = {hf_name for name in names.all() for hf_name in names.link(name).hf_names}
-    missing = sorted(known - checkpoint.names)
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
-    # predicting several tokens at once; neither transformers nor this learner has them.
-    unexpected = sorted(
-        name
-        for name in checkpoint.names - known - {OUTPUT}
-        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
-    )
-    if missing == [OUTPUT]:
-        raise CheckpointError(
-            "checkpoint has no output weight",
-            where=where,
-            got=f"no {OUTPUT}, and config.json does not tie it to the embedding",
-            expected=f"{OUTPUT}, or tie_word_embeddings=true in config.json",
-            fix="If the model was trained with tied embeddings set tie_word_embeddings=true in its config.json; else copy it again, completely.",
-        )
-    if missing or unexpected:
-        raise CheckpointError(
-            "checkpoint does not hold the tensors of the model in config.json",
-            where=where,
-            got=f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: {unexpected[:3]}",
-            expected=f"the {len(known)} tensors of this model under the names of transformers",
-            fix="Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or config.json is another model's.",
-        )
-    if (
-        hf.get("tie_word_embeddings")
-        and OUTPUT in checkpoint.names
-        and not torch.equal(checkpoint.read(OUTPUT), checkpoint.read(_TOP["embedding.word_embeddings.weight"]))
-    ):
-        raise CheckpointError(
-            "output weight and embedding differ, but config.json ties them",
-            where=where,
-            got=f"another {OUTPUT}",
-            expected="the embedding once more, or no output weight",
-            fix="Set tie_word_embeddings=false in config.json if the model was trained with both.",
-        )
-
-
-def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
-    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
-    return layer is not None and int(layer[1]) >= num_layers
 
 
 def is_gated(name: str) -> bool:

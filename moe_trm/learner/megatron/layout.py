@@ -35,14 +35,6 @@ def check_layout(
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     where = f"{config.model.checkpoint}/config.json"
     family = family_of(hf_config, where)
-    if family.not_converted:
-        raise CheckpointError(
-            "this learner cannot train models of this family",
-            where=where,
-            got=f"{family.architecture}: {family.not_converted}",
-            expected="a family that is converted to Megatron-Core",
-            fix="Set learner.backend=deepspeed.",
-        )
     if hf_config.get("mtp_num_hidden_layers"):
         raise CheckpointError(
             "multi-token-prediction layers are not supported",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.hf_config import read_hf_config
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.megatron.convert import check_tensors
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny import make_family
+from moe_trm.preflight import check_launch
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
+
+backends = pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +33,27 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_family("glm4_moe", tmp_path_factory.mktemp("glm"))
 
 
-def changed(source: Path, folder: Path, change: Change) -> tuple[HfCheckpoint, dict[str, Any]]:
-    tensors, hf = load_file(source / "model.safetensors"), read_hf_config(source)
+def changed(source: Path, folder: Path, change: Change) -> Path:
+    """`source` with other tensors or another config.json, as two shards in `folder`."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors, hf = load_file(folder / "model.safetensors"), read_hf_config(source)
+    (folder / "model.safetensors").unlink()
     change(tensors, hf)
-    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(hf))
-    return HfCheckpoint(folder), hf
+    names = sorted(tensors)
+    shards = {"first.safetensors": names[::2], "second.safetensors": names[1::2]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def launch(checkpoint: Path, backend: str, *overrides: str) -> None:
+    """Everything that `moe-trm train` checks before it starts anything."""
+    config = checkpoint / "run.yaml"
+    config.write_text(json.dumps({"model": {"checkpoint": str(checkpoint)}, "learner": {"backend": backend}}))
+    check_launch(load(str(config), list(overrides)), world_size=3)
 
 
 def rename(tensors: dict[str, Tensor], _hf: dict[str, Any]) -> None:
@@ -57,6 +76,11 @@ def tied(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
     hf["tie_word_embeddings"] = True
 
 
+def quantised(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
+    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@backends
 @pytest.mark.parametrize(
     ("change", "reason", "advice"),
     [
@@ -65,16 +89,36 @@ def tied(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
         (other_family, "block_sparse_moe", "another model's"),
         (untied, "no output weight", "tie_word_embeddings=true"),
         (tied, "output weight and embedding differ", "tie_word_embeddings=false"),
+        (quantised, "quantised", "dequantised"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(
-    glm: Path, tmp_path: Path, change: Change, reason: str, advice: str
+def test_a_checkpoint_that_does_not_fit_is_refused_at_launch(
+    glm: Path, tmp_path: Path, backend: str, change: Change, reason: str, advice: str
 ) -> None:
-    checkpoint, hf = changed(glm, tmp_path, change)
     with pytest.raises(CheckpointError, match=reason) as caught:
-        check_tensors(checkpoint, hf)
+        launch(changed(glm, tmp_path, change), backend)
     assert caught.value.fix is not None
     assert advice in caught.value.fix
+
+
+@backends
+def test_a_missing_shard_is_refused_at_launch(glm: Path, tmp_path: Path, backend: str) -> None:
+    folder = changed(glm, tmp_path, lambda _tensors, _hf: None)
+    launch(folder, backend)
+    (folder / "second.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no second\.safetensors") as caught:
+        launch(folder, backend)
+    assert caught.value.fix is not None
+    assert "completely" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("megatron", "16 experts, 3 ranks"), ("deepspeed", "every rank computes all experts")]
+)
+def test_experts_that_do_not_divide_over_the_ranks_are_refused_at_launch(glm: Path, backend: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        launch(glm, backend, "learner.parallel.expert=3")
+    assert "learner.parallel" in str(caught.value)
 
 
 def test_layers_behind_the_last_and_a_copy_of_tied_weights_are_no_fault(glm: Path, tmp_path: Path) -> None:
@@ -83,7 +127,7 @@ def test_layers_behind_the_last_and_a_copy_of_tied_weights_are_no_fault(glm: Pat
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.4.eh_proj.weight"] = tensors["lm_head.weight"].clone()
 
-    check_tensors(*changed(glm, tmp_path, extend))
+    launch(changed(glm, tmp_path, extend), "megatron")
 
 
 def config(**parallel: int) -> Config:

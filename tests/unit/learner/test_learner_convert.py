@@ -26,7 +26,8 @@ from moe_trm.learner.megatron.convert import (
     with_layer,
 )
 from moe_trm.models.family import Link, Packing
-from moe_trm.models.registry import MOE_FAMILIES
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES, family_of
+from moe_trm.models.tensors import parameters, tensor_names
 from moe_trm.models.tiny import make_family
 
 LOCAL, FUSED = (
@@ -165,13 +166,12 @@ def test_layer_numbers_count_over_the_whole_model() -> None:
 
 
 def test_names_of_the_whole_model_are_those_of_the_checkpoint() -> None:
-    names = Names(QWEN3)
-    tensors = [hf for name in names.all() for hf in names.link(name).hf_names]
+    family = family_of(QWEN3, "config.json")
+    tensors = [hf for _, found in parameters(family, QWEN3) for hf in found.hf_names]
     assert len(tensors) == len(set(tensors)) == 3 + 2 * 8 + 3 + 1 + 3 * 3
     assert "model.layers.0.mlp.up_proj.weight" in tensors
     assert "model.layers.1.mlp.experts.2.down_proj.weight" in tensors
-    tied = Names({**QWEN3, "tie_word_embeddings": True})
-    assert "lm_head.weight" not in [hf for name in tied.all() for hf in tied.link(name).hf_names]
+    assert "lm_head.weight" not in tensor_names(family, {**QWEN3, "tie_word_embeddings": True})
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
@@ -180,8 +180,8 @@ def test_every_tensor_of_a_family_has_one_place_and_comes_back_bitwise(tmp_path:
     checkpoint, names, back = HfCheckpoint(tmp_path), Names(hf), dict[str, torch.Tensor]()
     rows = defaultdict[str, dict[int, torch.Tensor]](dict)
     heads = Heads(groups=int(hf["num_key_value_heads"]), head_dim=int(hf.get("head_dim") or 16))
-    for name in names.all():
-        found = names.link(name)
+    for name, found in parameters(FAMILIES[family], hf):
+        assert names.link(name) == found
         assert is_gated(name) == (found.packing in ("gated", "alternating"))
         if found.row is None:
             parts = [checkpoint.read(hf_name) for hf_name in found.hf_names]

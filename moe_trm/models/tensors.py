@@ -1,0 +1,39 @@
+"""Every parameter of a model, and the tensors of its Hugging Face checkpoint, as config.json announces them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moe_trm.hf_config import moe_layers, num_experts
+from moe_trm.models.family import DENSE, Family, HfConfig, Link
+
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+TOP = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": OUTPUT,
+}
+"""Parameters outside the layers: Megatron's name, Hugging Face's name."""
+
+
+def parameters(family: Family, hf: HfConfig) -> Iterator[tuple[str, Link]]:
+    """Megatron's name of every parameter of the whole model, layers and experts counted over all ranks, and its tensors in the checkpoint."""
+    tied, moe = bool(hf.get("tie_word_embeddings")), frozenset(moe_layers(hf))
+    yield from ((name, Link((hf_name,))) for name, hf_name in TOP.items() if not (tied and hf_name == OUTPUT))
+    attention, router = family.attention(hf), family.router(hf)
+    experts = {
+        f"mlp.experts.local_experts.{expert}.{name}": link
+        for expert in range(num_experts(hf))
+        for name, link in family.expert(expert).items()
+    }
+    for layer in range(int(hf["num_hidden_layers"])):
+        links = {**attention, **router, **experts} if layer in moe else {**attention, **DENSE}
+        for name, link in links.items():
+            hf_names = tuple(f"model.layers.{layer}.{hf_name}" for hf_name in link.hf_names)
+            yield f"decoder.layers.{layer}.{name}", replace(link, hf_names=hf_names)
+
+
+def tensor_names(family: Family, hf: HfConfig) -> frozenset[str]:
+    """Every tensor of the checkpoint; the output weight only where it is not tied to the embedding."""
+    return frozenset(hf_name for _, link in parameters(family, hf) for hf_name in link.hf_names)
