@@ -39,6 +39,7 @@ from moe_trm.models.tiny import make_family
 from moe_trm.tasks.build import build_task
 
 ENGINES = ("sglang", "megatron", "hf")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure(
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype",
         nargs=2,
-        choices=("float32", "bfloat16"),
+        choices=DTYPES,
         default=("bfloat16", "float32"),
         metavar=("A", "B"),
         help="arithmetic of each side (default: bfloat16 float32)",

@@ -60,7 +60,7 @@ class Setting:
 
     engine: Literal["sglang", "megatron", "hf"]
     checkpoint: Path
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Literal["float32", "bfloat16", "float16"]
     together: int
     layout: tuple[str, ...] = ()
 
