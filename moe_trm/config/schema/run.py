@@ -19,7 +19,7 @@ class TrainConfig(Section):
     export: bool = True
     """Write the final weights as a Hugging Face checkpoint to `runs/NAME/checkpoints/final`."""
     max_restarts: Count = 0
-    """`moe-trm train`: how often learner ranks that died are started again, from the newest checkpoint; 0: the run ends, and the same command goes on later."""
+    """`moe-trm train`: how often learner ranks that died are started again, from the newest checkpoint; 0: the run ends, and the same command goes on later. An error that can only repeat ends the run at once."""
 
 
 class CheckpointConfig(Section):
