@@ -124,7 +124,8 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
         )
-        metrics = self._metrics(records) | plan_metrics(plan) | age_metrics(records, version, queue_ages)
+        ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
+        metrics = self._metrics(records) | plan_metrics(plan) | ages
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.lend_memory()
@@ -210,6 +211,7 @@ class RolloutController:
             **self._engine.metrics(),
             **turn_metrics(records),
             **mask_metrics(records, self._params),
+            **({"records/dropped/age": 0.0} if self.overlaps else {}),
             **self._ledger.metrics(),
         }
 

@@ -54,19 +54,19 @@ class Router:
         """Look again before the next sample: the router may have been started again, or told otherwise."""
         self._told = None
 
-    async def choose_among(self, urls: frozenset[str]) -> None:
+    async def choose_among(self, urls: frozenset[str], *, every: bool = False) -> None:
         """Return when the router gives samples to no server but these, and to at least one of them; it takes up the others when it can.
 
-        Raises `EngineLost` when the router is not there or does not obey.
+        `every`: return when it gives samples to each. Raises `EngineLost` when the router is not there or does not obey.
         """
         async with self._one_at_a_time:
             if urls == self._told:
                 return
             self._lost_at = self._lost_at or time.monotonic()
-            await self._tell(urls)
+            await self._tell(urls, every)
             self._told, self._lost_at = urls, None
 
-    async def _tell(self, urls: frozenset[str]) -> None:
+    async def _tell(self, urls: frozenset[str], every: bool) -> None:
         clock = asyncio.get_running_loop().time
         deadline = clock() + ORDER_S
         while True:
@@ -76,7 +76,7 @@ class Router:
                 await self._order("DELETE", f"/workers/{listed[url]['id']}")
             for url in urls - set(listed):
                 await self._order("POST", "/workers", {"url": url, "api_key": self._api_key})
-            if able and able <= urls:
+            if able == urls or (able and able <= urls and not every):
                 return
             if clock() > deadline:
                 raise EngineLost(

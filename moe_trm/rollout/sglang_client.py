@@ -89,7 +89,7 @@ class SglangEngine:
             raise EngineError("the rollout servers compute on different devices", got=devices, expected="one kind")
         self._device = devices[0]
         if self._router is not None:
-            await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers))
+            await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers), every=True)
             await self._check.through(self._router.door.http)
         self._fleet.start()
 

@@ -10,26 +10,29 @@ import numpy as np
 from moe_trm.types import RolloutRecord
 
 
-def age_metrics(records: Sequence[RolloutRecord], version: int, queued: Mapping[int, int]) -> dict[str, float]:
+def age_metrics(
+    records: Sequence[RolloutRecord], version: int, queued: Mapping[int, int], bound: int
+) -> dict[str, float]:
     """Age of a token: the learner's version minus the one that sampled it.
 
-    `rollout/age_mean`, `rollout/age_max`; `rollout/stale_tokens`, the number with an age above 0, and `rollout/age_share/<age>` for every
-    age met; `rollout/mixed_rows`, rows sampled by several versions; `queue/groups` and `queue/age/<age>`, groups that waited when the
-    step was asked for, by the age of their oldest token.
+    `rollout/age_mean`, `rollout/age_max`; `rollout/stale_tokens`, the number with an age above 0, and `rollout/age_share/<age>`;
+    `rollout/mixed_rows`, rows sampled by several versions; `queue/groups` and `queue/age/<age>`, groups that waited when the step was
+    asked for, by the age of their oldest token. Every step has every age up to the bound, so that an age which is gone reads 0.
 
     Args:
         records: what the step trains.
         version: of the learner's weights.
         queued: waiting groups by age.
+        bound: on the age of trained tokens.
     """
     ages = version - np.concatenate([record.versions for record in records])
-    counts = Counter(ages.tolist())
+    counts, possible = Counter(ages.tolist()), range(bound + 1)
     return {
         "rollout/age_mean": float(ages.mean()),
         "rollout/age_max": float(ages.max()),
         "rollout/stale_tokens": float((ages > 0).sum()),
         "rollout/mixed_rows": float(sum(np.ptp(record.versions) > 0 for record in records)),
-        **{f"rollout/age_share/{age}": counts[age] / len(ages) for age in sorted(counts)},
+        **{f"rollout/age_share/{age}": counts[age] / len(ages) for age in sorted({*counts, *possible})},
         "queue/groups": float(sum(queued.values())),
-        **{f"queue/age/{age}": float(queued[age]) for age in sorted(queued)},
+        **{f"queue/age/{age}": float(queued.get(age, 0)) for age in sorted({*queued, *possible})},
     }

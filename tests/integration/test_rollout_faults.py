@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.resume_drill import books_balance
@@ -18,6 +21,7 @@ from moe_trm.rollout.keeper import Keeper
 from moe_trm.rollout.supervisor import Server, start_server
 from moe_trm.types import TrainBatch
 from tests.integration.doors import Door
+from tests.integration.jobs import write_config
 from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
@@ -117,6 +121,31 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
     assert len(ids) == len(set(ids)) == GROUPS * GROUP_SIZE - batch.metrics["ledger/rejected"]
     assert "records/rejected/engine_failed" not in batch.metrics
     assert books_balance([batch.metrics])
+
+
+@pytest.mark.slow
+def test_when_the_job_is_killed_in_the_middle_of_a_step_its_server_goes_too(
+    brief_checkpoint: Path, tmp_path: Path
+) -> None:
+    """`moe-trm train` gets SIGKILL: server, its workers, ranks and controller are gone within seconds, and the port is free."""
+    path = write_config(tmp_path, brief_checkpoint)
+    command = [sys.executable, "-m", "moe_trm", "train", str(path), "learner.parallel.expert=1", "train.steps=100"]
+    with (tmp_path / "job.log").open("wb") as log:
+        job = subprocess.Popen(command, stdout=log, stderr=log)
+    metrics = tmp_path / "runs" / "live" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 2:
+        assert job.poll() is None, (tmp_path / "job.log").read_text()
+        time.sleep(0.1)
+    everyone = psutil.Process(job.pid).children(recursive=True)
+    ports = {door.laddr.port for process in everyone for door in process.net_connections() if door.status == "LISTEN"}
+    names = " ".join(" ".join(process.cmdline()) for process in everyone)
+    assert all(name in names for name in ("sglang", "launch.train", "moe_trm.rollout.service"))
+    job.kill()
+    job.wait()
+    _, alive = psutil.wait_procs(everyone, timeout=10)
+    assert not alive
+    assert ports
+    assert not {door.laddr.port for door in psutil.net_connections() if door.status == "LISTEN"} & ports
 
 
 async def until_busy(controller: RolloutController) -> None:

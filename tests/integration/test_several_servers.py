@@ -1,0 +1,175 @@
+"""Two real servers, with SGLang's router in front of them and without: both sample, both get every push, and one that misses a push is
+left out until it has it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.job import free_port
+from moe_trm.config.schema import Config
+from moe_trm.rollout.build import build_controller
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.credentials import API_KEY_VARIABLE
+from moe_trm.rollout.fleet import Fleet
+from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.types import RolloutRecord, TrainBatch
+from tests.integration.doors import Door
+from tests.integration.test_rollout_server import PARAMS, check_against_hf, make_push
+
+GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
+NUM_CHECKS = 6
+"""Requests of one token with which a server and the router before it are looked at when a run starts, at most."""
+LOAD = "/update_weights_from_disk"
+PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
+
+
+@pytest.fixture(scope="module")
+def second_server(
+    rollout_config: Config, rollout_server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    server = start_server(rollout_config, tmp_path_factory.mktemp("second") / "rollout.log", rollout_server.api_key)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def router(rollout_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`python -m launch.router`, which begins without servers."""
+    if find_spec("smg") is None:
+        pytest.skip("SGLang's router is not installed: pip install 'moe-trm[router]'")
+    folder, url = tmp_path_factory.mktemp("router"), f"http://127.0.0.1:{free_port()}"
+    (folder / "config.yaml").write_text("model: {checkpoint: unused}\n")
+    command = [sys.executable, "-m", "launch.router", folder / "config.yaml", f"rollout.router={url}"]
+    with (folder / "router.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "rollout.urls=[http://127.0.0.1:1]"],
+            env={**os.environ, API_KEY_VARIABLE: rollout_server.api_key},
+            stdout=log,
+            stderr=log,
+        )
+    yield url
+    process.terminate()
+    process.wait(20)
+    assert rollout_server.api_key not in (folder / "router.log").read_text()
+
+
+def config(checkpoint: Path, urls: list[str], router: str | None) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": str(checkpoint)},
+            "task": {"max_digits": 1, "eval_size": 0},
+            "rollout": {
+                "urls": urls,
+                "router": router,
+                "prompts_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_new_tokens": 12,
+                "temperature": PARAMS.temperature,
+                "top_p": PARAMS.top_p,
+                "server": {"dtype": "float32"},
+                "max_attempts": 2,
+            },
+            "replay": {"mode": "R3"},
+            "pipeline": {"mode": "one_step"},
+            "probe": {"every": 0},
+            "train": {"steps": STEPS},
+        }
+    )
+
+
+@asynccontextmanager
+async def controlled(settings: Config, key: str) -> AsyncIterator[RolloutController]:
+    controller = await build_controller(settings, key)
+    try:
+        yield controller
+    finally:
+        await controller.close()
+
+
+def fleet_of(controller: RolloutController) -> Fleet:
+    fleet: Any = controller._engine._fleet  # type: ignore[attr-defined]
+    assert isinstance(fleet, Fleet)
+    return fleet
+
+
+def records(batch: TrainBatch) -> list[RolloutRecord]:
+    return [row.record for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["list", "router"])
+def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
+    routed: bool,
+    request: pytest.FixtureRequest,
+    rollout_server: Server,
+    second_server: Server,
+    tiny_moe: Path,
+    other_moe: Path,
+    tmp_path: Path,
+) -> None:
+    weights = [tiny_moe, other_moe, tiny_moe, other_moe, tiny_moe]
+    key = rollout_server.api_key
+
+    async def push(controller: RolloutController, version: int) -> None:
+        await controller.load_weights(make_push(tmp_path, weights[version], version))
+
+    async def run() -> list[TrainBatch]:
+        one, two = Door(rollout_server.url), Door(second_server.url)
+        async with one.open() as first, two.open() as second:
+            address = request.getfixturevalue("router") if routed else None
+            async with controlled(config(tiny_moe, [first, second], address), key) as controller:
+                fleet = fleet_of(controller)
+                await push(controller, 0)
+                assert [server.version for server in fleet.servers] == [0, 0]
+                batches = await controller.plan(1, data_size=1)
+                assert min(door.passed["/generate"] for door in (one, two)) > NUM_CHECKS
+                # A push that does not reach the second server: the first one serves alone.
+                two.shut.add(LOAD)
+                await push(controller, 1)
+                assert [server.version for server in fleet.servers] == [1, 0]
+                assert controller._engine.metrics()["rollout/servers"] == 1
+                asked = two.passed["/generate"]
+                batches += await controller.plan(2, data_size=1)
+                await push(controller, 2)
+                batches += await controller.plan(3, data_size=1)
+                assert two.passed["/generate"] == asked
+                # It takes weights again: it is given the newest ones, and samples again.
+                two.shut.clear()
+                async with asyncio.timeout(30):
+                    while controller._engine.metrics()["rollout/recoveries"] == 0:
+                        await asyncio.sleep(0.1)
+                assert [server.version for server in fleet.servers] == [2, 2]
+                if routed:  # the router takes a server that it gave up back only after a while
+                    async with asyncio.timeout(30):
+                        while two.passed["/generate"] == asked:
+                            await fleet.ask({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
+                asked = two.passed["/generate"]
+                await push(controller, 3)
+                for step in (4, 5):
+                    batches += await controller.plan(step, data_size=1)
+                assert [server.version for server in fleet.servers] == [3, 3]
+                assert two.passed["/generate"] > asked
+                return batches
+
+    batches = asyncio.run(run())
+    trained = [record.sample_id for batch in batches for record in records(batch)]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS * GROUP_SIZE
+    for step, batch in enumerate(batches, 1):
+        assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
+        assert batch.metrics["rollout/age_max"] == min(step - 1, 1)
+        for record in records(batch):
+            [version] = np.unique(record.versions)
+            assert version == max(step - 2, 0)
+        # The label is that of the weights which sampled: log-probs, masks and routes are theirs.
+        for record in records(batch)[:2]:
+            check_against_hf(record, weights[max(step - 2, 0)])
