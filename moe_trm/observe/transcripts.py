@@ -1,50 +1,20 @@
-"""A few sampled rollouts of a step, as text and as a page that shows each token's log-ratio and what the correction kept.
-
-Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row, T tokens of one rollout.
-"""
+"""A few sampled rollouts of a step, as text and as a page that shows each token's log-ratio and what the correction kept."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from moe_trm.config.schema import Config
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.sinks import Sink
+from moe_trm.observe.transcript import Transcript, transcript
 from moe_trm.report.transcript_page import transcript_page
 from moe_trm.types import TrainRow
-
-Kind = Literal["prompt", "sampled", "given"]
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """One rollout of the first rank as its update saw it.
-
-    Attributes:
-        row: the record and its advantage.
-        ratio: the log-ratio shown: `engine`, or `merged` where engine and lag are not known apart.
-        log_ratio, weight: `[T]` of each sampled token, None on all others and on sampled tokens that are not scored.
-        keep: `[T]` whether the correction let it into the gradient, None likewise.
-    """
-
-    row: TrainRow
-    ratio: str
-    log_ratio: Sequence[float | None]
-    weight: Sequence[float | None]
-    keep: Sequence[bool | None]
-
-    @property
-    def kinds(self) -> list[Kind]:
-        """Of each token: part of the prompt, sampled by the policy, or given to it later (by a tool, a template)."""
-        sampled = self.row.record.sampled
-        first = int(sampled.argmax()) if sampled.any() else len(sampled)
-        return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]
 
 
 class Decoder(Protocol):
@@ -109,25 +79,6 @@ def open_transcripts(config: Config, run_dir: Path, first_step: int) -> Transcri
             path.unlink()
     return Transcripts(
         run_dir, config.model.checkpoint, every=observe.transcripts, rollouts=observe.transcript_rollouts
-    )
-
-
-def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:
-    """Row `place` of a judged micro-batch, token by token. Column `r` of the batch scores token `r + 1`."""
-    ratio = "engine" if evidence.ratios.split else "merged"
-    width = row.record.num_tokens - 1
-    scored = [False, *evidence.mask[place, :width].tolist()]
-
-    def column(values: Sequence[float]) -> list[float | None]:
-        return [value if known else None for value, known in zip([0.0, *values], scored, strict=True)]
-
-    keep = [False, *correction.keep[place, :width].tolist()]
-    return Transcript(
-        row,
-        ratio,
-        log_ratio=column(evidence.ratios.get(ratio)[place, :width].tolist()),
-        weight=column(correction.weights[place, :width].tolist()),
-        keep=[kept if known else None for kept, known in zip(keep, scored, strict=True)],
     )
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from moe_trm.observe.transcript import Transcript
 from moe_trm.report.html import document, number
-
-if TYPE_CHECKING:
-    from moe_trm.observe.transcripts import Transcript
 
 PALEST, DARKEST = -4.0, 0.0
 """Powers of ten of the log-ratio's size at which shading begins and is full."""

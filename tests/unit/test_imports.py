@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,23 @@ def test_routing_imports_nothing_of_the_harness() -> None:
 def test_advantages_need_no_torch() -> None:
     """The rollout controller computes them and stays light."""
     assert "torch" not in loaded_by(["moe_trm.batch.advantages"])
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Imports inside functions and for types count too. Raises `graphlib.CycleError` with the modules of a cycle."""
+    root = Path(__file__).parents[2]
+    paths = [path for name in ("moe_trm", "routing", "launch") for path in (root / name).rglob("*.py")]
+    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
+    imports = {name: imported(path) & (modules.keys() - {name}) for name, path in modules.items()}
+    assert len(tuple(TopologicalSorter(imports).static_order())) == len(modules)
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file names in imports; `from package import name` may mean `package.name`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found

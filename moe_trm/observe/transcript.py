@@ -1,0 +1,56 @@
+"""One rollout as its update saw it, token by token. Shape letters: T tokens of the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.types import TrainRow
+
+Kind = Literal["prompt", "sampled", "given"]
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One rollout of the first rank as its update saw it.
+
+    Attributes:
+        row: the record and its advantage.
+        ratio: the log-ratio shown: `engine`, or `merged` where engine and lag are not known apart.
+        log_ratio, weight: `[T]` of each sampled token, None on all others and on sampled tokens that are not scored.
+        keep: `[T]` whether the correction let it into the gradient, None likewise.
+    """
+
+    row: TrainRow
+    ratio: str
+    log_ratio: Sequence[float | None]
+    weight: Sequence[float | None]
+    keep: Sequence[bool | None]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of each token: part of the prompt, sampled by the policy, or given to it later (by a tool, a template)."""
+        sampled = self.row.record.sampled
+        first = int(sampled.argmax()) if sampled.any() else len(sampled)
+        return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]
+
+
+def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:
+    """Row `place` of a judged micro-batch, token by token. Column `r` of the batch scores token `r + 1`."""
+    ratio = "engine" if evidence.ratios.split else "merged"
+    width = row.record.num_tokens - 1
+    scored = [False, *evidence.mask[place, :width].tolist()]
+
+    def column(values: Sequence[float]) -> list[float | None]:
+        return [value if known else None for value, known in zip([0.0, *values], scored, strict=True)]
+
+    keep = [False, *correction.keep[place, :width].tolist()]
+    return Transcript(
+        row,
+        ratio,
+        log_ratio=column(evidence.ratios.get(ratio)[place, :width].tolist()),
+        weight=column(correction.weights[place, :width].tolist()),
+        keep=[kept if known else None for kept, known in zip(keep, scored, strict=True)],
+    )
