@@ -13,6 +13,7 @@ from moe_trm.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
 from moe_trm.observe.trackers import check_trackers
@@ -31,6 +32,7 @@ def check_launch(config: Config, *, world_size: int) -> None:
         check_model(config, hf_config)
     else:
         check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+        layers_here(config.learner)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, LearnerConfig
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 """What to begin with where the rollout is a policy of its own."""
@@ -21,6 +21,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=str(initial),
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
+    yield from _fp8(config.learner)
     if rollout.quantization is None or rollout.engine == "bundle":
         return
     if rollout.server.device == "cpu" and not rollout.attached:
@@ -40,6 +41,37 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
 
 
+def _fp8(learner: LearnerConfig) -> Iterator[Problem]:
+    if learner.fp8 == "none":
+        return
+    needs = [
+        ("backend", "megatron", "8-bit products are those of Megatron-Core's layers"),
+        ("dtype", "bfloat16", "what 8-bit products leave over computes in bfloat16"),
+    ]
+    for key, needed, why in needs:
+        if getattr(learner, key) != needed:
+            yield Problem(
+                f"learner.{key}",
+                why,
+                got=f"{getattr(learner, key)} with learner.fp8={learner.fp8}",
+                expected=needed,
+            )
+    if learner.transformer_engine == "off":
+        yield Problem(
+            "learner.transformer_engine",
+            "8-bit products are Transformer Engine's",
+            got=f"off with learner.fp8={learner.fp8}",
+            expected="auto or on",
+        )
+    if learner.fp8 == "delayed" and learner.fp8_bfloat16_layers and "fp8_bfloat16_layers" in learner.model_fields_set:
+        yield Problem(
+            "learner.fp8_bfloat16_layers",
+            "delayed scaling leaves no layer out",
+            got=f"{learner.fp8_bfloat16_layers} with learner.fp8=delayed",
+            expected="0, or left out",
+        )
+
+
 def surprises(config: Config) -> Iterator[str]:
     """What does not do what it seems to."""
     learner, rollout = config.learner, config.rollout
@@ -52,6 +84,17 @@ def surprises(config: Config) -> Iterator[str]:
             yield f"rollout.quantization={rollout.quantization} without a correction trains on another policy's samples as if they were the learner's own: try {CORRECTION}"
         if config.replay.mode == "none":
             yield f"rollout.quantization={rollout.quantization} with replay.mode=none: rounded routers choose other experts more often, and nothing brings them together; R3 does"
+    if learner.fp8 == "delayed":
+        yield "learner.fp8=delayed takes its scales from earlier passes: the first update does not repeat the scoring pass bit for bit, and update/first_nonzero_fraction is not 0; tensorwise does"
+    if learner.fp8 != "none" and rollout.quantization is None and rollout.engine == "sglang":
+        yield f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, which the rollout does not share; rollout.quantization=fp8 rounds there too"
+    idle = [
+        ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
+        ("fp8_bfloat16_layers", learner.fp8 == "none", "learner.fp8=none"),
+    ]
+    for key, is_idle, reason in idle:
+        if is_idle and key in learner.model_fields_set:
+            yield f"learner.{key} has no effect: {reason}"
     halves = {learner.dtype, rollout.server.dtype}
     if halves == {"bfloat16", "float16"} and rollout.engine == "sglang":
         yield f"learner.dtype={learner.dtype} with rollout.server.dtype={rollout.server.dtype} aligns nothing: the engines differ by bfloat16's rounding; float16 on both sides is eight times finer"

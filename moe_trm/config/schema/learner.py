@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from moe_trm.config.schema.section import Count, Decay, Positive, Section, bare_off
+from moe_trm.config.schema.section import Count, Decay, Positive, Section, bare_off, bare_switch
 
 
 class ParameterGroup(Section):
@@ -101,6 +101,12 @@ class LearnerConfig(Section):
     """Arithmetic of the learner; master weights, gradient sums, routers and log-probs are float32 whatever it is. `float16` here and in `rollout.server.dtype` rounds eight times finer than bfloat16 on both sides; its range is narrow, so try it with models whose activations stay below 65504."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """How float16 gradients are kept in range."""
+    transformer_engine: Annotated[Literal["auto", "on", "off"], BeforeValidator(bare_switch)] = "auto"
+    """Megatron's layers: Transformer Engine's, with one grouped product over all experts (`on`), or plain ones (`off`). `auto`: Transformer Engine's where there are CUDA and a working installation. On CPU there are only plain ones."""
+    fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Products of the layers' matrices in 8 bits, by where their scales come from: earlier passes (`delayed`), or the present tensor (`tensorwise`), its blocks of 128 (`blockwise`; Hopper) or of 32 (`mxfp8`; Blackwell). Needs Transformer Engine and `learner.dtype=bfloat16`; weights, routers, embeddings and the output layer stay as they are. It adds to the engine mismatch, unless the rollout rounds alike (`rollout.quantization`). With `delayed` a forward depends on those before it, so `update/first_nonzero_fraction` is not 0."""
+    fp8_bfloat16_layers: Count = 1
+    """Layers at each end of the model that `learner.fp8` leaves in bfloat16; with `delayed` there are none."""
     parallel: ParallelConfig = ParallelConfig()
     """Sizes of the learner's parallel groups."""
     minibatches: Positive = 2

@@ -15,12 +15,13 @@ from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
-from moe_trm.learner.megatron import cpu_shim, layout
+from moe_trm.learner.megatron import cpu_shim, fp8, layout
 from moe_trm.learner.megatron.export import owned_tensors
-from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
+from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
+from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.schedule import learning_rate
@@ -41,11 +42,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
+    layers = layers_here(config.learner)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)
-    cuda = device.type == "cuda"
-    layers = choose_layers(cuda=cuda, transformer_engine=cuda and transformer_engine_imports())
-    check_context(layers, config.learner.parallel.context)
     model_config = transformer_config(hf, config.learner, layers)
     chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
     load_weights(chunks, checkpoint, hf)
@@ -73,6 +72,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
             partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
         ),
         TrainingState(chunks, optimizer, hf),
+        Parts(fp8.alignment(config.learner)),
         temperature=config.rollout.temperature,
         device=device,
     )

@@ -7,28 +7,55 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
+from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import ConfigError
 
 Layers = Literal["transformer_engine", "local", "cpu"]
 
 
-def choose_layers(*, cuda: bool, transformer_engine: bool) -> Layers:
-    """Which layers to build from what this machine has."""
-    if not cuda:
-        return "cpu"
-    return "transformer_engine" if transformer_engine else "local"
+def layers_here(learner: LearnerConfig) -> Layers:
+    """Which layers this machine builds under these settings. Raises `ConfigError` as `choose_layers` does."""
+    cuda = torch.cuda.is_available()
+    usable = cuda and learner.transformer_engine != "off" and transformer_engine_imports()
+    return choose_layers(learner, cuda=cuda, transformer_engine=usable)
 
 
-def check_context(layers: Layers, context: int) -> None:
-    """Raise `ConfigError` when these layers cannot attend over the columns of other ranks."""
-    if layers == "local" and context > 1:
+def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: bool) -> Layers:
+    """Which layers to build from what a machine has.
+
+    Args:
+        learner: the settings.
+        cuda: whether there is a device.
+        transformer_engine: whether `transformer_engine.pytorch` imports.
+
+    Raises:
+        ConfigError: what is asked for needs Transformer Engine, which cannot be used here.
+    """
+    wanted, usable = learner.transformer_engine, cuda and transformer_engine
+    if not usable and (wanted == "on" or learner.fp8 != "none"):
+        raise ConfigError(
+            "Transformer Engine cannot be used here",
+            where="learner.transformer_engine" if wanted == "on" else "learner.fp8",
+            got="transformer_engine.pytorch does not import" if cuda else "no CUDA device",
+            expected="a CUDA device and a working Transformer Engine",
+            fix="Set learner.transformer_engine=auto and learner.fp8=none"
+            + (", or install transformer-engine[pytorch] for this CUDA version." if cuda else "."),
+        )
+    if usable and wanted != "off":
+        return "transformer_engine"
+    layers: Layers = "local" if cuda else "cpu"
+    if layers == "local" and learner.parallel.context > 1:
         raise ConfigError(
             "context parallelism on CUDA needs Transformer Engine",
             where="learner.parallel.context",
-            got=f"{context}, and transformer_engine.pytorch does not import",
+            got=f"{learner.parallel.context} with learner.transformer_engine={wanted}"
+            + ("" if transformer_engine else ", and transformer_engine.pytorch does not import"),
             expected="Transformer Engine, or 1",
             fix="Install transformer-engine for this CUDA version, or share sequences with learner.parallel.tensor.",
         )
+    return layers
 
 
 def transformer_engine_imports() -> bool:

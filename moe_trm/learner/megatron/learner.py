@@ -44,6 +44,7 @@ class MegatronLearner:
         replayer: attached to `wrapped`; None for a dense model.
         exporter: writes weights in Hugging Face form.
         training: saves and restores weights and optimizer.
+        parts: cuts micro-batches for this rank.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model lives.
     """
@@ -56,6 +57,7 @@ class MegatronLearner:
         replayer: MegatronReplayer | None,
         exporter: HfExporter,
         training: TrainingState,
+        parts: Parts,
         *,
         temperature: float,
         device: torch.device,
@@ -65,8 +67,8 @@ class MegatronLearner:
         self._training, self._temperature, self._device = training, temperature, device
         self._snapshots = Snapshots(chunks)
         self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
-        self._parts = Parts()
-        self._schedule = Schedule(wrapped, self._parts, replayer, device)
+        self._parts = parts
+        self._schedule = Schedule(wrapped, parts, replayer, device)
         self.data_rank, self.data_size, self.leads = self._data.rank, self._data.size, self._parts.leads
         self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
         self.model_moe_layer_ids = all_moe_layer_ids(chunks[0].config) if replayer is not None else ()

@@ -18,7 +18,7 @@ from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
 from moe_trm.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.megatron import convert
+from moe_trm.learner.megatron import convert, fp8
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -98,6 +98,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         **experts,
         **family,
         **_recompute(learner.recompute),
+        **fp8.options(learner),
     )
     for name, value in family_of(hf, "config.json").yarn(hf).items():
         # Its rotary embedding looks for these attributes, which its configuration does not declare.

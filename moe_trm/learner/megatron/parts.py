@@ -25,12 +25,16 @@ class Parts:
 
     Tensor parallelism always comes with sequence parallelism here.
 
+    Args:
+        columns: what the number of columns that a rank computes is a multiple of.
+
     Attributes:
         leads: whether this rank speaks for its rows: the first of the ranks that share them.
         on_last_stage: whether this rank computes scores.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 1) -> None:
+        self._columns = columns
         self._slices = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.leads = all(group.rank() == 0 for group in (*self._slices, self._stages))
@@ -40,7 +44,7 @@ class Parts:
         """`batch` with as many columns of padding as it takes to cut it evenly; what only objectives read stays as it is."""
         length = batch.input_ids.shape[1]
         tensor, context = self._slices
-        more = -length % padding_multiple(context.size(), tensor.size())
+        more = -length % (self._columns * padding_multiple(context.size(), tensor.size()))
         if not more:
             return batch
         input_ids, target_ids, valid, mask = (

@@ -4,29 +4,55 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron import cpu_shim
-from moe_trm.learner.megatron.layers import check_context, choose_layers, transformer_engine_imports
+from moe_trm.learner.megatron.layers import choose_layers, transformer_engine_imports
+
+
+def settings(**learner: Any) -> LearnerConfig:
+    return LearnerConfig.model_validate(learner)
 
 
 @pytest.mark.parametrize(
-    ("cuda", "transformer_engine", "expected"),
-    [(False, False, "cpu"), (False, True, "cpu"), (True, False, "local"), (True, True, "transformer_engine")],
+    ("wanted", "cuda", "transformer_engine", "expected"),
+    [
+        ("auto", False, False, "cpu"),
+        ("auto", False, True, "cpu"),
+        ("auto", True, False, "local"),
+        ("auto", True, True, "transformer_engine"),
+        ("on", True, True, "transformer_engine"),
+        ("off", True, True, "local"),
+        ("off", False, False, "cpu"),
+    ],
 )
-def test_layer_choice(cuda: bool, transformer_engine: bool, expected: str) -> None:
-    assert choose_layers(cuda=cuda, transformer_engine=transformer_engine) == expected
+def test_layer_choice(wanted: str, cuda: bool, transformer_engine: bool, expected: str) -> None:
+    chosen = choose_layers(settings(transformer_engine=wanted), cuda=cuda, transformer_engine=transformer_engine)
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(("cuda", "why"), [(False, "no CUDA device"), (True, "does not import")])
+@pytest.mark.parametrize("learner", [{"transformer_engine": "on"}, {"fp8": "tensorwise", "dtype": "bfloat16"}])
+def test_what_needs_transformer_engine_is_refused_without_it(learner: dict[str, Any], cuda: bool, why: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used here") as caught:
+        choose_layers(settings(**learner), cuda=cuda, transformer_engine=not cuda)
+    assert why in str(caught.value.got)
+    assert caught.value.where == ("learner.transformer_engine" if "transformer_engine" in learner else "learner.fp8")
+    assert ("install" in caught.value.fix) is cuda
 
 
 def test_context_parallelism_on_cuda_needs_transformer_engine() -> None:
-    check_context("cpu", 2)
-    check_context("transformer_engine", 2)
-    check_context("local", 1)
-    with pytest.raises(ConfigError, match="needs Transformer Engine"):
-        check_context("local", 2)
+    two = {"parallel": {"context": 2}}
+    assert choose_layers(settings(**two), cuda=False, transformer_engine=False) == "cpu"
+    assert choose_layers(settings(**two), cuda=True, transformer_engine=True) == "transformer_engine"
+    for learner, usable in ((two, False), ({**two, "transformer_engine": "off"}, True)):
+        with pytest.raises(ConfigError, match="needs Transformer Engine"):
+            choose_layers(settings(**learner), cuda=True, transformer_engine=usable)
 
 
 def test_broken_transformer_engine_counts_as_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
