@@ -43,8 +43,10 @@ class Look:
     threads: int
 
 
-def watch(command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]) -> dict[str, list[Look]]:
-    """Run `command` to its end; what every process of it looked like, by name.
+def watch(
+    command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]
+) -> list[tuple[str, list[Look]]]:
+    """Run `command` to its end; what every process of it is called, and what it looked like.
 
     Args:
         command: of the job.
@@ -69,7 +71,7 @@ def watch(command: Sequence[str], step: Callable[[], int], each_look: Callable[[
             job.wait(PAUSE_S)
     if job.returncode:
         raise SystemExit(f"the run ended with exit code {job.returncode}")
-    return {name: looks[process] for process, name in numbered(names).items()}
+    return [(names[process], looks[process]) for process in looks]
 
 
 def look(process: psutil.Process, step: int) -> Look:
@@ -107,11 +109,11 @@ def role(words: Sequence[str]) -> str:
     return line[-40:] or "unnamed"
 
 
-def numbered(names: dict[psutil.Process, str]) -> dict[psutil.Process, str]:
-    """The names, with a number where several processes bear the same."""
-    several, met = Counter(names.values()), Counter[str]()
-    unique = {}
-    for process, name in names.items():
-        unique[process] = f"{name} {met[name]}" if several[name] > 1 else name
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, with a number where several are the same."""
+    several, met = Counter(names), Counter[str]()
+    unique = []
+    for name in names:
+        unique.append(f"{name} {met[name]}" if several[name] > 1 else name)
         met[name] += 1
     return unique

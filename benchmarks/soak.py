@@ -16,13 +16,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.growth import growth
-from benchmarks.processes import Look, watch
+from benchmarks.growth import Line, growth
+from benchmarks.processes import Look, numbered, watch
 from benchmarks.resume_drill import metrics_of
 from benchmarks.soak_job import write_job
 from benchmarks.table import Row, report
@@ -33,6 +33,9 @@ LOGS = ("*.log", "*.jsonl", "*.html", "transcripts/*")
 """What a run writes down of each step, which is meant to become more."""
 SPARE_HANDLES = 2
 """A file or thread more or less at the moment of a look is no growth."""
+GOOD = ("flat", "levels off")
+MIN_STEPS = 100
+"""Fewer are over before every block of `growth` was looked at."""
 MIB = 1 << 20
 
 
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_intermixed_args(argv)
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS}")
     with tempfile.TemporaryDirectory(prefix="moe-trm-soak-") as temporary:
         folder = Path(temporary)
         config, run = args.config or write_job(folder), folder / NAME
@@ -69,17 +74,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         looks = watch([sys.executable, "-m", "moe_trm", "train", str(config), *settings], step, look_at_files)
         metrics = metrics_of(run)
-    processes = [row for name, seen in looks.items() if (row := process_row(name, seen, args.steps))]
-    places = [row for name, place in kept.items() if (row := place_row(name, place, args.steps))]
+    rows = [row for name, seen in looks if (row := process_row(name, seen, args.steps))]
+    for row, name in zip(rows, numbered([str(row["process"]) for row in rows]), strict=True):
+        row["process"] = name
+    rows += [row for name, place in kept.items() if (row := place_row(name, place, args.steps))]
     seconds = statistics.median(row["time/step_s"] for row in metrics[1:])
     held = max(row["ledger/queued"] + row["ledger/in_flight"] for row in metrics[1:])
     title = (
-        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. "
-        "Slopes: MiB per 100 steps, after the first quarter and over the second half, with standard errors"
+        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. Growth in MiB per 100 steps, "
+        "with its standard error, after the first quarter of the steps and over the second half; handles gained since the second quarter"
     )
-    report(title, [*processes, *places], args.json)
-    ours = [row for row in [*processes, *places] if not str(row["process"]).startswith("SGLang")]
-    return 0 if ours and len(metrics) == args.steps + 1 and not any(_bad(row) for row in ours) else 1
+    raw = [{"process": name, "looks": [astuple(each) for each in seen]} for name, seen in looks]
+    report(title, rows, args.json, {"look": [each.name for each in fields(Look)], "processes": raw})
+    ours = [row for row in rows if not str(row["process"]).startswith("SGLang")]
+    return 0 if len(metrics) == args.steps + 1 and all(row["verdict"] in GOOD for row in ours) else 1
 
 
 def process_row(name: str, looks: Sequence[Look], steps: int) -> Row | None:
@@ -88,18 +96,28 @@ def process_row(name: str, looks: Sequence[Look], steps: int) -> Row | None:
     if row is None:
         return None
     second, last = _quarters(looks, steps)
-    row["rss_MiB"] = statistics.median(look.resident for look in last) / MIB
+    row["RSS MiB"], gained = _median(look.resident for look in last) / MIB, {}
     for handle in ("files", "sockets", "threads"):
-        before, after = (int(statistics.median(getattr(look, handle) for look in part)) for part in (second, last))
-        row[handle], row[f"{handle}+"] = after, after - before
-    gained = any(int(row[f"{handle}+"]) > SPARE_HANDLES for handle in ("files", "sockets", "threads"))
-    row["verdict"] = f"{row.pop('verdict')}{', handles' if gained else ''}"
-    return row
+        before, after = (_median(getattr(look, handle) for look in part) for part in (second, last))
+        gained[handle] = int(after - before)
+        row[handle] = f"{after:.0f}{f' {gained[handle]:+}' if gained[handle] else ''}"
+    if any(more > SPARE_HANDLES for more in gained.values()):
+        row["verdict"] = f"{row['verdict']}, handles"
+    return {**row, "verdict": row.pop("verdict")}
 
 
 def place_row(name: str, kept: Kept, steps: int) -> Row | None:
     """The same of files on a disk."""
-    return _growth_row(name, [look[0] for look in kept.looks], [look[1] for look in kept.looks], steps)
+    row = _growth_row(name, [look[0] for look in kept.looks], [look[1] for look in kept.looks], steps)
+    files = _median(number for step, _, number in kept.looks if step >= 3 * steps / 4) if row else 0
+    return row and {
+        **row,
+        "RSS MiB": "",
+        "files": f"{files:.0f}",
+        "sockets": "",
+        "threads": "",
+        "verdict": row.pop("verdict"),
+    }
 
 
 def steps_in(path: Path) -> int:
@@ -116,16 +134,18 @@ def _growth_row(name: str, steps: Sequence[int], values: Sequence[int], num_step
     found = growth(np.array(steps, np.float64), np.array(values, np.float64), num_steps)
     if found is None:
         return None
-    unit = 100 / MIB
     return {
         "process": name,
-        "MiB": statistics.median(value for step, value in zip(steps, values, strict=True) if step >= 3 * num_steps / 4) / MIB,
-        "slope": unit * found.settled.slope,
-        "error": unit * found.settled.error,
-        "late_slope": unit * found.late.slope,
-        "late_error": unit * found.late.error,
+        "MiB": _median(value for step, value in zip(steps, values, strict=True) if step >= 3 * num_steps / 4) / MIB,
+        "growth": _rate(found.settled),
+        "late growth": _rate(found.late),
         "verdict": found.verdict,
-    }  # fmt: skip
+    }
+
+
+def _rate(line: Line) -> str:
+    """MiB per 100 steps."""
+    return f"{100 * line.slope / MIB:.3f} ± {100 * line.error / MIB:.3f}"
 
 
 def _quarters(looks: Sequence[Look], steps: int) -> tuple[list[Look], list[Look]]:
@@ -133,8 +153,8 @@ def _quarters(looks: Sequence[Look], steps: int) -> tuple[list[Look], list[Look]
     return second, [look for look in looks if look.step >= 3 * steps / 4]
 
 
-def _bad(row: Row) -> bool:
-    return row["verdict"] not in ("flat", "levels off")
+def _median(values: Iterable[float]) -> float:
+    return float(statistics.median(values))
 
 
 def _size(path: Path) -> int | None:
