@@ -80,19 +80,17 @@ class ServerCheck:
         request = self._request((0, 0), SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1))
         if self._wanted.routes:
             request["routed_experts_start_len"] = 1
-        meta = decode_answer(await router.request("POST", "/generate", request)).meta_info
+        body = await router.request("POST", "/generate", request)
+        try:
+            meta = decode_answer(body).meta_info
+        except RecordRejected as rejection:
+            raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
         got = {
             "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row,
             "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
         }
         if lost := [name for name, missing in got.items() if missing]:
-            raise EngineError(
-                "the router drops what it does not know of a request, and so no answer has what was asked for",
-                where=router.url,
-                got=f"an answer without {' and '.join(lost)}",
-                expected="the answer that a server gives",
-                fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on, sglang-router 0.3.2 does not. Without rollout.router samples are shared among rollout.urls as well.",
-            )
+            raise _dropped(router, f"an answer without {' and '.join(lost)}")
 
     @property
     def _one_row(self) -> int:
@@ -166,6 +164,16 @@ class ServerCheck:
                 raise
             return False
         return True
+
+
+def _dropped(router: EngineHttp, got: str) -> EngineError:
+    return EngineError(
+        "the router does not hand on what samples are asked with",
+        where=router.url,
+        got=got,
+        expected="the answer that a server gives",
+        fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not know. Without rollout.router samples are shared among rollout.urls as well.",
+    )
 
 
 def _mismatch(http: EngineHttp, what: str, got: object, expected: object) -> EngineError:

