@@ -1,4 +1,4 @@
-"""Rules between settings of the objective, the optimizer and the evaluation. See `moe_trm.config.rules`."""
+"""Rules between settings of batches, corrections, KL, optimizer and layout. See `moe_trm.config.rules`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,96 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RuleConfig
 from moe_trm.schedule import learning_rate
 
 
 def refusals(config: Config) -> list[Problem]:
     """Why these settings cannot work; empty when they can."""
-    return [*_kl(config), *_optimizer(config), *_evaluation(config)]
+    return [*_batch(config), *_corrections(config), *_kl(config), *_optimizer(config), *_parallel(config)]
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    rows, parts = config.rollout.prompts_per_step * config.rollout.group_size, config.learner.minibatches
+    if rows % parts:
+        yield Problem(
+            "learner.minibatches",
+            "a step's sequences must split evenly",
+            got=f"{rows} sequences (rollout.prompts_per_step * rollout.group_size) in {parts} minibatches",
+            expected=f"a divisor of {rows}",
+        )
+    learner = config.learner
+    if learner.micro_batch_rows is not None and learner.micro_batch_tokens is not None:
+        yield Problem(
+            "learner.micro_batch_tokens",
+            "micro-batches are cut by rows or by tokens",
+            got=f"micro_batch_rows={learner.micro_batch_rows} and micro_batch_tokens={learner.micro_batch_tokens}",
+            expected="one of the two",
+            fix="set learner.micro_batch_rows=null",
+        )
+    if learner.micro_batch_tokens is not None and learner.micro_batch_tokens < config.rollout.max_new_tokens:
+        yield Problem(
+            "learner.micro_batch_tokens",
+            "one answer may be longer than a micro-batch",
+            got=f"{learner.micro_batch_tokens} tokens with rollout.max_new_tokens={config.rollout.max_new_tokens}",
+            expected="at least the longest prompt and answer together",
+        )
+    if config.rollout.group_size == 1 and config.advantage.name != "reinforce_plus_plus":
+        yield Problem(
+            "rollout.group_size",
+            f"advantage.name={config.advantage.name} compares the samples of one prompt; with one sample there is no baseline",
+            got="1",
+            expected="at least 2",
+            fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
+        )
+    if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
+        yield Problem(
+            "batch.zero_variance",
+            "one sample per prompt has no variance: every group would be dropped",
+            got="drop with rollout.group_size=1",
+            expected="keep, or rollout.group_size of at least 2",
+        )
+
+
+def _corrections(config: Config) -> Iterator[Problem]:
+    for rule in config.correction.rules:
+        yield from _exact_divergence(config, rule)
+    names = [rule.name for rule in config.correction.rules]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(
+            "correction.rules",
+            f"rule {name} is listed more than once, and its metrics would overwrite each other",
+            got=str(names.count(name)),
+            expected="once",
+        )
+    preset = config.correction.preset or ""
+    if preset.startswith("bypass_") and config.replay.mode == "R2":
+        yield Problem(
+            "replay.mode",
+            "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
+            got=f"R2 with correction.preset={preset}",
+            expected="R3 or none",
+        )
+
+
+def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
+    if rule.thresholds.get("divergence") != "exact":
+        return
+    if config.sampling_mask.mode == "off":
+        yield Problem(
+            "sampling_mask.mode",
+            f"rule {rule.name} with divergence=exact needs the rollout's distribution, which is recorded with the sampling mask",
+            got="off",
+            expected="keep",
+            fix="set sampling_mask.mode=keep, or divergence=sampled",
+        )
+    if rule.thresholds.get("ratio", "total") != "total":
+        yield Problem(
+            "correction.rules",
+            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, which is the total ratio",
+            got=f"ratio={rule.thresholds['ratio']}",
+            expected="ratio left out",
+        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:
@@ -83,24 +166,19 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
 
 
-def _evaluation(config: Config) -> Iterator[Problem]:
-    settings, k = config.eval, config.eval.samples
-    for name in config.task.eval_sets:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            yield Problem(
-                "task.eval_sets",
-                "a set's name becomes part of the names of its metrics",
-                got=repr(name),
-                expected="letters, digits, dots, dashes and underscores",
-            )
-    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
-    metrics = ["accuracy", "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
-    known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
-    if settings.keep_best and settings.best_metric not in known:
+def _parallel(config: Config) -> Iterator[Problem]:
+    parallel = config.learner.parallel
+    if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
-            "eval.best_metric",
-            "no evaluation measures this",
-            got=settings.best_metric,
-            expected=", ".join(known),
-            fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
+            "learner.parallel.virtual_pipeline",
+            "model chunks need a pipeline",
+            got=f"{parallel.virtual_pipeline} chunks on 1 stage",
+            expected="learner.parallel.pipeline of at least 2",
+        )
+    if parallel.tensor > 1 and parallel.expert_tensor == 1 and parallel.expert == 1:
+        yield Problem(
+            "learner.parallel.tensor",
+            "tensor parallelism with whole experts on every rank trains wrongly on Megatron-Core before 0.17",
+            got=f"tensor {parallel.tensor}, expert_tensor 1, expert 1",
+            expected=f"expert_tensor={parallel.tensor} or expert={parallel.tensor}",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
@@ -17,9 +18,6 @@ from moe_trm.rollout.sglang_client import SglangEngine
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams
-
-MASK_LIMIT = 4096
-"""Largest `top_k` for which SGLang returns a sampling mask (its `--sampling-mask-max-tokens`)."""
 
 
 async def build_controller(config: Config, api_key: str | None) -> RolloutController:

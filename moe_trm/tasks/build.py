@@ -36,7 +36,7 @@ def build_task(config: TaskConfig, checkpoint: str, seed: int) -> Task:
             eval_size=config.eval_size,
             reward_weights=config.reward_weights,
         )
-    assert config.prompts is not None, "moe_trm.config.rules demands it"
+    assert config.prompts is not None, "moe_trm.config.task_rules demands it"
     held_out = ({"": config.eval_prompts} if config.eval_prompts else {}) | config.eval_sets
     template = TEMPLATE if config.name == "gsm8k" else "{prompt}"
     return FileTask(

@@ -50,6 +50,16 @@ class TaskConfig(Section):
     shuffle_rewards: bool = False
     """Control experiment: permute the rewards of each step, so that there is nothing to learn."""
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether prompts come from `prompts`, not from the task itself."""
+        return self.name != "arithmetic"
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.eval_size > 0 and (not self.reads_prompts or bool(self.eval_prompts or self.eval_sets))
+
 
 class EvalConfig(Section):
     """What an evaluation on held-out prompts measures beside the greedy accuracy. It changes nothing in training."""

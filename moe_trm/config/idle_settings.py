@@ -1,0 +1,112 @@
+"""Settings that were written down while another one makes them idle: a table of key, condition and reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_trm.config.schema import Config
+
+PROJECTS = {"wandb", "mlflow", "trackio"}
+"""Trackers that file runs under a project."""
+
+
+def idle_settings(config: Config) -> Iterator[str]:
+    """Keys that were set while another setting makes them idle."""
+    rollout, task = config.rollout, config.task
+    exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
+    plain_reward = exact or task.reward in (None, "math_verify")
+    idle = [
+        ("rollout", "colocate", rollout.engine == "bundle", "rollout.engine=bundle holds no memory"),
+        *(
+            ("pipeline", key, config.pipeline.staleness_limit == 0, "no sample is older than the learner's weights")
+            for key in ("behavior", "snapshot_gib")
+        ),
+        ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
+        ("pipeline", "partial", rollout.engine == "bundle", "a recording is never interrupted"),
+        ("rollout", "bundle_delay_s", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
+        ("rollout", "urls", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
+        ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
+        ("rollout", "router", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
+        ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
+        ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
+        ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
+        ("sampling_mask", "violation", config.sampling_mask.mode == "off", "sampling_mask.mode=off records no masks"),
+        ("task", "max_digits", task.reads_prompts, f"task.name={task.name} reads its prompts from a file"),
+        *(
+            ("task", key, not task.reads_prompts, f"task.name={task.name} makes its own prompts")
+            for key in ("prompts", "eval_prompts", "eval_sets", "template", "chat")
+        ),
+        ("train", "eval_every", rollout.engine == "bundle", "a recorded run has no weights to evaluate"),
+        *(
+            ("eval", key, config.eval.samples == 0, "eval.samples=0 samples nothing")
+            for key in ("temperature", "top_p")
+        ),
+        *(
+            ("eval", key, not task.has_evaluation or rollout.engine == "bundle", "nothing is evaluated")
+            for key in ("samples", "max_new_tokens", "keep_best", "best_metric")
+        ),
+        ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
+        ("task", "answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
+        ("task", "reward_weights", plain_reward and rollout.function is None, "the reward is one number"),
+        ("task", "reward_timeout_s", exact, "task.reward=exact takes no time"),
+        ("task", "reward_processes", exact, "task.reward=exact needs none"),
+        *(
+            ("rollout", key, rollout.function is None, "rollout.function is not set: every sample is one answer")
+            for key in ("function_timeout_s", "max_turns", "max_tokens")
+        ),
+        ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
+        ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
+        ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
+        ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
+        ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
+        *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "where")),
+        *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
+        (
+            "loss",
+            "measure_entropy",
+            config.loss.entropy_coef > 0 or config.loss.name == "espo",
+            "the loss needs the entropy anyway",
+        ),
+        *(
+            ("optimizer", key, config.optimizer.schedule == "constant", "optimizer.schedule=constant")
+            for key in ("min_lr", "decay_steps")
+        ),
+        (
+            "optimizer",
+            "final_steps",
+            config.optimizer.schedule != "wsd",
+            "only optimizer.schedule=wsd has a final part",
+        ),
+        ("optimizer", "surge_window", config.optimizer.surge_limit is None, "optimizer.surge_limit is not set"),
+        ("optimizer", "warmup_steps", config.optimizer.lr == 0, "optimizer.lr=0 trains nothing"),
+        (
+            "batch",
+            "refill_limit",
+            config.batch.zero_variance == "keep" and config.batch.overlong != "drop",
+            "nothing is dropped, so nothing is refilled",
+        ),
+        (
+            "advantage",
+            "normalize_std",
+            config.advantage.name not in ("grpo", "pass_at_k"),
+            f"advantage.name={config.advantage.name} has no such choice",
+        ),
+        (
+            "correction",
+            "calibration_steps",
+            all(rule.target_reject_rate is None for rule in config.correction.rules),
+            "no rule has a target_reject_rate",
+        ),
+    ]
+    for section, key, idle_now, reason in idle:
+        if idle_now and key in getattr(config, section).model_fields_set:
+            yield f"{section}.{key} has no effect: {reason}"
+    # The dtype of an attached server still matters: weights are pushed in it.
+    started = rollout.server.model_fields_set - {"dtype"}
+    if started and (rollout.attached or rollout.engine == "bundle"):
+        reason = (
+            f"rollout.url={', '.join(rollout.addresses)} points at a running server"
+            if rollout.attached
+            else "rollout.engine=bundle starts no server"
+        )
+        yield f"{', '.join(f'rollout.server.{key}' for key in sorted(started))} has no effect: {reason}"

@@ -1,0 +1,112 @@
+"""Rules between settings of the rollout side and of its overlap with training. See `moe_trm.config.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_trm.config.problems import Problem
+from moe_trm.config.schema import Config
+
+MASK_LIMIT = 4096
+"""Kept ids per position that the rollout engine can return (SGLang's `--sampling-mask-max-tokens` default)."""
+
+
+def refusals(config: Config) -> list[Problem]:
+    """Why these settings cannot work; empty when they can."""
+    return [*_rollout(config), *_pipeline(config)]
+
+
+def _rollout(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.engine == "bundle" and not rollout.bundle:
+        yield Problem(
+            "rollout.bundle",
+            "rollout.engine=bundle repeats a recorded run and needs its folder",
+            got="none",
+            expected="a folder that a run with record.bundle wrote",
+        )
+    if rollout.engine == "bundle" and rollout.bundle and rollout.bundle == config.record.bundle:
+        yield Problem(
+            "record.bundle",
+            "a run cannot record into the bundle it reads",
+            got=rollout.bundle,
+            expected="another folder or none",
+        )
+    if rollout.url and rollout.urls:
+        yield Problem(
+            "rollout.urls",
+            "one server and several cannot both be meant",
+            got=rollout.url,
+            expected="one of the two keys",
+        )
+    if rollout.router and not rollout.attached:
+        yield Problem(
+            "rollout.router",
+            "a router hands samples on, but weights have to be pushed to each server",
+            got=f"{rollout.router} without rollout.urls",
+            expected="the servers' own addresses in rollout.urls",
+        )
+    if rollout.router and rollout.router.rstrip("/") in [url.rstrip("/") for url in rollout.addresses]:
+        yield Problem(
+            "rollout.router",
+            "a router is no rollout server: what is pushed to it would reach one of them",
+            got=f"{rollout.router} in rollout.urls too",
+            expected="the servers' own addresses in rollout.urls",
+        )
+    if len(rollout.urls) > 1 and config.sync.method == "distributed":
+        yield Problem(
+            "sync.method",
+            "a broadcast reaches one rollout server",
+            got=f"distributed with {len(rollout.urls)} rollout.urls",
+            expected="disk, on storage that all servers see",
+        )
+    if config.sampling_mask.mode == "keep" and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
+        yield Problem(
+            "rollout.top_k",
+            "the engine returns no more kept ids than its limit, so the mask would be incomplete",
+            got=str(rollout.top_k),
+            expected=f"at most {MASK_LIMIT}",
+            fix="lower rollout.top_k or set sampling_mask.mode=off",
+        )
+    if rollout.top_k == 1:
+        yield Problem(
+            "rollout.top_k",
+            "one kept id is greedy decoding: nothing is sampled, and the engine's log-probs ignore the temperature",
+            got="1",
+            expected="none, or at least 2",
+        )
+
+
+def _pipeline(config: Config) -> Iterator[Problem]:
+    pipeline = config.pipeline
+    if config.rollout.colocate and pipeline.mode != "sync":
+        yield Problem(
+            "rollout.colocate",
+            "an engine that lends its memory to the learner cannot sample meanwhile",
+            got=f"true with pipeline.mode={pipeline.mode}",
+            expected="pipeline.mode=sync",
+            fix="give the engine GPUs of its own, or train synchronously",
+        )
+    given, fixed = pipeline.max_staleness, {"sync": 0, "one_step": 1}.get(pipeline.mode)
+    if given is not None and fixed is not None and given != fixed:
+        yield Problem(
+            "pipeline.max_staleness",
+            f"pipeline.mode={pipeline.mode} fixes the age of its samples",
+            got=str(given),
+            expected=f"none, or {fixed}",
+            fix="leave it out, or set pipeline.mode=async",
+        )
+    if pipeline.recovery in ("interpolate", "bypass") and config.replay.mode == "R2":
+        yield Problem(
+            "pipeline.behavior",
+            "R2 replays the routes of the anchor pass, which is left out",
+            got=f"{pipeline.behavior} with replay.mode=R2",
+            expected="snapshot or merged, or replay.mode=R3",
+        )
+    if pipeline.partial == "interrupt" and config.sync.method == "distributed":
+        yield Problem(
+            "pipeline.partial",
+            "the ranks that broadcast wait for the engine, so there is nothing to gain from interrupting",
+            got="interrupt with sync.method=distributed",
+            expected="wait, or sync.method=disk",
+        )

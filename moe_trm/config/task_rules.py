@@ -1,0 +1,79 @@
+"""Rules between settings of prompts, rewards and evaluation. See `moe_trm.config.rules`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from moe_trm.config.problems import Problem
+from moe_trm.config.schema import Config
+
+
+def refusals(config: Config) -> list[Problem]:
+    """Why these settings cannot work; empty when they can."""
+    return [*_task(config), *_evaluation(config)]
+
+
+def _task(config: Config) -> Iterator[Problem]:
+    task = config.task
+    if task.reads_prompts and not task.prompts:
+        yield Problem(
+            "task.prompts",
+            f"task {task.name} reads its prompts from a file",
+            got="none",
+            expected="a JSONL or parquet file, or hf:NAME",
+        )
+    for key, name, words in (
+        ("task.reward", task.reward, "exact, math_verify, "),
+        ("rollout.function", config.rollout.function, ""),
+    ):
+        if name is not None and name not in ("exact", "math_verify") and not _names_a_function(name):
+            yield Problem(
+                key,
+                "this names no function",
+                got=name,
+                expected=f"{words}package.module:function or path/to/file.py:function",
+            )
+    if task.template is not None and "{prompt}" not in task.template:
+        yield Problem(
+            "task.template",
+            "the template leaves the prompt out",
+            got=repr(task.template),
+            expected="a text with {prompt} in it",
+        )
+    if config.train.eval_every and not task.has_evaluation:
+        yield Problem(
+            "train.eval_every",
+            "there is nothing to evaluate on",
+            got=str(config.train.eval_every),
+            expected="0",
+            fix="set task.eval_prompts" if task.reads_prompts else "set task.eval_size above 0",
+        )
+
+
+def _names_a_function(name: str) -> bool:
+    place, mark, function = name.rpartition(":")
+    return bool(mark and place) and function.isidentifier()
+
+
+def _evaluation(config: Config) -> Iterator[Problem]:
+    settings, k = config.eval, config.eval.samples
+    for name in config.task.eval_sets:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            yield Problem(
+                "task.eval_sets",
+                "a set's name becomes part of the names of its metrics",
+                got=repr(name),
+                expected="letters, digits, dots, dashes and underscores",
+            )
+    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
+    metrics = ["accuracy", "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
+    if settings.keep_best and settings.best_metric not in known:
+        yield Problem(
+            "eval.best_metric",
+            "no evaluation measures this",
+            got=settings.best_metric,
+            expected=", ".join(known),
+            fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
+        )
