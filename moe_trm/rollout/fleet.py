@@ -64,6 +64,7 @@ class Fleet:
         self._version: int | None = None
         self._changed = asyncio.Event()
         self._repairs: dict[RemoteServer, asyncio.Task[None]] = {}
+        self._updates: dict[RemoteServer, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self.reissued = 0
@@ -147,14 +148,22 @@ class Fleet:
 
     async def _update(self, server: RemoteServer) -> None:
         server.updating = True
+        self._updates[server] = asyncio.ensure_future(self._give(server))
         try:
-            await (server.abort() if self._interrupt else server.drained())
-            await self._load(server)
+            await self._updates[server]
         except EngineLost as error:
             self._fence(server, error)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not server.fenced or (this is not None and this.cancelling()):
+                raise
         finally:
             server.updating = False
             self._changed.set()
+
+    async def _give(self, server: RemoteServer) -> None:
+        await (server.abort() if self._interrupt else server.drained())
+        await self._load(server)
 
     async def _ready(self) -> RemoteServer:
         """The least loaded server with the newest weights, as soon as there is one."""
@@ -191,9 +200,9 @@ class Fleet:
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
     async def _look(self, server: RemoteServer) -> None:
-        # Behind a router the answers of one server hide the silence of another.
-        suspicious = server.silent_s > SILENCE_S or (self._router is not None and server.in_flight)
-        if suspicious and not server.fenced and not await server.alive(DOOR_S):
+        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of another.
+        hidden = server.updating or (self._router is not None and server.in_flight)
+        if (hidden or server.silent_s > SILENCE_S) and not server.fenced and not await server.alive(DOOR_S):
             self._fence(
                 server,
                 EngineLost("the rollout server is silent", where=server.http.url, got=f"nothing in {DOOR_S:g} s"),
@@ -204,6 +213,8 @@ class Fleet:
             return
         log.warning("rollout server %s is out of service: %s (%s)", server.http.url, why.what, why.got)
         server.fence()
+        if server in self._updates:
+            self._updates[server].cancel()
         self._repairs[server] = asyncio.ensure_future(self._repair(server))
         self._repairs[server].add_done_callback(self._ended)
 

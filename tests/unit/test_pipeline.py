@@ -130,6 +130,8 @@ def test_no_token_is_too_old_and_nobody_waits_for_ever(
         places = ("queued", "in_flight", "trained", "rejected", "dropped")
         assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in places)
         assert batch.metrics["rollout/age_max"] == max(ages)
+        shares = [batch.metrics[f"rollout/age_share/{age}"] for age in range(chosen.pipeline.staleness_limit + 1)]
+        assert sum(shares) == pytest.approx(1)
         trained += [record.sample_id for record in records(batch)]
     assert len(trained) == len(set(trained)) == batches[-1].metrics["ledger/trained"]
     # Batches are taken in the order of issue: no answer waits because it was long.

@@ -190,6 +190,28 @@ async def test_a_server_that_misses_a_push_is_fenced_until_it_has_it() -> None:
 
 
 @in_loop
+async def test_a_server_that_hangs_while_it_is_given_weights_holds_nobody_up() -> None:
+    async with running(2) as (fleet, fakes, newest):
+        load = fleet._load
+
+        async def hanging(server: RemoteServer) -> None:
+            if server is fleet.servers[0]:
+                await fakes[0].free.wait()
+            await load(server)
+
+        fleet._load = hanging
+        fakes[0].free.clear()
+        newest["version"] = 2
+        await fleet.update(2)
+        assert fleet.metrics()["rollout/servers"] == 1
+        assert await fleet.ask({}) == b"b 2"
+        fakes[0].free.set()
+        while fleet.metrics()["rollout/servers"] < 2:
+            await asyncio.sleep(0.02)
+        assert fakes[0].label == "2"
+
+
+@in_loop
 async def test_a_storm_of_errors_passes_without_a_sample_lost() -> None:
     async with running(1) as (fleet, fakes, _):
         fakes[0].fails = True
