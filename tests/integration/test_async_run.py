@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.job import run_job
+from moe_trm.config import load
+from moe_trm.rollout.supervisor import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 
 STEPS = 4
+PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
+KEY = "a-key-that-nobody-else-has-7f3b"
+WATCHED = {
+    "time/learner_idle_share",
+    "time/rollout_idle_share",
+    "time/push_s",
+    "queue/groups",
+    "queue/age/0",
+    "queue/age/1",
+    "rollout/age_mean",
+    "rollout/age_max",
+    "rollout/age_share/0",
+    "rollout/age_share/1",
+    "rollout/stale_tokens",
+    "rollout/mixed_rows",
+    "rollout/reissued",
+    "rollout/recoveries",
+    "rollout/servers",
+    "records/dropped/age",
+}
+"""What docs/pipeline.md names."""
 TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "eval/")
 
 
@@ -20,11 +47,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path, brief_checkpoint: Path) -> Path:
-    return write_config(folder, brief_checkpoint)
+    path = write_config(folder, brief_checkpoint)
+    path.write_text(path.read_text().replace("rollout:\n", f"rollout:\n  api_key: {KEY}\n", 1))
+    return path
+
+
+@contextmanager
+def watching_command_lines() -> Iterator[set[str]]:
+    """Those of all processes that this one starts, inside the `with`."""
+    seen: set[str] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            for child in psutil.Process().children(recursive=True):
+                try:
+                    seen.add(" ".join(child.cmdline()))
+                except psutil.Error:
+                    continue
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
-def live(folder: Path, config: Path) -> list[dict[str, float]]:
+def command_lines() -> set[str]:
+    return set()
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path, config: Path, command_lines: set[str]) -> list[dict[str, float]]:
     overrides = [
         "pipeline.mode=async",
         "pipeline.max_staleness=1",
@@ -32,7 +89,10 @@ def live(folder: Path, config: Path) -> list[dict[str, float]]:
         f"train.steps={STEPS}",
     ]
     overrides += ["learner.parallel.expert=1", "probe.every=0", f"record.bundle={folder / 'bundle'}"]
-    assert run_job(str(config), overrides) == 0
+    overrides += ["observe.transcripts=1", "observe.sinks=[tensorboard]", "checkpoint.every=2"]
+    with watching_command_lines() as seen:
+        assert run_job(str(config), overrides) == 0
+    command_lines |= seen
     return metrics_of(folder / "runs" / "live")[1:]
 
 
@@ -42,9 +102,27 @@ def test_samples_are_stale_but_never_beyond_the_bound_and_the_books_balance(live
     assert any(row["rollout/stale_tokens"] > 0 for row in live[1:])
     for row in live:
         assert row["rollout/age_max"] <= 1
-        places = ("queued", "in_flight", "trained", "rejected", "dropped")
-        assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in places)
+        assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in PLACES)
     assert live[-1]["ledger/in_flight"] == live[-1]["ledger/queued"] == 0
+
+
+def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]]) -> None:
+    for row in live:
+        assert row.keys() >= WATCHED
+        assert row["rollout/age_share/0"] + row["rollout/age_share/1"] == pytest.approx(1)
+        assert row["queue/age/0"] + row["queue/age/1"] == row["queue/groups"]
+
+
+def test_the_key_is_in_no_file_and_on_no_command_line(
+    live: list[dict[str, float]], folder: Path, command_lines: set[str]
+) -> None:
+    files = [path for root in ("runs", "bundle") for path in (folder / root).rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert names >= {"config.json", "metrics.jsonl", "report.html", "rollout.log", "controller.log", "manifest.json"}
+    assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
+    assert any("sglang.launch_server" in line for line in command_lines)
+    assert any("moe_trm.rollout.service" in line for line in command_lines)
+    assert [line for line in command_lines if KEY in line] == []
 
 
 def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: list[dict[str, float]]) -> None:
@@ -74,3 +152,30 @@ def test_a_recorded_overlapping_run_repeats_bit_for_bit(
         assert {k: v for k, v in one.items() if not k.startswith(TIMING)} == {
             k: v for k, v in two.items() if not k.startswith(TIMING)
         }
+
+
+@pytest.fixture(scope="module")
+def server(config: Path, folder: Path) -> Iterator[Server]:
+    running = start_server(load(config), folder / "shared.log", KEY)
+    yield running
+    running.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "eta", "partial"),
+    [("one_step", 1, "wait"), ("async", 0, "wait"), ("async", 0, "interrupt"), ("async", 3, "interrupt")],
+)
+def test_every_mode_keeps_its_bound_and_ends(
+    mode: str, eta: int, partial: str, server: Server, config: Path, folder: Path
+) -> None:
+    overrides = [f"pipeline.mode={mode}", f"pipeline.max_staleness={eta}", f"pipeline.partial={partial}"]
+    overrides += [f"name={mode}-{eta}-{partial}", f"rollout.url={server.url}", f"train.steps={STEPS}"]
+    assert run_job(str(config), [*overrides, "learner.parallel.expert=1", "probe.every=0"]) == 0
+    rows = metrics_of(folder / "runs" / f"{mode}-{eta}-{partial}")[1:]
+    assert len(rows) == STEPS
+    assert max(row["rollout/age_max"] for row in rows) <= eta
+    assert any(row["rollout/stale_tokens"] > 0 for row in rows) is (eta > 0)
+    for row in rows:
+        assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in PLACES)
+    assert rows[-1]["ledger/in_flight"] == rows[-1]["ledger/queued"] == 0

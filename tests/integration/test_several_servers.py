@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -173,3 +174,45 @@ def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
         # The label is that of the weights which sampled: log-probs, masks and routes are theirs.
         for record in records(batch)[:2]:
             check_against_hf(record, weights[max(step - 2, 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routed", [False, True], ids=["list", "router"])
+def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
+    routed: bool,
+    request: pytest.FixtureRequest,
+    rollout_server: Server,
+    second_server: Server,
+    tiny_moe: Path,
+    tmp_path: Path,
+) -> None:
+    address = request.getfixturevalue("router") if routed else None
+    settings = config(tiny_moe, [rollout_server.url, second_server.url], address)
+    settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_new_tokens": 200})})
+
+    async def run() -> list[TrainBatch]:
+        async with controlled(settings, rollout_server.api_key) as controller:
+            await controller.load_weights(make_push(tmp_path, tiny_moe, 0))
+            planning = asyncio.ensure_future(controller.plan(1, data_size=1))
+            await asyncio.sleep(1)
+            assert not planning.done()
+            os.killpg(second_server.process.pid, signal.SIGSTOP)
+            try:
+                batches = await planning
+            finally:
+                os.killpg(second_server.process.pid, signal.SIGCONT)
+            assert controller._engine.metrics()["rollout/servers"] == 1
+            async with asyncio.timeout(60):
+                while controller._engine.metrics()["rollout/recoveries"] == 0:
+                    await asyncio.sleep(0.1)
+            await controller.load_weights(make_push(tmp_path, tiny_moe, 1))
+            assert [server.version for server in fleet_of(controller).servers] == [1, 1]
+            return batches + await controller.plan(2, data_size=1)
+
+    batches = asyncio.run(run())
+    trained = [record.sample_id for batch in batches for record in records(batch)]
+    assert len(trained) == len(set(trained)) == 2 * GROUPS * GROUP_SIZE
+    for batch in batches:
+        assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
+        assert all(set(record.versions.tolist()) == {0} for record in records(batch))
+    assert batches[-1].metrics["rollout/reissued"] > 0
