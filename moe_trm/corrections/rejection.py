@@ -1,4 +1,4 @@
-"""The eleven rejection modes that other frameworks call `token_k1` ... `seq_max_k3`, and their threshold strings.
+"""The eleven rejection modes that other frameworks call `token_k1` ... `seq_max_k3`.
 
 Each mode is an estimator of the divergence, k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, taken per token or as
 the sum, mean or maximum of a row. Every mode looks at all sampled tokens, never at a mask that another mode has thinned.
@@ -121,60 +121,3 @@ token_k2, token_k3 = _upper("token", "k2"), _upper("token", "k3")
 seq_sum_k2, seq_sum_k3 = _upper("seq_sum", "k2"), _upper("seq_sum", "k3")
 seq_mean_k2, seq_mean_k3 = _upper("seq_mean", "k2"), _upper("seq_mean", "k3")
 seq_max_k2, seq_max_k3 = _upper("seq_max", "k2"), _upper("seq_max", "k3")
-
-MODES = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-)
-
-
-def parse_modes(modes: str, thresholds: str) -> dict[str, dict[str, float]]:
-    """Comma-joined modes with one threshold each, or one for all, as other frameworks write them: rule name -> thresholds.
-
-    k1 takes "l_u", or "u" for the band 1/u to u; k2 and k3 take one number. Repeated modes count once.
-
-    Raises:
-        ConfigError: an unknown mode, a number of thresholds that does not fit, or a threshold its mode cannot take.
-    """
-    names = list(dict.fromkeys(part.strip() for part in modes.split(",") if part.strip()))
-    texts = [part.strip() for part in thresholds.split(",") if part.strip()]
-    for name in names:
-        if name not in MODES:
-            raise ConfigError("unknown rejection mode", where="correction", got=name, expected=", ".join(MODES))
-    if len(texts) not in (1, len(names)):
-        raise ConfigError(
-            "thresholds do not fit the rejection modes",
-            where="correction",
-            got=f"{len(texts)} thresholds for {len(names)} modes",
-            expected=f"1 or {len(names)}",
-        )
-    return {name: _parse(name, texts[index if len(texts) > 1 else 0]) for index, name in enumerate(names)}
-
-
-def _parse(name: str, text: str) -> dict[str, float]:
-    try:
-        numbers = [float(part) for part in text.split("_")]
-    except ValueError as error:
-        raise ConfigError(
-            "not a threshold", where=f"correction {name}", got=text, expected="a number or low_high"
-        ) from error
-    if min(numbers) <= 0 or len(numbers) > (2 if name.endswith("k1") else 1):
-        raise ConfigError(
-            "not a threshold of this mode",
-            where=f"correction {name}",
-            got=text,
-            expected="low_high, both above 0" if name.endswith("k1") else "one number above 0",
-        )
-    if not name.endswith("k1"):
-        return {"upper": numbers[0]}
-    low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else numbers
-    return {"low": low, "high": high}

@@ -144,12 +144,44 @@ def test_verl_bypass_reads_the_total_ratio() -> None:
     assert draft.values["loss.name"] == "reinforce"
 
 
-def test_the_mirrored_band_of_verl_is_pointed_out() -> None:
-    flat = {
-        "algorithm.rollout_correction.rollout_rs": "token_k1",
-        "algorithm.rollout_correction.rollout_rs_threshold": 2,
-    }
-    assert any("mirrored" in remark for remark in verl.translate(flat, Draft()).remarks)
+def rejections(modes: str, thresholds: object) -> Draft:
+    keys = ("rollout_rs", "rollout_rs_threshold")
+    flat = {f"algorithm.rollout_correction.{key}": value for key, value in zip(keys, (modes, thresholds), strict=True)}
+    return verl.translate(flat, Draft())
+
+
+def test_one_threshold_may_serve_several_modes_and_a_mode_counts_once() -> None:
+    rules = rejections("token_k2, seq_max_k3,token_k2", 0.5).values["correction.rules"]
+    assert [(rule["name"], rule["thresholds"]) for rule in rules] == [
+        ("token_k2", {"upper": 0.5}),
+        ("seq_max_k3", {"upper": 0.5}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("modes", "thresholds"),
+    [
+        ("token_k2", "0.1_0.5"),
+        ("token_k1", "0_2"),
+        ("token_k3", "-1"),
+        ("token_k3", "x"),
+        ("seq_max_k1", "2"),
+        ("token_k2,token_k3,token_k1", "1,2"),
+        ("token_k2", None),
+    ],
+)
+def test_thresholds_that_do_not_fit_are_listed_never_guessed(modes: str, thresholds: object) -> None:
+    draft = rejections(modes, thresholds)
+    assert "algorithm.rollout_correction.rollout_rs" in draft.missing
+    assert "correction.rules" not in draft.values
+
+
+def test_the_mirrored_band_of_verl_is_kept_and_pointed_out() -> None:
+    """verl's token_k1 0.5_5.0 keeps the ratio 0.3 and drops 4.0, and so does what it becomes."""
+    draft = rejections("token_k1", "0.5_5.0")
+    assert draft.values["correction.rules"] == [{"name": "token_k1", "thresholds": {"low": 0.5, "high": 5.0}}]
+    assert any("inverse ratio" in remark for remark in draft.remarks)
+    assert not rejections("token_k1", 2).remarks
 
 
 def test_a_slime_script_becomes_a_configuration_that_is_accepted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,20 +17,21 @@ def correction(draft: Draft, take: Callable[[str], Any]) -> None:
     weigh, cap = take(f"{_CORRECTION}.rollout_is"), take(f"{_CORRECTION}.rollout_is_threshold")
     reject, bounds = take(f"{_CORRECTION}.rollout_rs"), take(f"{_CORRECTION}.rollout_rs_threshold")
     bypass, loss = take(f"{_CORRECTION}.bypass_mode"), take(f"{_CORRECTION}.loss_type")
-    rules = []
+    rules: list[dict[str, Any]] = []
     if weigh:
         rules.append(_weighing(weigh, 2.0 if cap is None else cap))
-    names = [name.strip() for name in str(reject).split(",")] if reject else []
-    values = [text.strip() for text in str(bounds).split(",")] if bounds is not None else []
-    for index, name in enumerate(names):
-        if not values:
-            draft.miss(f"{_CORRECTION}.rollout_rs", f"{name} without a threshold")
-            continue
-        rules.append(_rejecting(name, values[min(index, len(values) - 1)]))
-        if name.startswith("token_k1"):
-            draft.remark(
-                f"{name} keeps ratios inside its band here; verl (as of January 2026) keeps the mirrored band, the inverse ratios"
-            )
+    if reject:
+        try:
+            rejections = _rejections(str(reject), "" if bounds is None else str(bounds))
+        except ValueError as error:
+            draft.miss(f"{_CORRECTION}.rollout_rs", str(error))
+        else:
+            rules += rejections
+            for rule in rejections:
+                if rule["name"].endswith("k1") and "_" in str(bounds):
+                    draft.remark(
+                        f"{rule['name']} tests the inverse ratio, as verl does: what stays has a ratio of 1/high to 1/low; `orientation: ratio` in its thresholds tests the ratio itself"
+                    )
     if bypass:
         for rule in rules:
             rule["thresholds"]["ratio"] = "total"
@@ -49,11 +51,28 @@ def _weighing(level: str, cap: float | str) -> dict[str, Any]:
     return {"name": "seq_tis" if level == "sequence" else "token_tis", "thresholds": {"cap": float(cap)}}
 
 
-def _rejecting(name: str, bound: str) -> dict[str, Any]:
-    low, _, high = bound.rpartition("_")
-    if name.endswith("k1"):
-        return {"name": name, "thresholds": {"low": float(low) if low else 1 / float(high), "high": float(high)}}
-    return {"name": name, "thresholds": {"upper": float(high)}}
+def _rejections(modes: str, thresholds: str) -> list[dict[str, Any]]:
+    """Comma-joined modes with one threshold each, or one for all; a mode that is named twice counts once.
+
+    k1 takes "low_high", or "high" for the band from 1 / high; k2 and k3 take one number. Raises `ValueError` with what does not fit.
+    """
+    names = list(dict.fromkeys(part.strip() for part in modes.split(",") if part.strip()))
+    texts = [part.strip() for part in thresholds.split(",") if part.strip()]
+    if len(texts) not in (1, len(names)):
+        raise ValueError(f"{len(texts)} thresholds for {len(names)} modes")
+    return [_rejecting(name, texts[index if len(texts) > 1 else 0]) for index, name in enumerate(names)]
+
+
+def _rejecting(name: str, text: str) -> dict[str, Any]:
+    if not re.fullmatch("(token|seq_sum|seq_mean)_k[123]|seq_max_k[23]", name):
+        raise ValueError(f"there is no mode {name}")
+    numbers = [float(part) for part in text.split("_")]
+    if min(numbers) <= 0 or len(numbers) > (2 if name.endswith("k1") else 1):
+        raise ValueError(f"{text} is no threshold of {name}")
+    if not name.endswith("k1"):
+        return {"name": name, "thresholds": {"upper": numbers[0]}}
+    low, high = (1 / numbers[0], numbers[0]) if len(numbers) == 1 else numbers
+    return {"name": name, "thresholds": {"low": low, "high": high}}
 
 
 _ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}

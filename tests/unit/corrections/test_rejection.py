@@ -1,4 +1,4 @@
-"""The eleven rejection modes: golden decisions, band orientation, threshold strings; the nineteen presets."""
+"""The eleven rejection modes: golden decisions, band orientation; the nineteen presets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 
 from moe_trm import corrections, losses
 from moe_trm.corrections.evidence import Evidence
-from moe_trm.corrections.rejection import MODES, parse_modes
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
 
@@ -22,34 +21,34 @@ STATISTICS = {
     "seq_max_k3": [0.040818, 0.018731, 8.682494, 0.004837],
 }
 ROWS = [
-    ("seq_sum_k1", "0.5_2", [1, 1, 0, 1]),
-    ("seq_sum_k2", "0.05", [0, 1, 0, 1]),
-    ("seq_sum_k3", "0.05", [0, 1, 0, 1]),
-    ("seq_mean_k1", "0.9_1.1", [1, 1, 0, 1]),
-    ("seq_mean_k2", "0.01", [0, 1, 0, 1]),
-    ("seq_mean_k3", "0.01", [0, 1, 0, 1]),
-    ("seq_max_k2", "0.03", [0, 1, 0, 1]),
-    ("seq_max_k3", "0.03", [0, 1, 0, 1]),
+    ("seq_sum_k1", {"low": 0.5, "high": 2}, [1, 1, 0, 1]),
+    ("seq_sum_k2", {"upper": 0.05}, [0, 1, 0, 1]),
+    ("seq_sum_k3", {"upper": 0.05}, [0, 1, 0, 1]),
+    ("seq_mean_k1", {"low": 0.9, "high": 1.1}, [1, 1, 0, 1]),
+    ("seq_mean_k2", {"upper": 0.01}, [0, 1, 0, 1]),
+    ("seq_mean_k3", {"upper": 0.01}, [0, 1, 0, 1]),
+    ("seq_max_k2", {"upper": 0.03}, [0, 1, 0, 1]),
+    ("seq_max_k3", {"upper": 0.03}, [0, 1, 0, 1]),
 ]
 TOKENS = [
-    ("token_k1", "0.5_2", [4, 4, 1, 3]),
-    ("token_k2", "0.021", [3, 4, 1, 3]),
-    ("token_k2", "0.019", [3, 3, 1, 3]),
-    ("token_k3", "0.02", [3, 4, 1, 3]),
+    ("token_k1", {"low": 0.5, "high": 2}, [4, 4, 1, 3]),
+    ("token_k2", {"upper": 0.021}, [3, 4, 1, 3]),
+    ("token_k2", {"upper": 0.019}, [3, 3, 1, 3]),
+    ("token_k3", {"upper": 0.02}, [3, 4, 1, 3]),
 ]
 LOOSE = {"k1": {"low": 1e-9, "high": 1e9}, "k2": {"upper": 1e9}, "k3": {"upper": 1e9}}
 
 
-@pytest.mark.parametrize(("mode", "threshold", "kept"), ROWS)
-def test_golden_rows(fx, mode: str, threshold: str, kept: list[int]) -> None:
-    got = corrections.get(mode)(fx.evidence, **parse_modes(mode, threshold)[mode])
+@pytest.mark.parametrize(("mode", "thresholds", "kept"), ROWS)
+def test_golden_rows(fx, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
+    got = corrections.get(mode)(fx.evidence, **thresholds)
     assert got.keep.any(dim=1).int().tolist() == kept
     assert torch.equal(got.keep, fx.mask & got.keep.any(dim=1)[:, None])
 
 
-@pytest.mark.parametrize(("mode", "threshold", "kept"), TOKENS)
-def test_golden_tokens(fx, mode: str, threshold: str, kept: list[int]) -> None:
-    got = corrections.get(mode)(fx.evidence, **parse_modes(mode, threshold)[mode])
+@pytest.mark.parametrize(("mode", "thresholds", "kept"), TOKENS)
+def test_golden_tokens(fx, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
+    got = corrections.get(mode)(fx.evidence, **thresholds)
     assert got.keep.sum(dim=1).tolist() == kept
 
 
@@ -77,25 +76,13 @@ def test_band_orientation_is_explicit() -> None:
         rule.bind(low=0.5, high=2.0, orientation="mirror")
 
 
-def test_threshold_strings() -> None:
-    assert parse_modes("token_k1", "2") == {"token_k1": {"low": 0.5, "high": 2.0}}
-    assert parse_modes("seq_mean_k1, token_k2,token_k2", "0.9_1.1, 0.5") == {
-        "seq_mean_k1": {"low": 0.9, "high": 1.1},
-        "token_k2": {"upper": 0.5},
-    }
-    assert parse_modes("token_k2,seq_max_k3", "0.5") == {"token_k2": {"upper": 0.5}, "seq_max_k3": {"upper": 0.5}}
-    for modes, thresholds in (
-        ("token_k2", "0.1_0.5"),
-        ("token_k1", "0_2"),
-        ("token_k3", "-1"),
-        ("token_k3", "x"),
-        ("seq_max_k1", "2"),
-        ("token_k2,token_k3,token_k1", "1,2"),
-    ):
-        with pytest.raises(ConfigError):
-            parse_modes(modes, thresholds)
+def test_bands_must_be_bands() -> None:
     with pytest.raises(ConfigError, match="band"):
-        corrections.get("token_k1").bind(**parse_modes("token_k1", "3_2")["token_k1"])
+        corrections.get("token_k1").bind(low=3.0, high=2.0)
+    with pytest.raises(ConfigError):
+        corrections.get("token_k1").bind(low=0.0, high=2.0)
+    with pytest.raises(ConfigError):
+        corrections.get("token_k3").bind(upper=-1.0)
 
 
 def test_modes_see_all_tokens_not_each_others_leftovers(fx) -> None:
@@ -108,8 +95,10 @@ def test_modes_see_all_tokens_not_each_others_leftovers(fx) -> None:
 
 
 def test_all_eleven_modes_exist() -> None:
-    assert len(MODES) == 11
-    assert set(MODES) <= set(corrections.names())
+    levels = {"token": "123", "seq_sum": "123", "seq_mean": "123", "seq_max": "23"}
+    modes = {f"{level}_k{number}" for level, numbers in levels.items() for number in numbers}
+    assert len(modes) == 11
+    assert modes <= set(corrections.names())
 
 
 def test_all_nineteen_presets_bind() -> None:
