@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode, anchor_source, behavior_source, update_source
 from moe_trm.types import TokenBatch, TrainBatch
@@ -53,6 +53,8 @@ class Anchors:
         self._reuse = mode != "R2" and config.learner.epochs == 1 and not elsewhere
         self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery
+        # A live engine samples anew after a resumption; a recording gives again what older weights sampled.
+        self._saved = config.rollout.engine == "bundle"
         self._kept: list[int] = []
 
     def score(self, learner: Learner, batch: TrainBatch) -> list[Anchored]:
@@ -74,6 +76,14 @@ class Anchors:
             behavior = iter(self._behavior(learner, batch, version, padded, proximal))
             return [part.with_behavior([next(behavior) for _ in part.batches]) for part in anchored]
         return anchored
+
+    def state(self) -> list[int]:
+        """Which versions' weights are in the learner's saved state."""
+        return self._kept if self._saved else []
+
+    def restore(self, state: list[int]) -> None:
+        """Go on after `state`, once the learner has been restored."""
+        self._kept = list(state)
 
     def _anchored(
         self, batch: TrainBatch, padded: Sequence[list[TokenBatch]], proximal: Sequence[list[Scores]]
@@ -98,6 +108,14 @@ class Anchors:
         found = [scores.logprobs for part in proximal for scores in part]
         for old in [number for number in batch.versions if number != version]:
             sources = [behavior_source(self._mode, item) for item in flat]
+            if old not in self._kept:
+                raise LearnerError(
+                    "the weights that sampled this step's tokens are not in the checkpoint that the run went on from",
+                    where=f"step {batch.step}",
+                    got=f"tokens of version {old}",
+                    expected=f"one of {[*self._kept]}",
+                    fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged, interpolate or bypass.",
+                )
             passed = learner.score(flat, sources, weights=snapshot_name(old))
             found = [
                 torch.where(item.versions.to(own.device) == old, scores.logprobs, own)
@@ -113,7 +131,7 @@ class Anchors:
         """Snapshots of the versions that may still come back as behaviour."""
         if self._recovery != "snapshot":
             return
-        num_bytes = learner.snapshot(snapshot_name(version))
+        num_bytes = learner.snapshot(snapshot_name(version), saved=self._saved)
         self._kept.append(version)
         needed = num_bytes * (self._pipeline.staleness_limit + 1) / GIB
         if needed > self._pipeline.snapshot_gib:

@@ -54,6 +54,7 @@ def train(
         reference.restore(saved["reference"])
         best.restore(saved["best"])
         guard.restore(saved["guard"])
+        anchors.restore(saved["anchors"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
@@ -68,6 +69,7 @@ def train(
             "reference": reference.state(),
             "best": best.state(),
             "guard": guard.state(),
+            "anchors": anchors.state(),
             "rollouts": rollouts.state(),
         }
 

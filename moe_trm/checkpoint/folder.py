@@ -19,7 +19,7 @@ import msgspec
 from moe_trm.errors import CheckpointError
 
 FORMAT = "moe-trm-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE_FILE = "state.msgpack"
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")

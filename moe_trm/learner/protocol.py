@@ -74,8 +74,11 @@ class Learner(Protocol):
         under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
         """
 
-    def snapshot(self, name: str) -> int:
-        """Keep the present weights in host memory under `name`, in place of an older copy of that name; the bytes it takes on this rank."""
+    def snapshot(self, name: str, *, saved: bool = False) -> int:
+        """Keep the present weights in host memory under `name`, in place of an older copy of that name; the bytes it takes on this rank.
+
+        `saved`: it belongs to `state`, and `restore` brings it back.
+        """
 
     def forget(self, name: str) -> None:
         """Free the snapshot `name`. Raises `LearnerError` when there is none."""
@@ -125,7 +128,7 @@ class Learner(Protocol):
         """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""
 
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
-        """Host copies of what this rank saves of weights, optimizer and random state, and the counters that all ranks share.
+        """Host copies of what this rank saves of weights, optimizer, random state and saved snapshots, and the counters that all ranks share.
 
         Pieces are of global tensors, so that another layout can read them; training may go on at once.
         """

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import LearnerError
+
+_SAVED = "snapshot/"
+
+
+class Weights(Protocol):
+    """The model's weights, without the optimizer, as pieces of global tensors."""
+
+    def save_weights(self, kind: str) -> list[Piece]:
+        """Host copies of this rank's part of the present weights, under `KIND/NAME`."""
+
+    def load_weights(self, kind: str, reader: PieceReader) -> None:
+        """Give the model the weights `KIND/NAME`. The optimizer's own copy stays as it is."""
 
 
 class Snapshots:
@@ -24,22 +38,39 @@ class Snapshots:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = modules
         self._held: dict[str, list[Tensor]] = {}
+        self._saved: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names held, oldest first."""
         return tuple(self._held)
 
-    def take(self, name: str) -> int:
-        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes."""
+    def take(self, name: str, *, saved: bool = False) -> int:
+        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes. `saved`: `save` saves it."""
         self._held.pop(name, None)
         self._held[name] = self._copy()
+        (self._saved.add if saved else self._saved.discard)(name)
         return sum(tensor.nbytes for tensor in self._held[name])
 
     def forget(self, name: str) -> None:
         """Free the copy `name`. Raises `LearnerError` when there is none."""
         self._get(name)
         del self._held[name]
+        self._saved.discard(name)
+
+    def save(self, weights: Weights) -> list[Piece]:
+        """The copies that were taken to be saved, as pieces of global tensors."""
+        pieces = []
+        for name in sorted(self._saved):
+            with self.using(name):
+                pieces += weights.save_weights(_SAVED + name)
+        return pieces
+
+    def load(self, weights: Weights, reader: PieceReader) -> None:
+        """Take the copies that a checkpoint holds, on any layout. The model has the weights of one of them afterwards."""
+        for name in sorted({tensor.split("/")[1] for tensor in reader.names(_SAVED)}):
+            weights.load_weights(_SAVED + name, reader)
+            self.take(name, saved=True)
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:

@@ -18,8 +18,8 @@ from routing import RouteRecord, expert_dtype, token_digest
 KEPT = 4
 
 
-def make_recording(config: Config, folder: Path, steps: int) -> Path:
-    """A bundle of `steps` steps that answers the prompts of `config`. Run it with `replay.max_local_flip_rate=1`: nobody chose these routes."""
+def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0) -> Path:
+    """A bundle of `steps` steps that answers the prompts of `config`, sampled `age` versions before they are trained where there were as many. Run it with `replay.max_local_flip_rate=1`: nobody chose these routes."""
     task = build_task(config.task, config.model.checkpoint, config.seed)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
     writer, size = BundleWriter(str(folder)), config.rollout.group_size
@@ -35,7 +35,7 @@ def make_recording(config: Config, folder: Path, steps: int) -> Path:
                 model,
                 sample_id=(first + i) * size + j,
                 group_id=first + i,
-                version=step - 1,
+                version=max(0, step - 1 - age),
             )
             for i, prompt in enumerate(prompts)
             for j in range(size)

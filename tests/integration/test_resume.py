@@ -117,6 +117,56 @@ def test_killed_on_deepspeed(folder: Path, tmp_path: Path, stage: int) -> None:
     assert drill.balanced
 
 
+TIMING = ("ledger/", "queue/")
+"""Metrics that say how far ahead sampling happened to be."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "learner"),
+    [
+        (1, []),
+        pytest.param(2, ["learner.parallel.expert=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["learner.backend=deepspeed", "learner.deepspeed.zero_stage=3"], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
+    folder: Path, tmp_path: Path, ranks: int, learner: list[str]
+) -> None:
+    """All but the first steps train tokens that are two versions old; the third is trained after the resumption."""
+    make_recording(load(folder / "config.yaml", []), tmp_path / "bundle", STEPS, age=2)
+    settings = [
+        "pipeline.mode=async",
+        f"run_dir={tmp_path}",
+        f"rollout.bundle={tmp_path / 'bundle'}",
+        "learner.parallel.expert=1",
+    ]
+    alone, killed = (
+        Job(
+            learner_command(str(folder / "config.yaml"), [*settings, *learner, f"name={name}"], ranks),
+            tmp_path / f"{name}.log",
+        )
+        for name in ("alone", "killed")
+    )
+    after_step(tmp_path / "killed", 2, killed)
+    kill_everything(killed.process)
+    again = Job(
+        learner_command(str(folder / "config.yaml"), [*settings, *learner, "name=killed"], ranks),
+        tmp_path / "again.log",
+    )
+    assert (alone.wait(), again.wait()) == (0, 0), alone.output + again.output
+    assert "going on after step" in again.output
+    one, two = (
+        [
+            {key: value for key, value in row.items() if not key.startswith(TIMING)}
+            for row in timeless(metrics_of(tmp_path / name))
+        ]
+        for name in ("alone", "killed")
+    )
+    assert one == two
+    assert one[-1]["rollout/age_max"] == 2
+    assert books_balance(metrics_of(tmp_path / "killed"))
+
+
 @pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Path, asked: signal.Signals) -> None:
     """Interrupted on two ranks that share the experts, finished by one rank: the same training up to rounding."""

@@ -12,7 +12,7 @@ import torch
 from moe_trm.anchors import Anchors
 from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.passes import Anchored, interpolated
 from moe_trm.recipe import recipe
@@ -26,9 +26,12 @@ class FakeLearner:
 
     def __init__(self) -> None:
         self.version, self.held, self.passes, self.num_bytes = 0, dict[str, int](), list[str | None](), 8
+        self.saved = set[str]()
 
-    def snapshot(self, name: str) -> int:
+    def snapshot(self, name: str, *, saved: bool = False) -> int:
         self.held[name] = self.version
+        if saved:
+            self.saved.add(name)
         return self.num_bytes
 
     def forget(self, name: str) -> None:
@@ -164,3 +167,27 @@ def test_rules_may_read_only_what_is_known() -> None:
         recipe(of(behavior, ratio="total"))
     with pytest.raises(ConfigError, match="whole minibatch"):
         recipe(config(behavior="interpolate", loss={"name": "kl_cov"}))
+
+
+def test_on_a_recording_the_weights_that_sampled_outlast_a_resumption() -> None:
+    recorded = config(rollout={"engine": "bundle", "bundle": "unused"})
+    learner, before = FakeLearner(), Anchors(recorded, "R3", whole=False)
+    for step in (1, 2):
+        at(step, learner, before, batch_of(step, [0]))
+    assert learner.saved == {"behavior-0", "behavior-1"}
+    after = Anchors(recorded, "R3", whole=False)
+    after.restore(before.state())
+    at(3, learner, after, batch_of(3, [0, 1]))
+    assert learner.passes == [None, "behavior-0", "behavior-1"]
+    at(4, learner, after, batch_of(4, [1]))
+    assert list(learner.held) == ["behavior-1", "behavior-2", "behavior-3"]
+
+
+def test_weights_that_a_resumed_run_does_not_have_are_told() -> None:
+    live = Anchors(config(), "R3", whole=False)
+    learner = FakeLearner()
+    at(1, learner, live, batch_of(1, [0]))
+    assert not learner.saved
+    assert live.state() == []
+    with pytest.raises(LearnerError, match="not in the checkpoint"):
+        at(3, learner, Anchors(config(), "R3", whole=False), batch_of(3, [0, 2]))

@@ -77,9 +77,9 @@ class DeepSpeedLearner:
         with self._snapshots.using(weights):
             return [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
 
-    def snapshot(self, name: str) -> int:
+    def snapshot(self, name: str, *, saved: bool = False) -> int:
         """See `Learner.snapshot`."""
-        return self._snapshots.take(name)
+        return self._snapshots.take(name, saved=saved)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
@@ -147,10 +147,12 @@ class DeepSpeedLearner:
 
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
         """See `Learner.state`."""
-        return self._training.save()
+        pieces, counters = self._training.save()
+        return [*pieces, *self._snapshots.save(self._training)], counters
 
     def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
         """See `Learner.restore`."""
+        self._snapshots.load(self._training, reader)
         self._training.load(reader, counters)
 
     def _verify(self) -> None:

@@ -1,7 +1,8 @@
 """A DeepSpeed learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any stage and number of ranks.
 
 `weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
-moments. NAME is the parameter's in the model of transformers. No rank gathers anything: each saves what its part of the optimizer updates.
+moments; `snapshot/VERSION/NAME` are older weights of the model itself. NAME is the parameter's in the model of transformers. No rank gathers
+anything: each saves what its part of the optimizer updates, or what it holds.
 """
 
 from __future__ import annotations
@@ -78,13 +79,7 @@ class TrainingState:
         steps = counters["optimizer_steps"]
         for name, parameter, fragment in self._fragments():
             weight = reader.read(f"weight/{name}", _shape(parameter)).flatten()
-            own = own_partition(parameter)
-            if own is parameter:
-                parameter.copy_(weight.view(parameter.shape))
-            else:
-                first = own.numel() * dist.get_rank()
-                share = weight[first : first + own.numel()]
-                own.copy_(F.pad(share, (0, own.numel() - share.numel())))
+            _set_weight(parameter, weight)
             if fragment is None:
                 continue
             part = slice(fragment.start, fragment.start + fragment.numel)
@@ -97,6 +92,24 @@ class TrainingState:
         if f"{_random()}/torch" in reader:
             prefix = f"{_random()}/"
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
+
+    def save_weights(self, kind: str) -> list[Piece]:
+        """See `snapshots.Weights`. Weights that every rank holds are saved by the first."""
+        pieces = []
+        for name, parameter, _ in self._fragments():
+            own, shape = own_partition(parameter), _shape(parameter)
+            start = 0 if own is parameter else own.numel() * dist.get_rank()
+            if own is not parameter or dist.get_rank() == 0:
+                place = Place(f"{kind}/{name}", shape, (0,) * len(shape), shape, start)
+                # The last rank's partition ends in padding.
+                pieces.append(Piece(place, to_host(own)[: max(0, math.prod(shape) - start)]))
+        return pieces
+
+    @torch.no_grad()
+    def load_weights(self, kind: str, reader: PieceReader) -> None:
+        """See `snapshots.Weights`."""
+        for name, parameter, _ in self._fragments():
+            _set_weight(parameter, reader.read(f"{kind}/{name}", _shape(parameter)).flatten())
 
     def _moments(self, flat: Tensor, steps: int) -> dict[str, Tensor]:
         """Adam's state of `flat`, made where no step has made it yet."""
@@ -130,6 +143,17 @@ class TrainingState:
         flat = self._zero.single_partition_of_fp32_groups[link.param_group_index]
         whole_part, flat_part = link.lp_fragment_address, link.hp_fragment_address
         return Fragment(shape, whole_part.start, whole_part.numel, flat, flat_part.start)
+
+
+def _set_weight(parameter: Any, weight: Tensor) -> None:
+    """Give this rank's part of the model's parameter its share of the whole flattened `weight`."""
+    own = own_partition(parameter)
+    if own is parameter:
+        parameter.copy_(weight.view(parameter.shape))
+        return
+    first = own.numel() * dist.get_rank()
+    share = weight[first : first + own.numel()]
+    own.copy_(F.pad(share, (0, own.numel() - share.numel())))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

@@ -93,9 +93,9 @@ class MegatronLearner:
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
         ]
 
-    def snapshot(self, name: str) -> int:
+    def snapshot(self, name: str, *, saved: bool = False) -> int:
         """See `Learner.snapshot`."""
-        return self._snapshots.take(name)
+        return self._snapshots.take(name, saved=saved)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
@@ -166,10 +166,12 @@ class MegatronLearner:
 
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
         """See `Learner.state`."""
-        return self._training.save()
+        pieces, counters = self._training.save()
+        return [*pieces, *self._snapshots.save(self._training)], counters
 
     def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
         """See `Learner.restore`."""
+        self._snapshots.load(self._training, reader)
         self._training.load(reader, counters)
 
     def _verify(self) -> None:

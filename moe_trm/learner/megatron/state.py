@@ -1,8 +1,8 @@
 """A Megatron learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any layout.
 
 `weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
-moments. NAME has global layer and expert numbers. Gate and up rows of one matrix are stored as `[2, rows, columns]`, because tensor
-parallelism cuts each of them.
+moments; `snapshot/VERSION/NAME` are older weights of the model itself. NAME has global layer and expert numbers. Gate and up rows of one
+matrix are stored as `[2, rows, columns]`, because tensor parallelism cuts each of them.
 """
 
 from __future__ import annotations
@@ -134,6 +134,22 @@ class TrainingState:
         if f"{prefix}torch" in reader:
             _set_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
 
+    def save_weights(self, kind: str) -> list[Piece]:
+        """See `snapshots.Weights`. Replicas of a parameter save it once."""
+        return [
+            _share(name, parameter, self._hf).piece(kind, parameter, 0)
+            for name, parameter in global_parameters(self._chunks)
+            if parameter.requires_grad and _replica(parameter) == 0
+        ]
+
+    @torch.no_grad()
+    def load_weights(self, kind: str, reader: PieceReader) -> None:
+        """See `snapshots.Weights`."""
+        for name, parameter in global_parameters(self._chunks):
+            if parameter.requires_grad:
+                flat = _share(name, parameter, self._hf).flat(kind, reader, parameter.numel())
+                parameter.copy_(flat.view(parameter.shape))
+
 
 def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> Share:
     group, dim, box = tensor_group(name), convert.split_dim(name), list(parameter.shape)
@@ -170,12 +186,14 @@ def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
         mains = (*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups)
         pairs = [pair for model, main in zip(models, mains, strict=True) for pair in zip(model, main, strict=True)]
     for parameter, values in pairs:
-        replica = (
-            parallel_state.get_expert_data_parallel_rank()
-            if not getattr(parameter, "allreduce", True)
-            else parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        )
-        yield parameter, Master(values, 0, part.optimizer, speaks=replica == 0)
+        yield parameter, Master(values, 0, part.optimizer, speaks=_replica(parameter) == 0)
+
+
+def _replica(parameter: Tensor) -> int:
+    """This rank's number among those that hold the same parameter of the same data-parallel model."""
+    if not getattr(parameter, "allreduce", True):
+        return parallel_state.get_expert_data_parallel_rank()  # type: ignore[no-any-return]
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True)  # type: ignore[no-any-return]
 
 
 def _random(rank: int) -> str:

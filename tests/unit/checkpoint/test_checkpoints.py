@@ -247,7 +247,7 @@ def test_a_manifest_cannot_name_files_elsewhere(run_dir: Path, name: str) -> Non
 
 
 def test_another_format_says_so(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(folder_module, "FORMAT_VERSION", folder_module.FORMAT_VERSION + 1)
     with pytest.raises(CheckpointError, match="another format"):
         read_manifest(run_dir / "checkpoints" / "step-000006")
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from moe_trm.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.errors import LearnerError
 from moe_trm.learner.snapshots import Snapshots
 
@@ -63,3 +66,39 @@ def test_a_name_that_is_not_held_is_refused() -> None:
         snapshots.forget("one")
     with pytest.raises(LearnerError, match="none has been taken"), snapshots.using("one"):
         pass
+
+
+class WholeWeights:
+    """The parameters of one module as whole tensors."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def save_weights(self, kind: str) -> list[Piece]:
+        return [whole(f"{kind}/{name}", parameter) for name, parameter in self._model.named_parameters()]
+
+    @torch.no_grad()
+    def load_weights(self, kind: str, reader: PieceReader) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(reader.read(f"{kind}/{name}", parameter.shape))
+
+
+def test_copies_that_were_taken_to_be_saved_come_back_and_others_do_not(tmp_path: Path) -> None:
+    model = make_model()
+    snapshots, taken = Snapshots([model]), []
+    for name, saved in (("behavior-3", True), ("reference", False), ("behavior-4", True), ("behavior-5", True)):
+        snapshots.take(name, saved=saved)
+        taken.append([parameter.detach().clone() for parameter in model.parameters()])
+        move(model)
+    snapshots.forget("behavior-3")
+    now = state(model)
+    write_pieces(tmp_path / "pieces", snapshots.save(WholeWeights(model)))
+    assert same(state(model), now)
+
+    other = make_model()
+    restored = Snapshots([other])
+    restored.load(WholeWeights(other), PieceReader([tmp_path / "pieces"]))
+    assert restored.names == ("behavior-4", "behavior-5")
+    for name, expected in zip(restored.names, taken[2:], strict=True):
+        with restored.using(name):
+            assert same([parameter.detach() for parameter in other.parameters()], expected)
