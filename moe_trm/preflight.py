@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_trm.checkpoint.folder import read_manifest
 from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.errors import ConfigError
 from moe_trm.functions.check import check_functions
 from moe_trm.hf_config import check_vocabulary, read_hf_config
 from moe_trm.learner.deepspeed.settings import check_model
@@ -18,6 +19,7 @@ from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.objective import Objective
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.rollout.function_sampler import ADAPTER as ROLLOUT_ADAPTER
+from moe_trm.rollout.supervisor import on_cpu
 from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 
 
@@ -38,8 +40,23 @@ def check_launch(config: Config, *, world_size: int) -> None:
     Objective(config)
     check_trackers(config)
     check_functions(own_functions(config))
+    check_quantization(config)
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
+
+
+def check_quantization(config: Config) -> None:
+    """Raise `ConfigError` where the server to start would round its weights and has no CUDA to do it with."""
+    rollout = config.rollout
+    starts = rollout.engine == "sglang" and not rollout.attached
+    if rollout.quantization is not None and starts and on_cpu(rollout.server):
+        raise ConfigError(
+            "SGLang has no quantised kernels for this machine",
+            where="rollout.quantization",
+            got=f"{rollout.quantization}, no CUDA device",
+            expected="none, or a CUDA device",
+            fix="Set rollout.quantization=null, or rollout.url to a server that runs elsewhere.",
+        )
 
 
 def own_functions(config: Config) -> dict[str, tuple[str, str]]:

@@ -12,6 +12,8 @@ KL, mean(e^x - 1 - x). Their shape tells the cause:
 - `precision`: small, and none of these.
 - `none`: as two engines of equal arithmetic agree.
 
+Where the rollout rounds its weights on purpose, `quantization` stands for `routing`, `weights` and `precision`, whose traces it leaves.
+
 Shape letters: N tokens, L MoE layers, E experts.
 """
 
@@ -26,7 +28,7 @@ import numpy as np
 from moe_trm.doctor.evidence import Array, Evidence
 from moe_trm.ratios import LOG_RATIO_LIMIT
 
-Cause = Literal["none", "mask", "temperature", "positions", "expert", "routing", "weights", "precision"]
+Cause = Literal["none", "mask", "temperature", "positions", "expert", "routing", "weights", "precision", "quantization"]
 
 NOTHING = 1e-8
 """k3 below which engines agree as float32 engines do."""
@@ -51,6 +53,8 @@ CERTAIN = 1e-7
 
 ROUNDING = "The engines differ by rounding (k3 {native_k3:.1e}), of which replayed routes leave {replayed_k3:.1e}."
 
+ROUNDED = "The rollout's weights are rounded ({quantization}), so it is a policy of its own: k3 {native_k3:.1e} from the learner's, of which replayed routes leave {replayed_k3:.1e}. Other weights would look the same; correct for it, and watch that engine/k3_kl stays."
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -62,10 +66,13 @@ class Finding:
     config: str = ""
 
 
-def find_cause(evidence: Evidence) -> Finding:
-    """The most specific cause whose trace is there."""
+def find_cause(evidence: Evidence, quantization: str | None = None) -> Finding:
+    """The most specific cause whose trace is there. `quantization`: how the rollout rounds its weights on purpose, if it does."""
     figures = traces(evidence)
     found = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
+    if quantization is not None and found.cause in ("routing", "weights", "precision"):
+        said = ROUNDED.format_map({**figures, "quantization": quantization})
+        return Finding("quantization", said, figures)
     return Finding(found.cause, found.sentence.format_map(figures), figures, found.config)
 
 

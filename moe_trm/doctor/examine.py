@@ -17,7 +17,7 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.preflight import check_launch
 from moe_trm.tasks.tokens import Tokens
 
-HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "routing": "warn"}
+HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": "ok", "routing": "warn"}
 """Causes that a run may be started with; all others make its results wrong."""
 
 
@@ -76,7 +76,7 @@ def examine(
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
-    found.finding = find_cause(probed.evidence)
+    found.finding = find_cause(probed.evidence, config.rollout.quantization)
     for check in _after(config, probed, found.finding):
         add(check)
     found.advice = _advice(config, found.finding)
@@ -104,13 +104,7 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     seen, evidence = probed.metrics, probed.evidence
     yield _requests(seen, len(evidence))
     if config.rollout.engine == "sglang":
-        proved = config.sync.verify
-        yield Check(
-            "weight push",
-            "ok" if proved else "warn",
-            "the engine's checksums are those of what the learner sent" if proved else "not verified",
-            "" if proved else "sync.verify=true",
-        )
+        yield _push(config)
     yield Check(
         "replay",
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
@@ -128,6 +122,15 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     if finding.cause == "routing" and config.replay.mode in ("R3", "auto"):
         status = "ok"
     yield Check(f"cause: {finding.cause}", status, finding.sentence, finding.config if status != "ok" else "")
+
+
+def _push(config: Config) -> Check:
+    if config.sync.verify:
+        return Check("weight push", "ok", "the engine's checksums are those of what the learner sent")
+    if config.rollout.quantization is not None:
+        rounds = f"cannot be verified: the engine rounds what it is sent (rollout.quantization={config.rollout.quantization})"
+        return Check("weight push", "warn", rounds)
+    return Check("weight push", "warn", "not verified", "sync.verify=true")
 
 
 def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:

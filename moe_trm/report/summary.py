@@ -59,6 +59,8 @@ def checks(run: Run) -> list[Check]:
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
+    if rounding := run.config.get("rollout", {}).get("quantization"):
+        found.append(Check(f"The rollout's weights are rounded ({rounding}): the engine mismatch is the distance of two policies, no fault", None, "note"))  # fmt: skip
     return [*found, _books(run)]
 
 

@@ -26,6 +26,20 @@ def test_large_and_everywhere_is_other_weights() -> None:
     assert find_cause(with_ratio(noise(0.3))).cause == "weights"
 
 
+@pytest.mark.parametrize("size", [0.01, 0.3])
+def test_a_rollout_that_rounds_its_weights_is_no_fault(size: float) -> None:
+    found = find_cause(with_ratio(noise(size)), "fp8")
+    assert (found.cause, found.config) == ("quantization", "")
+    assert "rounded (fp8)" in found.sentence
+    assert f"k3 {found.figures['native_k3']:.1e}" in found.sentence
+
+
+def test_what_rounding_does_not_explain_is_still_named() -> None:
+    assert find_cause(clean(noise=1e-5), "fp8").cause == "none"
+    evidence = clean()
+    assert find_cause(with_ratio(0.4 * (evidence.full + evidence.entropy)), "fp8").cause == "temperature"
+
+
 @pytest.mark.parametrize("temperature", [0.7, 0.95, 1.1, 1.4])
 def test_temperature_and_how_much(temperature: float) -> None:
     evidence = clean()
