@@ -28,7 +28,6 @@ class Heads:
     head_dim: int
 
 
-# Transformer Engine fuses a norm into the linear layer behind it and numbers its experts' weights; the tensors are the same.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
@@ -37,12 +36,26 @@ _FUSED_NORMS = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CUT_ROWS = re.compile(
-    r"((word_embeddings|output_layer)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)\d*|core_attention\.softmax_offset)$"
+    r"((word_embeddings|output_layer)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)|core_attention\.softmax_offset)$"
 )
-_CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight\d*$")
-_EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))|(linear_fc[12]\.(?:weight|bias))(\d+))"
-)
+_CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+
+
+def plain(name: str) -> str:
+    """The parameter `name` as Megatron's plain layers call it.
+
+    Transformer Engine fuses a norm into the linear layer behind it, and its grouped layers number the weights of their experts. The tensors
+    are the same; everything here but this function knows the plain names only, so that checkpoints fit layers of either kind.
+
+    >>> plain("decoder.layers.3.mlp.experts.linear_fc1.weight7")
+    'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
+    """
+    if in_layer := _LAYER.fullmatch(name):
+        rest = _FUSED_NORMS.get(in_layer[2], in_layer[2])
+        return f"decoder.layers.{in_layer[1]}." + _GROUPED.sub(r"mlp.experts.local_experts.\2.\1", rest)
+    return name
 
 
 class Names:
@@ -69,7 +82,7 @@ class Names:
         if name in TOP:
             return Link((TOP[name],))
         if in_layer := _LAYER.fullmatch(name):
-            prefix, rest = f"model.layers.{in_layer[1]}.", _FUSED_NORMS.get(in_layer[2], in_layer[2])
+            prefix, rest = f"model.layers.{in_layer[1]}.", in_layer[2]
             found = self._expert(rest) or self._in_layer.get(rest)
             if found is not None:
                 return replace(found, hf_names=tuple(prefix + hf_name for hf_name in found.hf_names))
@@ -83,12 +96,12 @@ class Names:
 
     def _expert(self, rest: str) -> Link | None:
         expert = _EXPERT.fullmatch(rest)
-        return None if expert is None else self._family.expert(int(expert[1] or expert[4])).get(expert[2] or expert[3])
+        return None if expert is None else self._family.expert(int(expert[1])).get(expert[2])
 
 
 def is_gated(name: str) -> bool:
     """Whether the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts one by one."""
-    return re.search(r"\.linear_fc1\.(weight|bias)\d*$", name) is not None
+    return re.search(r"\.linear_fc1\.(weight|bias)$", name) is not None
 
 
 def is_expert(name: str) -> bool:
@@ -104,7 +117,7 @@ def with_layer(name: str, first: int) -> str:
 
 def with_expert(name: str, expert: int) -> str:
     """`name` of an expert's parameter with its expert number replaced."""
-    return re.sub(r"(local_experts\.)\d+|(weight|bias)\d+$", lambda m: f"{m[1] or m[2]}{expert}", name)
+    return re.sub(r"(local_experts\.)\d+", lambda m: f"{m[1]}{expert}", name)
 
 
 def expert_number(name: str) -> int:
@@ -112,7 +125,7 @@ def expert_number(name: str) -> int:
     in_layer = _LAYER.fullmatch(name)
     expert = _EXPERT.fullmatch(in_layer[2]) if in_layer is not None else None
     assert expert is not None, f"{name} is not an expert's parameter"
-    return int(expert[1] or expert[4])
+    return int(expert[1])
 
 
 def split_dim(name: str) -> int | None:

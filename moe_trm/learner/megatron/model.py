@@ -145,7 +145,7 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
     for name, parameter in chunk.named_parameters():
-        if (dim := convert.split_dim(name)) is not None:
+        if (dim := convert.split_dim(convert.plain(name))) is not None:
             # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would count one rank's part only.
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
     return chunk
@@ -174,7 +174,7 @@ def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
 
 
 def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under names with global layer and expert numbers."""
+    """This rank's parameters under plain names with global layer and expert numbers."""
     for chunk in chunks:
         config: TransformerConfig = chunk.config
         first_layer = chunk.decoder.layers[0].layer_number - 1
@@ -183,7 +183,7 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
             size = parallel_state.get_expert_model_parallel_world_size()
             first_expert = config.num_moe_experts // size * parallel_state.get_expert_model_parallel_rank()
         for local, parameter in chunk.named_parameters():
-            name = convert.with_layer(local, first_layer)
+            name = convert.with_layer(convert.plain(local), first_layer)
             if convert.is_expert(name):
                 name = convert.with_expert(name, first_expert + convert.expert_number(name))
             yield name, parameter

@@ -20,6 +20,7 @@ from moe_trm.learner.megatron.convert import (
     join,
     pack,
     part,
+    plain,
     split_dim,
     unpack,
     with_expert,
@@ -87,10 +88,27 @@ def test_unpack_is_the_exact_inverse(packing: Packing, shapes: list[tuple[int, .
 
 def test_expert_names_of_both_layer_kinds_mean_the_same_tensors() -> None:
     names = ("model.layers.3.mlp.experts.7.gate_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight")
-    assert link(LOCAL) == link(FUSED) == Link(names, "gated")
+    assert plain(FUSED) == plain(LOCAL) == LOCAL
+    assert link(LOCAL) == Link(names, "gated")
 
 
-@pytest.mark.parametrize("name", [LOCAL, FUSED, LOCAL.replace("weight", "bias"), FUSED.replace("weight", "bias")])
+@pytest.mark.parametrize(
+    ("fused", "expected"),
+    [
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
+        ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("mlp.experts.linear_fc2.bias11", "mlp.experts.local_experts.11.linear_fc2.bias"),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
+        ("mlp.router.weight", "mlp.router.weight"),
+    ],
+)
+def test_fused_layers_in_plain_names(fused: str, expected: str) -> None:
+    assert plain(f"decoder.layers.12.{fused}") == f"decoder.layers.12.{expected}"
+
+
+@pytest.mark.parametrize("name", [LOCAL, LOCAL.replace("weight", "bias")])
 def test_expert_numbers_are_read_and_replaced(name: str) -> None:
     assert is_expert(name)
     assert expert_number(name) == 7
@@ -101,9 +119,6 @@ def test_dense_and_shared_parameters_are_not_experts() -> None:
     for name in ("output_layer.weight", "decoder.layers.3.mlp.router.weight", "decoder.layers.7.mlp.linear_fc1.weight"):
         assert not is_expert(name)
     assert link("decoder.layers.3.mlp.router.weight") == Link(("model.layers.3.mlp.gate.weight",))
-    assert link("decoder.layers.0.mlp.linear_fc1.layer_norm_weight") == link(
-        "decoder.layers.0.pre_mlp_layernorm.weight"
-    )
 
 
 def test_unknown_parameter_is_an_error() -> None:
@@ -143,8 +158,7 @@ def test_join_is_the_exact_inverse_of_part(name: str, dim: int, size: int) -> No
         ("decoder.layers.1.mlp.router.weight", None),
         ("decoder.layers.1.mlp.linear_fc2.weight", 1),
         (LOCAL, 0),
-        (FUSED, 0),
-        (FUSED.replace("fc1", "fc2"), 1),
+        (LOCAL.replace("fc1", "fc2"), 1),
         ("decoder.layers.1.self_attention.linear_qkv.bias", 0),
         ("decoder.layers.1.mlp.shared_experts.linear_fc1.weight", 0),
         ("decoder.layers.1.mlp.router.expert_bias", None),
@@ -152,7 +166,7 @@ def test_join_is_the_exact_inverse_of_part(name: str, dim: int, size: int) -> No
         ("decoder.layers.1.self_attention.linear_proj.bias", None),
         ("decoder.layers.1.self_attention.core_attention.softmax_offset", 0),
         (LOCAL.replace("weight", "bias"), 0),
-        (FUSED.replace("weight", "bias").replace("fc1", "fc2"), None),
+        (LOCAL.replace("weight", "bias").replace("fc1", "fc2"), None),
     ],
 )
 def test_what_tensor_parallelism_cuts(name: str, dim: int | None) -> None:
@@ -196,14 +210,3 @@ def test_every_tensor_of_a_family_has_one_place_and_comes_back_bitwise(tmp_path:
     back |= {name: torch.stack([found[row] for row in range(len(found))]) for name, found in rows.items()}
     assert back.keys() == checkpoint.names
     assert all(torch.equal(tensor, checkpoint.read(name)) for name, tensor in back.items())
-
-
-def test_transformer_engine_folds_norms_into_the_linear_layers_behind_them() -> None:
-    names = Names({**QWEN3, "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 8})
-    for fused, plain in (
-        ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"),
-        ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"),
-    ):
-        prefix = "decoder.layers.1.self_attention."
-        assert names.link(prefix + fused) == names.link(prefix + plain)
-        assert split_dim(prefix + fused) is None
