@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from zmq.sugar.context import Context
 from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import Reply, Request, Start
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import TrainBatch
@@ -46,6 +48,8 @@ class ControllerProcess:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_trm.rollout.service"],
+                # It reads its key below; the functions of the user's own that it starts, and code that those run, are not to find one.
+                env=without_key(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -53,16 +53,16 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 
 
 @contextmanager
-def watching_command_lines() -> Iterator[set[str]]:
-    """Those of all processes that this one starts, inside the `with`."""
-    seen: set[str] = set()
+def watching_processes() -> Iterator[dict[str, bool]]:
+    """Command lines of all processes that this one starts, inside the `with`, and whether their environment has the key."""
+    seen: dict[str, bool] = {}
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
             for child in psutil.Process().children(recursive=True):
                 try:
-                    seen.add(" ".join(child.cmdline()))
+                    seen[" ".join(child.cmdline())] = KEY in child.environ().values()
                 except psutil.Error:
                     continue
 
@@ -76,12 +76,12 @@ def watching_command_lines() -> Iterator[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def command_lines() -> set[str]:
-    return set()
+def processes() -> dict[str, bool]:
+    return {}
 
 
 @pytest.fixture(scope="module")
-def live(folder: Path, config: Path, command_lines: set[str]) -> list[dict[str, float]]:
+def live(folder: Path, config: Path, processes: dict[str, bool]) -> list[dict[str, float]]:
     overrides = [
         "pipeline.mode=async",
         "pipeline.max_staleness=1",
@@ -90,9 +90,9 @@ def live(folder: Path, config: Path, command_lines: set[str]) -> list[dict[str, 
     ]
     overrides += ["learner.parallel.expert=1", "probe.every=0", f"record.bundle={folder / 'bundle'}"]
     overrides += ["observe.transcripts=1", "observe.sinks=[tensorboard]", "checkpoint.every=2"]
-    with watching_command_lines() as seen:
+    with watching_processes() as seen:
         assert run_job(str(config), overrides) == 0
-    command_lines |= seen
+    processes.update(seen)
     return metrics_of(folder / "runs" / "live")[1:]
 
 
@@ -114,15 +114,17 @@ def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]]) -> 
 
 
 def test_the_key_is_in_no_file_and_on_no_command_line(
-    live: list[dict[str, float]], folder: Path, command_lines: set[str]
+    live: list[dict[str, float]], folder: Path, processes: dict[str, bool]
 ) -> None:
     files = [path for root in ("runs", "bundle") for path in (folder / root).rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert names >= {"config.json", "metrics.jsonl", "report.html", "rollout.log", "controller.log", "manifest.json"}
     assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
-    assert any("sglang.launch_server" in line for line in command_lines)
-    assert any("moe_trm.rollout.service" in line for line in command_lines)
-    assert [line for line in command_lines if KEY in line] == []
+    assert [line for line in processes if KEY in line] == []
+    # Ranks find the key in their environment; what they start has no use for it there.
+    for program in ("sglang.launch_server", "moe_trm.rollout.service"):
+        assert {known for line, known in processes.items() if program in line} == {False}
+    assert {known for line, known in processes.items() if "launch.train" in line} == {True}
 
 
 def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: list[dict[str, float]]) -> None:
