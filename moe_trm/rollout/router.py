@@ -89,7 +89,16 @@ class Router:
             await asyncio.sleep(POLL_S)
 
     async def _listed(self) -> dict[str, dict[str, Any]]:
-        answer = json.loads(await self._http.request("GET", "/workers"))
+        try:
+            answer = json.loads(await self._http.request("GET", "/workers"))
+        except EngineLost as error:
+            raise EngineLost(
+                "the router is not there",
+                where=self._http.url,
+                got=error.got,
+                expected="SGLang's router",
+                fix="Start it with `python -m launch.router CONFIG` and correct rollout.router, or leave rollout.router out.",
+            ) from error
         return {str(worker["url"]).rstrip("/"): worker for worker in answer["workers"]}
 
     async def _order(self, method: str, path: str, body: dict[str, object] | None = None) -> None:

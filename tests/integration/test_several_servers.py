@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,8 @@ def router(rollout_server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
     """`python -m launch.router`, which begins without servers."""
     if find_spec("smg") is None:
         pytest.skip("SGLang's router is not installed: pip install 'moe-trm[router]'")
-    folder, url = tmp_path_factory.mktemp("router"), f"http://127.0.0.1:{free_port()}"
+    folder, port = tmp_path_factory.mktemp("router"), free_port()
+    url = f"http://127.0.0.1:{port}"
     (folder / "config.yaml").write_text("model: {checkpoint: unused}\n")
     command = [sys.executable, "-m", "launch.router", folder / "config.yaml", f"rollout.router={url}"]
     with (folder / "router.log").open("wb") as log:
@@ -59,6 +62,11 @@ def router(rollout_server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
             stdout=log,
             stderr=log,
         )
+    for _ in range(600):
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        assert process.poll() is None, (folder / "router.log").read_text()
+        time.sleep(0.1)
     yield url
     process.terminate()
     process.wait(20)

@@ -250,7 +250,7 @@ async def test_a_router_that_was_started_again_is_told_again() -> None:
 async def test_the_run_is_given_up_when_the_router_does_not_come_back() -> None:
     async with behind_a_router(patience_s=0.2) as behind:
         await behind.router.stop()
-        with pytest.raises(EngineError, match="not reachable"):
+        with pytest.raises(EngineError, match="router is not there"):
             await behind.fleet.ask({})
 
 
