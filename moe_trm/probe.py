@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.anchors import snapshot_name
-from moe_trm.config.schema import ProbeConfig
+from moe_trm.cast_share import cast_share, narrower_dtype
+from moe_trm.config.schema import Config
 from moe_trm.flip_causes import flip_causes
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
@@ -46,10 +47,10 @@ class ProbeTokens:
 
 
 class Probe:
-    """Runs every `config.every` steps; with `config.save` each rank keeps its tokens under `run_dir/probe`."""
+    """Runs every `config.probe.every` steps; with `config.probe.save` each rank keeps its tokens under `run_dir/probe`."""
 
-    def __init__(self, config: ProbeConfig, run_dir: Path) -> None:
-        self._config, self._folder = config, run_dir / "probe"
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config, self._folder, self._narrower = config.probe, run_dir / "probe", narrower_dtype(config)
 
     def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
         """Probe metrics of this step, reduced over ranks; empty on steps without a probe."""
@@ -71,6 +72,8 @@ class Probe:
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
+        if self._narrower is not None:
+            summary |= cast_share(learner, batches, replayed, self._narrower)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
             for version in _older(learner, anchored)

@@ -112,10 +112,14 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     )
     tokens = ProbeTokens(evidence.group, evidence.native, evidence.replayed, evidence.flipped_layers)
     figures = pooled(tokens, num_layers=evidence.num_layers)
+    cast = seen.get("probe/cast_k3_kl")
+    rounded = (
+        "" if cast is None else f", of which rounding the weights to {config.rollout.server.dtype} makes {cast:.2g}"
+    )
     yield Check(
         "mismatch",
         "ok",
-        f"k3 {figures['all/native_k3']} nats with own routes, {figures['all/replayed_k3']} with the rollout's; {figures['layer_flip_rate'].value:.2%} of token-layers flip",
+        f"k3 {figures['all/native_k3']} nats with own routes, {figures['all/replayed_k3']} with the rollout's{rounded}; {figures['layer_flip_rate'].value:.2%} of token-layers flip",
     )
     yield _truncation(config, seen)
     status: Status = HARMLESS.get(finding.cause, "fail")

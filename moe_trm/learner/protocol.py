@@ -74,10 +74,10 @@ class Learner(Protocol):
         under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
         """
 
-    def snapshot(self, name: str, *, saved: bool = False) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
         """Keep the present weights in host memory under `name`, in place of an older copy of that name; the bytes it takes on this rank.
 
-        `saved`: it belongs to `state`, and `restore` brings it back.
+        `saved`: it belongs to `state`, and `restore` brings it back. `rounded_to`: it holds what is left of them after a push to an engine in this dtype.
         """
 
     def forget(self, name: str) -> None:

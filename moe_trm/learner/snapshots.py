@@ -45,10 +45,16 @@ class Snapshots:
         """The names held, oldest first."""
         return tuple(self._held)
 
-    def take(self, name: str, *, saved: bool = False) -> int:
-        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes. `saved`: `save` saves it."""
+    def take(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes.
+
+        `saved`: `save` saves it. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
+        """
         self._held.pop(name, None)
         self._held[name] = self._copy()
+        if rounded_to is not None:
+            for _, held in zip(self._parameters(), self._held[name], strict=False):
+                held.copy_(held.to(getattr(torch, rounded_to)))
         (self._saved.add if saved else self._saved.discard)(name)
         return sum(tensor.nbytes for tensor in self._held[name])
 
@@ -100,9 +106,13 @@ class Snapshots:
             )
         return self._held[name]
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _parameters(self) -> Iterator[Tensor]:
         for module in self._modules:
             yield from module.parameters()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._parameters()
+        for module in self._modules:
             yield from module.buffers()
 
     def _copy(self) -> list[Tensor]:

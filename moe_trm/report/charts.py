@@ -95,6 +95,8 @@ SECTIONS = (
                   (("probe/numerics_abs_mean", "numerics"), ("probe/routing_abs_mean", "routing")), log=True),
             Lines("With own and with replayed routes", "Probe steps: k3 KL of the same tokens under the learner's own routes and under the rollout's.",
                   (("probe/native_k3_kl", "own routes"), ("probe/replayed_k3_kl", "replayed routes")), log=True),
+            Lines("What rounding the weights makes of it", "Probe steps: k3 KL, with replayed routes, of the learner's own weights from those that the rollout holds (cast), and of these from the rollout (arithmetic).",
+                  (("probe/cast_k3_kl", "cast"), ("probe/arithmetic_k3_kl", "arithmetic")), log=True),
             Lines("Agreement of probabilities", "Pearson correlation of both policies' token probabilities; 1 is perfect.",
                   (("engine/probs_pearson", "engine"), ("merged/probs_pearson", "engine and lag"), ("total/probs_pearson", "total"))),
             Lines("Effective sample size", "Share of tokens that importance weights leave effective; 1: all count alike.",

@@ -83,6 +83,13 @@ def test_replayed_routes_are_the_rollouts_and_flip_locally_only_a_little(live: P
         assert row["probe/replayed_k3_kl"] == pytest.approx(row["engine/k3_kl"], rel=0.5)
 
 
+def test_the_cast_of_the_weights_has_its_share_of_the_numerics(live: Path) -> None:
+    """float32 weights are pushed to a bfloat16 engine."""
+    for row in metrics_of(live)[1:]:
+        assert 0 < row["probe/cast_k3_kl"] < 4 * row["probe/replayed_k3_kl"]
+        assert 0 < row["probe/arithmetic_k3_kl"] < 4 * row["probe/replayed_k3_kl"]
+
+
 def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Path) -> None:
     """The bundle gives the recorded rollouts back; everything after them is computed anew, twice, and must be the same."""
     assert from_bundle(config, "again", folder / "bundle") == 0

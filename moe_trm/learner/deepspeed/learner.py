@@ -77,9 +77,9 @@ class DeepSpeedLearner:
         with self._snapshots.using(weights):
             return [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
 
-    def snapshot(self, name: str, *, saved: bool = False) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
         """See `Learner.snapshot`."""
-        return self._snapshots.take(name, saved=saved)
+        return self._snapshots.take(name, saved=saved, rounded_to=rounded_to)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""

@@ -48,10 +48,8 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class PartitionSnapshots(Snapshots):
     """`Snapshots` of a ZeRO-3 model: each rank keeps its partition of every parameter."""
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for module in self._modules:
-            yield from map(own_partition, module.parameters())
-            yield from module.buffers()
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from map(own_partition, super()._parameters())
 
 
 def own_partition(parameter: Any) -> Tensor:

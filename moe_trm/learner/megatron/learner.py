@@ -93,9 +93,9 @@ class MegatronLearner:
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
         ]
 
-    def snapshot(self, name: str, *, saved: bool = False) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
         """See `Learner.snapshot`."""
-        return self._snapshots.take(name, saved=saved)
+        return self._snapshots.take(name, saved=saved, rounded_to=rounded_to)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""

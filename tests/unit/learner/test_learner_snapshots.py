@@ -47,6 +47,23 @@ def test_a_snapshot_is_used_and_the_own_weights_come_back_bit_for_bit() -> None:
     assert snapshots.names == ("start", "later")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rounded_snapshot_holds_what_a_push_in_that_dtype_leaves(dtype: torch.dtype) -> None:
+    """Buffers stay exact, as the biases by which experts are chosen do on their way to the engine."""
+    model = make_model().float()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model.unsaved):
+            tensor.copy_(torch.linspace(0.1, 1.3, tensor.numel()).view(tensor.shape))
+    snapshots, now = Snapshots([model]), state(model)
+    snapshots.take("cast", rounded_to=str(dtype).removeprefix("torch."))
+    with snapshots.using("cast"):
+        for held, exact in zip(model.parameters(), now, strict=False):
+            assert torch.equal(held, exact.to(dtype).float())
+        assert not torch.equal(next(model.parameters()), now[0])
+        assert same(list(model.buffers()), now[-len(list(model.buffers())) :])
+    assert same(state(model), now)
+
+
 def test_the_own_weights_come_back_after_an_error() -> None:
     model = make_model()
     snapshots = Snapshots([model])

@@ -1,0 +1,56 @@
+"""What the cast of the weights alone contributes to the mismatch: the learner, scoring with the weights that the rollout holds.
+
+replayed - rollout = (replayed - cast) + (cast - rollout) = cast + arithmetic, without remainder: numerics, split once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_trm.config.schema import Config
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.types import TokenBatch
+from routing.replay import ReplayRecords
+
+CAST = "cast"
+"""Name of the snapshot with rounded weights."""
+
+
+def narrower_dtype(config: Config) -> str | None:
+    """The rollout's dtype where a push to it rounds weights, and nothing else does; else None."""
+    rollout = config.rollout
+    rounds = config.learner.dtype == "float32" != rollout.server.dtype and rollout.quantization is None
+    return rollout.server.dtype if rounds else None
+
+
+def cast_share(
+    learner: Learner, batches: Sequence[TokenBatch], replayed: Sequence[Scores], dtype: str
+) -> dict[str, float]:
+    """`probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, nats: mean of e^x - 1 - x over scored tokens for each part of the split. Collective.
+
+    Args:
+        learner: scores once more, under its weights rounded to `dtype`.
+        batches: with the rollout's routes and log-probs.
+        replayed: what the learner's own weights gave with these routes.
+        dtype: the rollout's.
+    """
+    learner.snapshot(CAST, rounded_to=dtype)
+    try:
+        cast = learner.score(batches, [ReplayRecords(batch.routes) for batch in batches], weights=CAST)
+    finally:
+        learner.forget(CAST)
+    sums = dict.fromkeys(("tokens", "cast", "arithmetic"), torch.zeros((), dtype=torch.float64))
+    for batch, own, rounded in zip(batches, replayed, cast, strict=True):
+        sums["tokens"] = sums["tokens"] + batch.mask.sum()
+        sums["cast"] = sums["cast"] + _k3((own.logprobs - rounded.logprobs)[batch.mask])
+        sums["arithmetic"] = sums["arithmetic"] + _k3((rounded.logprobs - batch.rollout_logprobs)[batch.mask])
+    total = learner.reduce(sums)
+    return {f"probe/{part}_k3_kl": total[part] / total["tokens"] for part in ("cast", "arithmetic")}
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    x = log_ratio.double()
+    return (torch.expm1(x) - x).sum()
