@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,28 +46,25 @@ class BackgroundWriter:
 
     def __init__(self, folder: CheckpointFolder, peers: Peers, keep: int) -> None:
         self._folder, self._peers, self._keep = folder, peers, keep
-        self._thread: threading.Thread | None = None
-        self._failure = ""
+        # One thread for all checkpoints: glibc gives a new thread another arena, and each would keep what a checkpoint took.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[str] | None = None
 
     def start(self, contents: Contents) -> None:
         """Begin to write. The checkpoint before must have been waited for."""
-        assert self._thread is None, "wait for the checkpoint before"
-        self._thread = threading.Thread(target=self._run, args=(contents,), name="checkpoint")
-        self._thread.start()
+        assert self._writing is None, "wait for the checkpoint before"
+        self._writing = self._thread.submit(self._run, contents)
 
     def wait(self) -> str:
         """Wait until the checkpoint in progress is complete; why it failed, or an empty text."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, ""
-        return failure
+        writing, self._writing = self._writing, None
+        return "" if writing is None else writing.result()
 
-    def _run(self, contents: Contents) -> None:
+    def _run(self, contents: Contents) -> str:
         try:
-            self._failure = self._write_together(contents)
+            return self._write_together(contents)
         except RuntimeError as error:  # what the collectives raise when another rank is gone
-            self._failure = str(error)
+            return str(error)
 
     def _write_together(self, contents: Contents) -> str:
         """Write on every rank, then complete the checkpoint on the first; the same outcome everywhere."""
