@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
@@ -49,7 +51,7 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
     config = load(path, overrides)
     known_key = api_key_for(config)
     key = known_key or secrets.token_urlsafe(24)
-    log_path = Path(config.run_dir) / config.name / "rollout.log"
+    log_path = Path(config.run_dir) / config.name / log_name(config.rollout.server.host)
     print(f"starting the rollout server (log: {log_path})", flush=True)
     with Keeper(config, log_path, key) as keeper:
         print(f"rollout server ready at {keeper.url}", flush=True)
@@ -57,6 +59,15 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
             print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)
         keeper.wait()
     return 0
+
+
+def log_name(host: str) -> str:
+    """The log of a server bound to `host`: one that other machines reach is not the only one to write into their common run folder."""
+    try:
+        alone = ip_address(host).is_loopback
+    except ValueError:
+        alone = host == "localhost"
+    return "rollout.log" if alone else f"rollout-{socket.gethostname()}.log"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ STUBS = {
     "srun": """
 echo "srun $*" >> "$CALLS"
 [[ "$*" == *launch.train* ]] || exec sleep 60
+until grep -q launch.rollout "$CALLS"; do sleep 0.02; done
 trap 'echo asked >> "$CALLS"; sleep 0.5; echo saved >> "$CALLS"; exit 143' TERM
 [[ -z "${LINGER:-}" ]] || { touch "$CALLS.started"; while sleep 0.1; do :; done; }
 """,
@@ -115,12 +116,20 @@ def test_the_kubernetes_objects_fit_together(config: Path) -> None:
     environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    [server] = objects["Deployment", "moe-trm-rollout"]["spec"]["template"]["spec"]["containers"]
-    port = objects["Service", "moe-trm-rollout"]["spec"]["ports"][0]["port"]
+    servers = objects["StatefulSet", "moe-trm-rollout"]["spec"]
+    [server] = servers["template"]["spec"]["containers"]
+    service = objects["Service", servers["serviceName"]]
+    assert service["spec"]["clusterIP"] == "None"
+    assert (
+        service["spec"]["selector"] == servers["selector"]["matchLabels"] == servers["template"]["metadata"]["labels"]
+    )
     learner_config = load(config, ranks["args"][ranks["args"].index("/config/config.yaml") + 1 :])
-    assert learner_config.rollout.url == f"http://moe-trm-rollout:{port}"
     server_config = load(config, server["args"])
-    assert (server_config.rollout.server.port, server["readinessProbe"]["httpGet"]["port"]) == (port, port)
+    port, name = server_config.rollout.server.port, servers["serviceName"]
+    assert server["readinessProbe"]["httpGet"]["port"] == port
+    assert learner_config.rollout.urls == tuple(
+        f"http://moe-trm-rollout-{number}.{name}:{port}" for number in range(servers["replicas"])
+    )
     assert server_config.run_dir == learner_config.run_dir
     for container in (ranks, server):
         assert container["envFrom"] == [{"secretRef": {"name": "moe-trm-key"}}]
