@@ -98,4 +98,4 @@ class ControllerError(MoeTrmError):
 
 
 class RunError(MoeTrmError):
-    """A folder that holds no run, or a run that has nothing to show yet."""
+    """A folder that holds no run, a run that has nothing to show yet, or one that cannot write down what it does."""

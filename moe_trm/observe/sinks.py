@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from moe_trm.errors import RunError
+
 if TYPE_CHECKING:
     from moe_trm.corrections.evidence import Correction, Evidence
     from moe_trm.types import TrainRow
@@ -34,18 +36,30 @@ class Sink:
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl`: one object per step, flushed at once so that a killed run keeps what it did. Non-finite values become null.
+    """`metrics.jsonl`: one object per step, written at once so that a killed run keeps what it did. Non-finite values become null.
 
-    `time/unix_s` says when the line was written.
+    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps nobody can see is stopped.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         row = {"step": step, "time/unix_s": time.time(), **metrics}
-        self._file.write(orjson.dumps(row, option=orjson.OPT_SORT_KEYS) + b"\n")
-        self._file.flush()
+        line = orjson.dumps(row, option=orjson.OPT_SORT_KEYS) + b"\n"
+        try:
+            complete = self._file.write(line) == len(line)
+            reason = "the disk is full"
+        except OSError as error:
+            complete, reason = False, str(error)
+        if not complete:
+            raise RunError(
+                "the metrics of this step cannot be written",
+                where=str(self._path),
+                got=reason,
+                expected=f"room for {len(line)} bytes",
+                fix="Make room; the same command then goes on from the newest checkpoint.",
+            )
 
     def close(self) -> None:
         self._file.close()

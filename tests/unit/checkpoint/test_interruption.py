@@ -1,8 +1,9 @@
-"""The first signal asks, a second one ends; `metrics.jsonl` is cut where a run goes on."""
+"""The first signal asks, a second one ends; `metrics.jsonl` is cut where a run goes on, and must be writable."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_trm.errors import REFUSED, RunError
 from moe_trm.interruption import ECHO_S, Interruption
-from moe_trm.observe.sinks import keep_steps
+from moe_trm.observe.sinks import JsonLines, keep_steps
 
 
 @pytest.fixture
@@ -75,3 +77,24 @@ def test_a_run_that_begins_anew_has_no_old_metrics(tmp_path: Path) -> None:
     keep_steps(path, 0)
     assert not path.exists()
     keep_steps(path, 5)
+
+
+@pytest.fixture
+def room_for_20_bytes() -> Iterator[None]:
+    """No file of this process may grow beyond that, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("room_for_20_bytes")
+def test_metrics_that_cannot_be_written_stop_the_run_with_the_reason(tmp_path: Path) -> None:
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
+    for reason in ("the disk is full", "File too large"):
+        with pytest.raises(RunError, match=reason) as told:
+            metrics.write(1, {"reward/mean": 0.5})
+        assert told.value.exit_status == REFUSED
+    metrics.close()
+    keep_steps(tmp_path / "metrics.jsonl", 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
