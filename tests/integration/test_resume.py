@@ -266,6 +266,7 @@ def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
     everyone = psutil.Process(job.process.pid).children(recursive=True)
     assert any("moe_trm.rollout.service" in process.cmdline() for process in everyone)
     job.process.kill()
+    job.wait()
     _, alive = psutil.wait_procs(everyone, timeout=10)
     assert not alive
 
