@@ -54,6 +54,8 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                     "recompute": options.get("recompute", "none"),
                     "freeze_router": options.get("freeze") == "1",
                     "dtype": options.get("dtype", "float32"),
+                    "transformer_engine": options.get("te", "auto"),
+                    "fp8": options.get("fp8", "none"),
                     "loss_scale": {
                         "initial": int(options.get("scale", 1024)),
                         "growth_steps": int(options.get("growth", 100)),
