@@ -1,7 +1,9 @@
 """Does a quantity that was looked at again and again during a run grow with the steps? A slope with its error, and one word.
 
-Looks that follow each other are alike, so their number says little of how sure a slope is. The steps are therefore cut into blocks of equal
-length, and the line is fitted to the blocks' medians. The first quarter of the steps is warm-up and takes no part.
+Memory goes in jumps, and a look is like the look before it, so neither the number of looks nor their distance from a line says how sure a
+slope is. The steps are therefore cut into blocks of equal length; the slope is the mean of what the blocks' medians gain from one to the
+next, and its error comes from how much those gains differ. One jump is then no trend. The first quarter of the steps is warm-up and takes
+no part.
 
 What is flat, grows or levels off:
 
@@ -25,7 +27,7 @@ Floats = NDArray[np.float64]
 WARM_UP = 0.25
 BLOCKS = 10
 STUDENT_T = 2.306
-"""Two-sided 95% of Student's t with `BLOCKS` - 2 degrees of freedom."""
+"""Two-sided 95% of Student's t with `BLOCKS` - 2 degrees of freedom: the blocks have one gain less than they are."""
 BENDS = 0.5
 NEGLIGIBLE = 512.0
 """Bytes a step that no run will notice: half a gigabyte in a million steps."""
@@ -68,12 +70,12 @@ def growth(steps: Floats, values: Floats, num_steps: int) -> Growth | None:
     late = _blocks(steps, values, num_steps / 2, num_steps)
     if settled is None or late is None:
         return None
-    line, late_line = _fit(*settled)[0], _fit(*late)[0]
+    line, late_line = _line(*settled), _line(*late)
     if late_line.low <= 0 or late_line.high < NEGLIGIBLE:
         verdict: Verdict = "flat"
     else:
         at, medians = settled
-        bends = _fit(np.log(at), medians)[1] < BENDS * _fit(at, medians)[1]
+        bends = _residuals(np.log(at), medians) < BENDS * _residuals(at, medians)
         verdict = "levels off" if bends else "grows"
     return Growth(line, late_line, verdict)
 
@@ -89,11 +91,13 @@ def _blocks(steps: Floats, values: Floats, first: float, last: float) -> tuple[F
     return at, np.array([np.median(part) for part in parts])
 
 
-def _fit(at: Floats, values: Floats) -> tuple[Line, float]:
-    """Least squares: the line, and the sum of squared residuals."""
+def _line(at: Floats, values: Floats) -> Line:
+    gains = np.diff(values) / np.diff(at)
+    return Line(float(gains.mean()), float(gains.std(ddof=1) / np.sqrt(len(gains))))
+
+
+def _residuals(at: Floats, values: Floats) -> float:
+    """What the best line through `values` over `at` leaves of them, squared and summed."""
     centred, values = at - at.mean(), values - values.mean()
-    spread = float(centred @ centred)
-    slope = float(centred @ values) / spread
-    residuals = values - slope * centred
-    rest = float(residuals @ residuals)
-    return Line(slope, float(np.sqrt(rest / (len(at) - 2) / spread))), rest
+    rest = values - centred * float(centred @ values) / float(centred @ centred)
+    return float(rest @ rest)
