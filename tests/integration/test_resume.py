@@ -124,25 +124,30 @@ TIMING = ("ledger/", "queue/")
 @pytest.mark.parametrize(
     ("ranks", "learner"),
     [
-        (1, []),
+        (1, ["learner.parallel.expert=1"]),
         pytest.param(2, ["learner.parallel.expert=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["learner.backend=deepspeed", "learner.deepspeed.zero_stage=3"], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ["learner.parallel.expert=1", "learner.backend=deepspeed", "learner.deepspeed.zero_stage=3"],
+            marks=pytest.mark.slow,
+        ),
     ],
+    ids=["megatron", "megatron-experts-on-2", "deepspeed-stage-3"],
 )
 def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     folder: Path, tmp_path: Path, ranks: int, learner: list[str]
 ) -> None:
-    """All but the first steps train tokens that are two versions old; the third is trained after the resumption."""
+    """From the third step on, tokens are two versions old: the first to be trained after the resumption need weights from before it."""
     make_recording(load(folder / "config.yaml", []), tmp_path / "bundle", STEPS, age=2)
     settings = [
         "pipeline.mode=async",
         f"run_dir={tmp_path}",
         f"rollout.bundle={tmp_path / 'bundle'}",
-        "learner.parallel.expert=1",
+        *learner,
     ]
     alone, killed = (
         Job(
-            learner_command(str(folder / "config.yaml"), [*settings, *learner, f"name={name}"], ranks),
+            learner_command(str(folder / "config.yaml"), [*settings, f"name={name}"], ranks),
             tmp_path / f"{name}.log",
         )
         for name in ("alone", "killed")
@@ -150,7 +155,7 @@ def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     after_step(tmp_path / "killed", 2, killed)
     kill_everything(killed.process)
     again = Job(
-        learner_command(str(folder / "config.yaml"), [*settings, *learner, "name=killed"], ranks),
+        learner_command(str(folder / "config.yaml"), [*settings, "name=killed"], ranks),
         tmp_path / "again.log",
     )
     assert (alone.wait(), again.wait()) == (0, 0), alone.output + again.output
