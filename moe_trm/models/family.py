@@ -64,6 +64,7 @@ class Family:
         whole_qk_norms: queries and keys are normed over all heads together.
         max_tensor: largest `learner.parallel.tensor` that computes this family rightly; None: any.
         max_expert_tensor: the same of `learner.parallel.expert_tensor`.
+        sinks: attention has a logit more than keys.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
 
@@ -79,6 +80,7 @@ class Family:
     whole_qk_norms: bool = False
     max_tensor: int | None = None
     max_expert_tensor: int | None = None
+    sinks: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
 

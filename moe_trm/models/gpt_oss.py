@@ -76,6 +76,7 @@ GPT_OSS = Family(
     rotations=("default", "yarn"),
     yarn=_yarn,
     max_expert_tensor=1,
+    sinks=True,
     tiny={
         "num_key_value_heads": 2,
         "head_dim": 32,

@@ -38,6 +38,9 @@ def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
                     tensor.normal_(std=0.2)
                 elif tensor_name.endswith(("e_score_correction_bias", "proj.bias", "proj_bias", "router.bias")):
                     tensor.normal_(std=0.05)
+                if tensor_name.endswith("sinks"):
+                    # SGLang holds them in bfloat16 in every dtype, as published checkpoints do.
+                    tensor.copy_(tensor.bfloat16())
     return model
 
 

@@ -22,8 +22,10 @@ import torch
 
 from moe_trm.config.schema import Config, ServerConfig
 from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.hf_config import read_hf_config
 from moe_trm.lifeline import Lifeline
-from moe_trm.rollout.credentials import API_KEY_VARIABLE
+from moe_trm.models.registry import find_family
+from moe_trm.rollout.credentials import without_key
 
 LOG_TAIL_LINES = 25
 POLL_S = 0.25
@@ -139,6 +141,10 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
             "--mem-fraction-static": 0.1,
         }
+        if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu, which wants one cache for all layers.
+            options["--attention-backend"] = "triton"
+            flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
         flags += ["--sleep-on-idle", "--skip-server-warmup"]
     elif config.rollout.colocate:
@@ -154,7 +160,7 @@ def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
 
     On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
     """
-    child = {name: value for name, value in parent.items() if name != API_KEY_VARIABLE}
+    child = without_key(parent)
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"

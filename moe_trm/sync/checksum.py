@@ -30,9 +30,13 @@ _ATTENTION = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
 """An expert's first two matrices, as most families call them and as Mixtral does."""
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+"""The matrices of all experts of a layer as one tensor, which gpt-oss has, and their biases; the engine transposes the matrices."""
 _LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
 """Of latent attention: one tensor where the queries are compressed, too (`q_lora_rank`); else they are `q_proj`, and each is its own."""
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
+_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
+"""The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
 _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -65,6 +69,9 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
     if match := _EXPERT.fullmatch(name):
         fused = "w13_weight" if match[3] in _GATE_AND_UP else "w2_weight"
         return f"{match[1]}.{fused}", (int(match[2]), int(match[3] in _UP))
+    if match := _STACKED.fullmatch(name):
+        fused = "w13_weight" if match[2] == "gate_up_proj" else "w2_weight"
+        return f"{match[1]}.{fused}{match[3] or ''}", (0, 0)
     if (match := _LATENT.fullmatch(name)) and f"{match[1]}.q_a_proj.weight" in pushed:
         return f"{match[1]}.fused_qkv_a_proj_with_mqa.weight", (0, int(match[2] != "q_a_proj"))
     if match := _DENSE.fullmatch(name):
@@ -110,7 +117,8 @@ class EngineChecksums:
         parts = self._order[fused]
         while self._taken[fused] < len(parts) and parts[self._taken[fused]] in self._held:
             part = parts[self._taken[fused]]
-            self._hash(fused, self._held.pop(part))
+            tensor, stacked = self._held.pop(part), _STACKED.fullmatch(part)
+            self._hash(fused, tensor.mT if stacked and not stacked[3] else tensor)
             self._taken[fused] += 1
 
     def result(self) -> dict[str, str]:
@@ -125,7 +133,8 @@ class EngineChecksums:
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
         dtype = DTYPES[pushed_dtype(fused, self._dtype)]
-        hasher.update(tensor_bytes(tensor.to(dtype)))
+        held = DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
+        hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE
             hasher.update(bytes(padding_rows * tensor.shape[1] * dtype.itemsize))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
+
+from moe_trm_sglang_cpu.inert_triton import InertModule
 
 
 def allocate_plain(
@@ -29,6 +32,7 @@ def activate() -> None:
         return
     _register_allocator()
     _register_latent_attention()
+    _register_sink_attention()
 
 
 def _register_allocator() -> None:
@@ -52,3 +56,21 @@ def _register_latent_attention() -> None:
     registry = attention_backend_handler.AttentionBackendRegistry
     if "torch_native" not in registry._handlers:
         registry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)
+
+
+def _register_sink_attention() -> None:
+    """Attention with sinks (gpt-oss) under the name `triton`, in torch, where the real triton is absent.
+
+    SGLang accepts gpt-oss with this backend's name and some of CUDA, ROCm, Ascend and AMX; `torch_native` knows no sinks.
+    """
+    if not isinstance(import_module("triton"), InertModule):
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    register_attention_backend("triton")(_sink_attention)
+
+
+def _sink_attention(runner: Any) -> Any:
+    from moe_trm_sglang_cpu.sink_attention import SinkAttention
+
+    return SinkAttention(runner)

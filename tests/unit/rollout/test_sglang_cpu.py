@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
@@ -132,6 +134,26 @@ import torch, torchvision
 print(hasattr(torch.ops.torchvision, 'nms'))
 """
     assert python(code, enabled=False) == "True"
+
+
+@pytest.mark.parametrize("window", [-1, 2])
+@pytest.mark.parametrize("num_queries", [1, 3, 5])
+def test_attention_with_sinks_is_the_softmax_over_keys_and_one_logit_more(num_queries: int, window: int) -> None:
+    from moe_trm_sglang_cpu.attention import attention
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, heads, 8, generator=generator) for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator)
+    got = attention(query[-num_queries:], key, value, 0.3, window, sinks)
+    for row, position in enumerate(range(5 - num_queries, 5)):
+        seen = range(0 if window < 0 else max(0, position - window), position + 1)
+        for head in range(4):
+            logits = [0.3 * float(query[position, head] @ key[other, head // 2]) for other in seen]
+            total = sum(map(math.exp, logits)) + math.exp(float(sinks[head]))
+            expected = sum(
+                math.exp(logit) / total * value[other, head // 2] for logit, other in zip(logits, seen, strict=True)
+            )
+            torch.testing.assert_close(got[row, head], expected)
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")

@@ -108,6 +108,7 @@ def test_the_launcher_stops_its_server_on_a_signal(tmp_path: Path, pids_file: Pa
 
 
 def test_the_command_line_of_each_device(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     cpu = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
     pairs = dict(pairwise(cpu))
     assert pairs["--attention-backend"] == "torch_native"
@@ -125,8 +126,16 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert child_environment({"A": "1"}, cpu=True)["TORCHDYNAMO_DISABLE"] == "1"
 
 
+def test_attention_with_sinks_has_a_backend_of_its_own_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+    command = launch_command(config(tmp_path), tmp_path, 7, "k.yaml")
+    assert dict(pairwise(command))["--attention-backend"] == "triton"
+    assert "--disable-hybrid-swa-memory" in command
+
+
 @pytest.mark.parametrize(("device", "frees"), [("cuda", True), ("cpu", False)])
 def test_only_a_server_on_a_gpu_can_free_its_memory(tmp_path: Path, device: str, frees: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
     server = {"device": device, "port": 7}
     shared = Config.model_validate(
         {"model": {"checkpoint": str(tmp_path)}, "rollout": {"colocate": True, "server": server}}

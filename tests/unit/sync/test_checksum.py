@@ -267,3 +267,21 @@ def test_keys_alone_of_latent_attention_stay_a_tensor_of_their_own() -> None:
     prefix = "model.layers.0.self_attn."
     names = [f"{prefix}q_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"]
     assert EngineChecksums(names, "float32")._order.keys() == set(names)
+
+
+def test_matrices_of_all_experts_in_one_tensor_are_hashed_as_the_engine_transposes_and_holds_them() -> None:
+    prefix, numbers = "model.layers.0.mlp.experts.", torch.arange(1.0, 13.0).reshape(2, 2, 3) + 2**-10
+    checksums = EngineChecksums(
+        [f"{prefix}gate_up_proj", f"{prefix}down_proj_bias", "model.layers.0.self_attn.sinks"], "float32"
+    )
+    checksums.add(f"{prefix}gate_up_proj", numbers)
+    checksums.add(f"{prefix}down_proj_bias", numbers[0])
+    checksums.add("model.layers.0.self_attn.sinks", numbers[0, 0])
+    assert checksums.result() == {
+        f"{prefix}w13_weight": sha(numbers.transpose(1, 2).contiguous()),
+        f"{prefix}w2_weight_bias": sha(numbers[0]),
+        "model.layers.0.self_attn.sinks": sha(numbers[0, 0].bfloat16().view(torch.int16)),
+    }
+    low = EngineChecksums([f"{prefix}down_proj_bias"], "bfloat16")
+    low.add(f"{prefix}down_proj_bias", numbers[0])
+    assert low.result() == {f"{prefix}w2_weight_bias": sha(numbers[0].bfloat16().float())}
