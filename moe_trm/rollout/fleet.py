@@ -197,6 +197,8 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
             if self._router is not None:
                 self._router.forget()
+                if self._router.door.silent_s > SILENCE_S:
+                    await self._router.give_up_if_stuck()
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
     async def _look(self, server: RemoteServer) -> None:

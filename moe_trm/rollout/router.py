@@ -22,7 +22,10 @@ POLL_S = 0.05
 """Pause between two looks at what the router made of an order, which it only queues."""
 ORDER_S = 5.0
 """Longest wait for it."""
-KNOWN_ALREADY = 409
+ANSWER_S = 10.0
+"""Longest time in which a router that is there answers for itself."""
+DONE_ALREADY = (404, 409)
+"""It is not on the list any more; it is on the list, or is being taken off."""
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,14 @@ class Router:
     def forget(self) -> None:
         """Look again before the next sample: the router may have been started again, or told otherwise."""
         self._told = None
+
+    async def give_up_if_stuck(self) -> None:
+        """Samples that a router holds which does not even say whom it knows are given up, to be asked for again."""
+        try:
+            await self._listed()
+        except EngineLost as error:
+            log.warning("router %s: %s (%s)", self._http.url, error.what, error.got)
+            self.door.give_up()
 
     async def choose_among(self, urls: frozenset[str], *, every: bool = False) -> None:
         """Return when the router gives samples to no server but these, and to at least one of them; it takes up the others when it can.
@@ -90,7 +101,7 @@ class Router:
 
     async def _listed(self) -> dict[str, dict[str, Any]]:
         try:
-            answer = json.loads(await self._http.request("GET", "/workers"))
+            answer = json.loads(await self._http.request("GET", "/workers", timeout_s=ANSWER_S))
         except EngineLost as error:
             raise EngineLost(
                 "the router is not there",
@@ -104,9 +115,9 @@ class Router:
     async def _order(self, method: str, path: str, body: dict[str, object] | None = None) -> None:
         log.info("router %s: %s %s", self._http.url, method, body["url"] if body else path)
         try:
-            await self._http.request(method, path, body)
+            await self._http.request(method, path, body, timeout_s=ANSWER_S)
         except HttpStatusError as error:
-            if error.status != KNOWN_ALREADY:  # it was given, or is being taken off the list
+            if error.status not in DONE_ALREADY:
                 raise
 
 

@@ -29,6 +29,8 @@ class FakeRouter:
     def __init__(self, obeys: bool = True) -> None:
         self.workers: dict[str, dict[str, object]] = {}
         self.obeys, self._turn, self._ids = obeys, count(), count()
+        self.free = asyncio.Event()
+        self.free.set()
         self.orders: list[str] = []
 
     async def start(self, port: int = 0) -> None:
@@ -49,6 +51,7 @@ class FakeRouter:
         await self.runner.cleanup()
 
     async def _generate(self, request: web.Request) -> web.Response:
+        await self.free.wait()
         able = [url for url, worker in self.workers.items() if worker["status"] == "ready"]
         if not able:
             return web.Response(status=503)
@@ -60,6 +63,7 @@ class FakeRouter:
             return web.Response(status=502)
 
     async def _list(self, request: web.Request) -> web.Response:
+        await self.free.wait()
         return web.json_response({"workers": [*self.workers.values()]})
 
     async def _add(self, request: web.Request) -> web.Response:
@@ -95,6 +99,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fleet_module, name, 0.2)
     monkeypatch.setattr(router_module, "POLL_S", 0.01)
     monkeypatch.setattr(router_module, "ORDER_S", 0.3)
+    monkeypatch.setattr(router_module, "ANSWER_S", 0.2)
 
 
 class Behind:
@@ -244,6 +249,19 @@ async def test_a_router_that_was_started_again_is_told_again() -> None:
         behind.router.workers.clear()
         await behind.router.start(behind.router.port)
         assert await ask in (b"a 2", b"b 2")
+
+
+@in_loop
+async def test_what_a_router_that_hangs_holds_is_asked_for_again() -> None:
+    async with behind_a_router() as behind:
+        behind.router.free.clear()
+        ask = asyncio.ensure_future(behind.fleet.ask({}))
+        while behind.fleet.metrics()["rollout/reissued"] == 0:
+            await asyncio.sleep(0.02)
+        assert not ask.done()
+        behind.router.free.set()
+        assert await ask in (b"a 2", b"b 2")
+        assert behind.fleet.metrics()["rollout/servers"] == 2
 
 
 @in_loop
