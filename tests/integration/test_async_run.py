@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
 
-from launch.job import run_job
+from launch.job import free_port, run_job
 from moe_trm.config import load
+from moe_trm.observe.prometheus import gauge_name
 from moe_trm.rollout.supervisor import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 
@@ -52,36 +55,48 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
     return path
 
 
+@dataclass
+class Seen:
+    """Of a run, from outside, while it ran.
+
+    Attributes:
+        processes: command lines, and whether the environment has the key.
+        scraped: the last page that Prometheus would have got.
+    """
+
+    processes: dict[str, bool] = field(default_factory=dict)
+    scraped: str = ""
+
+
 @contextmanager
-def watching_processes() -> Iterator[dict[str, bool]]:
-    """Command lines of all processes that this one starts, inside the `with`, and whether their environment has the key."""
-    seen: dict[str, bool] = {}
+def watching(seen: Seen, port: int) -> Iterator[None]:
+    """Look at all processes that this one starts, and at the metrics on `port`, inside the `with`."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
             for child in psutil.Process().children(recursive=True):
-                try:
-                    seen[" ".join(child.cmdline())] = KEY in child.environ().values()
-                except psutil.Error:
-                    continue
+                with suppress(psutil.Error):
+                    seen.processes[" ".join(child.cmdline())] = KEY in child.environ().values()
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+                seen.scraped = page.read().decode()
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield seen
+        yield
     finally:
         over.set()
         thread.join()
 
 
 @pytest.fixture(scope="module")
-def processes() -> dict[str, bool]:
-    return {}
+def seen() -> Seen:
+    return Seen()
 
 
 @pytest.fixture(scope="module")
-def live(folder: Path, config: Path, processes: dict[str, bool]) -> list[dict[str, float]]:
+def live(folder: Path, config: Path, seen: Seen) -> list[dict[str, float]]:
     overrides = [
         "pipeline.mode=async",
         "pipeline.max_staleness=1",
@@ -90,9 +105,9 @@ def live(folder: Path, config: Path, processes: dict[str, bool]) -> list[dict[st
     ]
     overrides += ["learner.parallel.expert=1", "probe.every=0", f"record.bundle={folder / 'bundle'}"]
     overrides += ["observe.transcripts=1", "observe.sinks=[tensorboard]", "checkpoint.every=2"]
-    with watching_processes() as seen:
-        assert run_job(str(config), overrides) == 0
-    processes.update(seen)
+    port = free_port()
+    with watching(seen, port):
+        assert run_job(str(config), [*overrides, f"observe.prometheus_port={port}"]) == 0
     return metrics_of(folder / "runs" / "live")[1:]
 
 
@@ -106,25 +121,25 @@ def test_samples_are_stale_but_never_beyond_the_bound_and_the_books_balance(live
     assert live[-1]["ledger/in_flight"] == live[-1]["ledger/queued"] == 0
 
 
-def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]]) -> None:
+def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]], seen: Seen) -> None:
     for row in live:
         assert row.keys() >= WATCHED
         assert row["rollout/age_share/0"] + row["rollout/age_share/1"] == pytest.approx(1)
         assert row["queue/age/0"] + row["queue/age/1"] == row["queue/groups"]
+    names = {line.split(" ")[0] for line in seen.scraped.splitlines()}
+    assert names >= {gauge_name(name) for name in WATCHED}
 
 
-def test_the_key_is_in_no_file_and_on_no_command_line(
-    live: list[dict[str, float]], folder: Path, processes: dict[str, bool]
-) -> None:
+def test_the_key_is_in_no_file_and_on_no_command_line(live: list[dict[str, float]], folder: Path, seen: Seen) -> None:
     files = [path for root in ("runs", "bundle") for path in (folder / root).rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert names >= {"config.json", "metrics.jsonl", "report.html", "rollout.log", "controller.log", "manifest.json"}
     assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
-    assert [line for line in processes if KEY in line] == []
+    assert [line for line in seen.processes if KEY in line] == []
     # Ranks find the key in their environment; what they start has no use for it there.
     for program in ("sglang.launch_server", "moe_trm.rollout.service"):
-        assert {known for line, known in processes.items() if program in line} == {False}
-    assert {known for line, known in processes.items() if "launch.train" in line} == {True}
+        assert {known for line, known in seen.processes.items() if program in line} == {False}
+    assert {known for line, known in seen.processes.items() if "launch.train" in line} == {True}
 
 
 def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: list[dict[str, float]]) -> None:
