@@ -32,8 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`. SIGTERM does what Ctrl-C does."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    """`moe-trm train`. Ctrl-C and SIGTERM before the learner has been started end it at once; what was started is stopped."""
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
     return run_job(args.config, args.overrides, args.nproc_per_node)
 
 
