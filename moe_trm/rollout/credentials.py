@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
 
 API_KEY_VARIABLE = "MOE_TRM_API_KEY"
+_PLAIN = re.compile(r"""[^"'\\\s]+""")
 
 
 def api_key_for(config: Config) -> str | None:
-    """`rollout.api_key`, else the environment variable MOE_TRM_API_KEY, else None: this run has to make one."""
-    return config.rollout.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    """`rollout.api_key`, else the environment variable MOE_TRM_API_KEY, else None: this run has to make one.
+
+    Raises `ConfigError` for a key that would not travel unchanged through HTTP headers and the server's own configuration, or would be
+    written differently in its log, where it is masked.
+    """
+    key = config.rollout.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    if key is not None and not (key.isascii() and key.isprintable() and _PLAIN.fullmatch(key)):
+        raise ConfigError(
+            "the API key has characters that a key cannot have",
+            where=f"config key rollout.api_key or environment variable {API_KEY_VARIABLE}",
+            got="a secret",
+            expected="printable ASCII without spaces, quotes and backslashes",
+            fix="openssl rand -hex 32 makes one",
+        )
+    return key
 
 
 def without_key(environment: Mapping[str, str]) -> dict[str, str]:
