@@ -119,9 +119,10 @@ def train(
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    norms = [update.grad_norm for update in updates if update.applied] or [updates[-1].grad_norm]
     scale = updates[-1].loss_scale
     return {
-        "optimizer/grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "optimizer/grad_norm": sum(norms) / len(norms),
         "optimizer/lr": updates[-1].lr,
         "optimizer/steps": float(len(updates)),
         "optimizer/skipped": float(sum(not update.applied for update in updates)),

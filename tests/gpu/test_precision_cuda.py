@@ -67,7 +67,7 @@ def test_grouped_products_and_plain_layers_are_rounding_apart(checkpoint: Path, 
         _, seen = trial.update()
         assert torch.equal(seen, trial.replayed)
         assert trial.learner.replay_report().applied_fraction == 1.0
-    assert relative(fused.moved(), plain.moved()) < 0.05
+    assert relative(fused.moved(), plain.moved()) < 0.1
 
 
 @needs_transformer_engine

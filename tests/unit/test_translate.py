@@ -268,3 +268,14 @@ def test_the_command_prints_the_file_and_tells_what_is_missing(
 def test_an_unreadable_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="launch script cannot be read"):
         from_slime(tmp_path / "none.sh")
+
+
+def test_slimes_precision_is_ours() -> None:
+    words = "--fp16 --initial-loss-scale 4096 --sglang-dtype float16 --sglang-quantization fp8 --transformer-impl local"
+    values = from_slime(None, words.split()).values
+    assert values["learner.dtype"] == values["rollout.server.dtype"] == "float16"
+    assert values["learner.loss_scale.initial"] == 4096
+    assert (values["rollout.quantization"], values["learner.transformer_engine"]) == ("fp8", "off")
+    eight = from_slime(None, ["--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"])
+    assert (eight.values["learner.dtype"], eight.values["learner.fp8"]) == ("bfloat16", "blockwise")
+    assert not [miss for miss in eight.problems() if "fp8" in str(miss)]

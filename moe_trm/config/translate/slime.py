@@ -52,6 +52,8 @@ _NUMBERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "eps-clip": ("loss.clip_low", float),
     "eps-clip-high": ("loss.clip_high", float),
     "eps-clip-c": ("loss.dual_clip", float),
+    "initial-loss-scale": ("learner.loss_scale.initial", int),
+    "loss-scale-window": ("learner.loss_scale.growth_steps", int),
 }
 _TEXTS: Mapping[str, str] = {
     "hf-checkpoint": "model.checkpoint",
@@ -61,6 +63,8 @@ _TEXTS: Mapping[str, str] = {
     "custom-rm-path": "task.reward",
     "recompute-granularity": "learner.recompute",
     "custom-generate-function-path": "rollout.function",
+    "sglang-dtype": "rollout.server.dtype",
+    "sglang-quantization": "rollout.quantization",
 }
 _ADVANTAGES: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "ppo_clip"),
@@ -135,6 +139,7 @@ def translate(flags: Mapping[str, Sequence[str]], draft: Draft) -> Draft:
         draft.put("loss.clip_high", draft.values["loss.clip_low"], origin("eps-clip"))
     _loss(draft, take)
     _batches(draft, take)
+    _precision(draft, take)
     _task(draft, take)
     used.add("eval-prompt-data")
     _evaluation(draft, flags.get("eval-prompt-data", ()))
@@ -187,6 +192,17 @@ def _batches(draft: Draft, take: Callable[[str], str | None]) -> None:
         _number(draft, "learner.micro_batch_tokens", int, budget, "--max-tokens-per-gpu")
     elif micro:
         _number(draft, "learner.micro_batch_rows", int, micro, "--micro-batch-size")
+
+
+def _precision(draft: Draft, take: Callable[[str], str | None]) -> None:
+    for flag, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if take(flag) is not None:
+            draft.put("learner.dtype", dtype, f"--{flag}")
+    recipe, number_format = take("fp8-recipe"), take("fp8-format")
+    if number_format:
+        draft.put("learner.fp8", recipe or "delayed", "--fp8-recipe")
+    if take("transformer-impl") == "local":
+        draft.put("learner.transformer_engine", "off", "--transformer-impl")
 
 
 def _task(draft: Draft, take: Callable[[str], str | None]) -> None:
