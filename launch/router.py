@@ -64,6 +64,8 @@ def _route(path: str, overrides: Sequence[str]) -> None:
             # Answers differ too much in length to take turns.
             policy="least_load",
             log_level="warn",
+            # The controller looks after the servers. One that lends its memory to the learner is well, and generates nothing.
+            disable_health_check=True,
             # Tokens come from us, and go back as tokens.
             disable_tokenizer_autoload=True,
         )

@@ -16,6 +16,7 @@ FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
 
 MAX_ERROR_CHARACTERS = 500
+TOO_MANY_REQUESTS = 429
 
 
 class HttpStatusError(EngineError):
@@ -29,7 +30,7 @@ class EngineSlow(EngineLost):
 
 
 class ServerFailed(HttpStatusError, EngineLost):
-    """The server answered every attempt with an HTTP status of 500 or more."""
+    """The server answered every attempt with an HTTP status of 500 or more, or with 429: it has too much to do."""
 
 
 class EngineHttp:
@@ -67,7 +68,7 @@ class EngineHttp:
     ) -> bytes:
         """The body of a successful answer.
 
-        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx.
+        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx other than 429.
         `timeout_s` and `attempts` replace those of this connection.
         """
         attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
@@ -90,7 +91,7 @@ class EngineHttp:
                 continue
             if status < 400:
                 return content
-            if status < 500 or last:
+            if last or not _may_pass(status):
                 raise self._refused(method, path, status, content)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
@@ -131,7 +132,7 @@ class EngineHttp:
         )
 
     def _refused(self, method: str, path: str, status: int, content: bytes) -> HttpStatusError:
-        kind = ServerFailed if status >= 500 else HttpStatusError
+        kind = ServerFailed if _may_pass(status) else HttpStatusError
         error = kind(
             f"the rollout server answered with an error (HTTP {status})",
             where=f"{method} {self.url}{path}",
@@ -143,3 +144,7 @@ class EngineHttp:
         )
         error.status = status
         return error
+
+
+def _may_pass(status: int) -> bool:
+    return status >= 500 or status == TOO_MANY_REQUESTS

@@ -71,12 +71,13 @@ def test_an_unreachable_server_is_named_with_advice(tmp_path: Path) -> None:
     assert "launch.rollout" in caught.value.fix
 
 
-def test_server_errors_are_retried_and_the_key_is_sent() -> None:
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_server_errors_are_retried_and_the_key_is_sent(status: int) -> None:
     seen: list[str] = []
 
     async def handler(request: web.Request) -> web.Response:
         seen.append(request.headers["Authorization"])
-        return web.json_response({"ok": 1}) if len(seen) == 3 else web.Response(status=500)
+        return web.json_response({"ok": 1}) if len(seen) == 3 else web.Response(status=status)
 
     assert ask(handler) == {"ok": 1}
     assert seen == ["Bearer k"] * 3
