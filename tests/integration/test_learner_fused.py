@@ -61,6 +61,8 @@ def test_scores_and_gradients_are_those_of_plain_layers(finished: Ranks, fused: 
             torch.testing.assert_close(values, expected[name], atol=1e-5, rtol=0)
         facts = finished.saved(fused, "facts", rank)
         assert facts["applied"] == 1.0
+        assert facts["columns"] % 16 == 0
+        assert finished.saved(plain, "facts", rank)["columns"] % 16 != 0
         assert float(facts["norm"]) == pytest.approx(float(finished.saved(plain, "facts", rank)["norm"]), rel=1e-5)
     before = finished.exported(plain, "before")
     got, expected = finished.exported(fused, "after"), finished.exported(plain, "after")

@@ -89,6 +89,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gpt_layer_specs, "TESpecProvider", Provider, raising=False)
     patch.setattr(gpt_layer_specs, "TENorm", RMSNorm, raising=False)
     patch.setattr(learner_build, "layers_here", lambda _learner: "transformer_engine")
+    # Rows are padded as 8-bit products need it, which must change nothing.
+    patch.setattr(learner_build.fp8, "alignment", lambda _learner: 16)
 
 
 def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
@@ -105,8 +107,10 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     dist.barrier()
     names = [f"{kind}.{number}" for kind in ("native", "replayed") for number in numbers]
     save(out, "scores", {name: score.logprobs for name, score in zip(names, scores, strict=True)})
-    save(out, "facts", {"norm": first.grad_norm, "applied": learner.replay_report().applied_fraction})
     chunk: Any = learner._chunks[0]  # type: ignore[attr-defined]
+    padded = learner._parts.padded(batches[0]).input_ids.shape[1]  # type: ignore[attr-defined]
+    applied = learner.replay_report().applied_fraction
+    save(out, "facts", {"norm": first.grad_norm, "applied": applied, "columns": padded})
     save(out, "parameters", {name: torch.tensor(value.shape) for name, value in chunk.named_parameters()})
     if "from" in options:
         other = build(checkpoint, options)

@@ -9,7 +9,11 @@ import pytest
 from moe_trm.config import rules
 from moe_trm.config.schema import Config, LearnerConfig
 from moe_trm.errors import ConfigError
-from moe_trm.learner.megatron.fp8 import alignment, check_shapes, options
+from moe_trm.learner.megatron.fp8 import FORMATS, alignment, check_shapes, options
+
+model = pytest.importorskip("moe_trm.learner.megatron.model")
+megatron = pytest.importorskip("megatron.core.transformer.transformer_config")
+fp8_utils = pytest.importorskip("megatron.core.fp8_utils")
 
 HF: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -20,6 +24,14 @@ HF: dict[str, Any] = {
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
     "num_experts": 8,
+}
+MODEL = {
+    **HF,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 128,
 }
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -44,6 +56,20 @@ def test_the_recipe_in_megatrons_words(recipe: str, expected: tuple[str, bool]) 
     assert said["num_layers_at_start_in_bf16"] == said["num_layers_at_end_in_bf16"] == 2
     assert options(learner(recipe, fp8_bfloat16_layers=0))["first_last_layers_bf16"] is False
     assert options(learner("none")) == {}
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_megatron_takes_the_options_and_asks_for_the_same_alignment(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert alignment(learner(recipe)) == fp8_utils.get_fp8_align_size(fp8_utils.Fp8Recipe(recipe))
+    # It asks for the version of Transformer Engine, which is not there.
+    monkeypatch.setattr(megatron, "is_te_min_version", lambda *_: True)
+    made = model.transformer_config(MODEL, learner(recipe), "transformer_engine")
+    assert (made.fp8, made.fp8_recipe, made.bf16, made.fp16) == (FORMATS[recipe], recipe, True, False)
+    assert made.moe_grouped_gemm
+    assert made.first_last_layers_bf16 is (recipe != "delayed")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
