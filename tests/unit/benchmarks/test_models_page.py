@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
+
+import pytest
 
 from benchmarks import models
 from moe_trm.models.registry import MOE_FAMILIES
 
+STOPPED = """Traceback (most recent call last):
+  File "loop.py", line 1, in train
+ReplayProofError: layer 2: 58% of the sets differ | bound 30%
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
 FOUND = json.loads(models.FOUND.read_text(encoding="utf-8"))
 
 
@@ -33,3 +42,15 @@ def test_a_reason_is_numbered_once_and_said_below() -> None:
     assert "| one | SGLang | no (1) | - | - | no (1) | no (1) | no (1) |" in page
     assert "\n1. it fell over\n" in page
     assert "| one | Megatron-Core | - | yes | yes | yes | yes | yes |" in page
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_what_stopped_a_run_is_the_reason_in_its_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    monkeypatch.setattr(models, "_run", lambda command: subprocess.CompletedProcess(command, 2, "", STOPPED))
+    if sampled:
+        (tmp_path / "bundle").mkdir()
+    reason = "ReplayProofError: layer 2: 58% of the sets differ / bound 30%"
+    found = models._live(tmp_path / "config.yaml", tmp_path)
+    assert found == {"serve": "yes" if sampled else reason, "replay R3": reason, "mask": reason, "sync": reason}
