@@ -69,9 +69,6 @@ GPT_OSS = Family(
     required={
         "hidden_act": Required("silu", "another activation"),
         "attention_bias": Required(True, "attention without biases"),
-        "quantization_config": Required(
-            None, "weights of four bits, which are not trained: save them as bfloat16 first"
-        ),
     },
     rotations=("default", "yarn"),
     yarn=_yarn,

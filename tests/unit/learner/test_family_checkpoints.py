@@ -157,7 +157,6 @@ def test_families_are_accepted_and_experts_must_divide_over_the_ranks(family: st
         ("deepseek_v3", {"topk_group": 1}, "topk_group"),
         ("glm4_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "four bits"),
         ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "attention_factor": 1.2}}, "attention_factor=1.2"),
     ],
 )
@@ -183,7 +182,6 @@ def test_experts_in_one_tensor_must_be_as_many_as_config_json_says(tmp_path: Pat
         checkpoint.read_row(name, 3, 16)
 
 
-@pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
-def test_attention_that_ranks_cannot_share_is_refused(family: str) -> None:
+def test_attention_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be shared by tensor-parallel ranks"):
-        check_layout(config(tensor=2, expert=2), "0.19.2", {"num_experts_per_tok": 4, **tiny_config(family)})
+        check_layout(config(tensor=2, expert=2), "0.19.2", {"num_experts_per_tok": 4, **tiny_config("olmoe")})
