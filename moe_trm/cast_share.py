@@ -1,6 +1,8 @@
 """What the cast of the weights alone contributes to the mismatch: the learner, scoring with the weights that the rollout holds.
 
 replayed - rollout = (replayed - cast) + (cast - rollout) = cast + arithmetic, without remainder: numerics, split once more.
+
+Shape letter: N scored tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ def cast_share(
         learner.forget(CAST)
     sums = dict.fromkeys(("tokens", "cast", "arithmetic"), torch.zeros((), dtype=torch.float64))
     for batch, own, rounded in zip(batches, replayed, cast, strict=True):
-        sums["tokens"] = sums["tokens"] + batch.mask.sum()
-        sums["cast"] = sums["cast"] + _k3((own.logprobs - rounded.logprobs)[batch.mask])
-        sums["arithmetic"] = sums["arithmetic"] + _k3((rounded.logprobs - batch.rollout_logprobs)[batch.mask])
+        own_N, rounded_N = (score.logprobs.cpu()[batch.mask] for score in (own, rounded))
+        sums["tokens"] = sums["tokens"] + len(own_N)
+        sums["cast"] = sums["cast"] + _k3(own_N - rounded_N)
+        sums["arithmetic"] = sums["arithmetic"] + _k3(rounded_N - batch.rollout_logprobs[batch.mask])
     total = learner.reduce(sums)
     return {f"probe/{part}_k3_kl": total[part] / total["tokens"] for part in ("cast", "arithmetic")}
 

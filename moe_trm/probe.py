@@ -105,10 +105,10 @@ def _compare(
     return ProbeTokens(
         group_id=ids[rows, 0],
         sample_id=ids[rows, 1],
-        native=(native.logprobs - batch.rollout_logprobs)[batch.mask],
-        replayed=(replayed.logprobs - batch.rollout_logprobs)[batch.mask],
+        native=(native.logprobs.cpu() - batch.rollout_logprobs)[batch.mask],
+        replayed=(replayed.logprobs.cpu() - batch.rollout_logprobs)[batch.mask],
         flipped_layers=flips[batch.mask],
-        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass[batch.mask],
+        log_kept_mass=torch.zeros(len(rows)) if mass is None else mass.cpu()[batch.mask],
     )
 
 

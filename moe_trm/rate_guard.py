@@ -70,7 +70,7 @@ class RateGuard:
 def sequence_weights(learner: Learner, anchored: Sequence[Anchored]) -> torch.Tensor:
     """Ratio of each row of the step, policy at its start over rollout, `[N]` of all ranks, divided by the largest. Collective."""
     own = [
-        float((score.logprobs - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
+        float((score.logprobs.cpu() - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
         for part in anchored
         for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
         for row in range(len(micro.rows))
