@@ -12,6 +12,7 @@ second quarter of the steps. The exit status is 1 where a process of ours, the r
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def look_at_files() -> None:
             kept["run folder without logs"].look(step(), state_files(run))
-            kept["pushes in shared memory"].look(step(), PUSHES.glob(f"moe-trm-*-{NAME}/*/*"))
+            pushed = [file for root in PUSHES.glob(f"moe-trm-*-{NAME}") for file in files_in(root)]
+            kept["pushes in shared memory"].look(step(), pushed)
 
         looks = watch([sys.executable, "-m", "moe_trm", "train", str(config), *settings], step, look_at_files)
         metrics = metrics_of(run)
@@ -127,7 +129,12 @@ def steps_in(path: Path) -> int:
 
 def state_files(run: Path) -> list[Path]:
     """What the run keeps of itself to go on: all of its files but the logs."""
-    return [path for path in run.rglob("*") if not any(path.relative_to(run).match(pattern) for pattern in LOGS)]
+    return [path for path in files_in(run) if not any(path.relative_to(run).match(pattern) for pattern in LOGS)]
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files under `folder`, some of which may be gone again by now."""
+    return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
 
 
 def _growth_row(name: str, steps: Sequence[int], values: Sequence[int], num_steps: int) -> Row | None:
@@ -158,9 +165,9 @@ def _median(values: Iterable[float]) -> float:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None for a folder and for what is gone again."""
+    """Bytes of a file; None for what is gone again."""
     try:
-        return path.stat().st_size if path.is_file() else None
+        return path.stat().st_size
     except OSError:
         return None
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from moe_trm.errors import CheckpointError, EngineError, EngineLost, SyncError
 from moe_trm.sync.api import EngineApi, check_version, check_weights
 from moe_trm.sync.checksum import DTYPES, EngineChecksums, pushed_dtype, tensor_digest
 from moe_trm.sync.manifest import TensorEntry, WeightPush
+from moe_trm.sync.shard import read_tensors
 
 MANIFEST = "push.json"
 INDEX = "model.safetensors.index.json"
@@ -99,18 +99,18 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     damaged: list[str] = []
     for file in sorted({entry.file for entry in push.tensors}):
         path = Path(push.directory) / file
+        entries = {entry.name: entry for entry in push.tensors if entry.file == file}
         try:
-            with safe_open(path, framework="pt") as shard:
-                for entry in (entry for entry in push.tensors if entry.file == file):
-                    tensor = shard.get_tensor(entry.name)
-                    if (
-                        tuple(tensor.shape) != entry.shape
-                        or tensor.dtype != DTYPES[entry.dtype]
-                        or tensor_digest(tensor) != entry.digest
-                    ):
-                        damaged.append(entry.name)
-                    checksums.add(entry.name, tensor)
-        except (SafetensorError, OSError) as error:
+            for name, tensor in read_tensors(path, entries):
+                entry = entries[name]
+                if (
+                    tuple(tensor.shape) != entry.shape
+                    or tensor.dtype != DTYPES[entry.dtype]
+                    or tensor_digest(tensor) != entry.digest
+                ):
+                    damaged.append(name)
+                checksums.add(name, tensor)
+        except (ValueError, OSError) as error:
             raise SyncError(
                 "a shard of the push cannot be read", where=str(path), got=str(error), expected="the shard as written"
             ) from error

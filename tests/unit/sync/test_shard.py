@@ -1,0 +1,108 @@
+"""Pushed files read tensor by tensor: the same bytes that safetensors wrote, refusals of damaged ones, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_trm.sync.shard import read_tensors
+
+NUM_TENSORS = 20
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return {f"t{n}": torch.randn(3, n + 1, generator=generator).to(dtypes[n % 3]) for n in range(NUM_TENSORS)}
+
+
+@pytest.fixture
+def shard(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
+    save_file(tensors, tmp_path / "shard.safetensors", metadata={"format": "pt"})
+    return tmp_path / "shard.safetensors"
+
+
+def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Tensor]) -> None:
+    names = sorted(tensors, reverse=True)
+    read = list(read_tensors(shard, names))
+    assert [name for name, _ in read] == names
+    for name, tensor in read:
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_a_scalar_is_read(tmp_path: Path) -> None:
+    save_file({"t": torch.tensor(2.5)}, tmp_path / "s")
+    assert [(name, tensor.shape, tensor.item()) for name, tensor in read_tensors(tmp_path / "s", ["t"])] == [
+        ("t", torch.Size([]), 2.5)
+    ]
+
+
+def test_reading_leaves_nothing_behind(shard: Path, tensors: dict[str, Tensor]) -> None:
+    """As `safe_open` does, two objects for each tensor."""
+
+    def blocks() -> int:
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    for _ in range(5):
+        list(read_tensors(shard, tensors))
+    before = blocks()
+    for _ in range(50):
+        list(read_tensors(shard, tensors))
+    assert blocks() - before < NUM_TENSORS
+
+
+def rewritten(shard: Path, **place: object) -> None:
+    """The header says something else of `t0`."""
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["t0"] |= place
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"shape": [4, 4]},
+        {"shape": [-3, -1]},
+        {"dtype": "I64"},
+        {"data_offsets": [-12, 0]},
+        {"data_offsets": [12, 0]},
+        {"data_offsets": [1 << 40, (1 << 40) + 12]},
+        {"data_offsets": [0, 1 << 60], "shape": [1 << 58]},
+    ],
+)
+def test_an_impossible_place_is_refused(shard: Path, place: dict[str, object]) -> None:
+    rewritten(shard, **place)
+    with pytest.raises(ValueError, match="the place of t0 is impossible"):
+        list(read_tensors(shard, ["t0"]))
+
+
+def test_a_header_that_is_none_is_refused(shard: Path) -> None:
+    content = shard.read_bytes()
+    shard.write_bytes(content[:8] + b"[" + content[9:])
+    with pytest.raises(ValueError, match="the header is damaged"):
+        list(read_tensors(shard, ["t0"]))
+
+
+@pytest.mark.parametrize("left", [0, 4, 20])
+def test_a_file_that_ends_early_is_refused(shard: Path, left: int) -> None:
+    shard.write_bytes(shard.read_bytes()[:left])
+    with pytest.raises(ValueError, match="header"):
+        list(read_tensors(shard, ["t0"]))
+
+
+def test_a_missing_tensor_is_named(shard: Path) -> None:
+    with pytest.raises(ValueError, match="no tensor t99"):
+        list(read_tensors(shard, ["t99"]))
