@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -182,6 +183,21 @@ def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
         # The label is that of the weights which sampled: log-probs, masks and routes are theirs.
         for record in records(batch)[:2]:
             check_against_hf(record, weights[max(step - 2, 0)])
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}], ids=["none", "wrong"])
+def test_the_router_does_nothing_without_the_key(router: str, headers: dict[str, str]) -> None:
+    async def ask() -> list[int]:
+        statuses = []
+        async with aiohttp.ClientSession(router, headers=headers) as session:
+            for method, path in (("POST", "/generate"), ("GET", "/workers"), ("POST", "/workers")):
+                async with session.request(
+                    method, path, json={"input_ids": [1], "url": "http://127.0.0.1:1"}
+                ) as answer:
+                    statuses.append(answer.status)
+        return statuses
+
+    assert asyncio.run(ask()) == [401, 401, 401]
 
 
 @pytest.mark.slow
