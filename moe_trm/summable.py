@@ -72,14 +72,6 @@ def compared(name: str) -> bool:
     return name.endswith((":max", ":min"))
 
 
-def correlation(name: str, x: Tensor, y: Tensor, count: Tensor) -> Summable:
-    """Pearson correlation of `x` and `y` over `count` positions; both must be 0 at all others."""
-    # Variances are differences of sums: products need the full 53 bits.
-    x, y = x.detach().double().flatten(), y.detach().double().flatten()
-    sums = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y, "count": count}
-    return {f"{name}:{role}": value for role, value in sums.items()}
-
-
 def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
     """The sum of several dicts of summable metrics, key by key; of maxima and minima the largest and the smallest."""
     total: Summable = {}

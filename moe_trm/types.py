@@ -18,8 +18,6 @@ import torch
 from moe_trm.sampling_mask.record import SamplingMask
 from routing import RouteRecord
 
-WeightVersion = int
-
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -7,7 +7,6 @@ file's tensor (read here) -> checksums computed from those very bytes = checksum
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -125,19 +124,13 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     return checksums.result()
 
 
-async def load_from_disk(api: EngineApi, push: WeightPush, *, dtype: str, verify: bool, device: str = "cpu") -> None:
-    """Make the engine serve `push` with an empty prefix cache. With `verify`, prove it; see the module's chain of proof.
+async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
+    """Make the engine serve `push` with an empty prefix cache. `expected`: of `verified_checksums`, which the engine must report; None: not asked.
 
     Raises:
-        SyncError: the files, the engine's tensors or its version label are not those of the push, or it refuses to load them.
+        SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
         EngineLost: the engine cannot be reached, or fails.
     """
-    expected = await asyncio.to_thread(verified_checksums, push, dtype, device) if verify else None
-    await load_folder(api, push, expected)
-
-
-async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
-    """As `load_from_disk`, with the checksums that the engine must report computed before (once for several engines), or None."""
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
         answer = await api.post("/update_weights_from_disk", body)

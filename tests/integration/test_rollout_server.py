@@ -22,7 +22,7 @@ from moe_trm.rollout.parse import SampledTurn
 from moe_trm.rollout.sglang_client import SglangEngine
 from moe_trm.rollout.supervisor import Server, start_server
 from moe_trm.sampling_mask.record import join, split
-from moe_trm.sync.disk import finish_push, load_from_disk, write_shard
+from moe_trm.sync.disk import finish_push, load_folder, verified_checksums, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from routing import token_digest
@@ -192,7 +192,7 @@ def test_one_wrong_expert_under_the_right_version_is_refused(
     async def run() -> None:
         async with LoadsSomethingElse(rollout_server.url, rollout_server.api_key, timeout_s=60, max_attempts=1) as api:
             api.folder = str(tmp_path / "loaded" / "v000005")
-            await load_from_disk(api, push, dtype="float32", verify=True)
+            await load_folder(api, push, verified_checksums(push, "float32"))
 
     with pytest.raises(SyncError) as caught:
         asyncio.run(run())
@@ -285,6 +285,7 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
     """The engine would label its early tokens with the old version and give the new weights' routes for them."""
     load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 7))
     interrupting = make_push(tmp_path, other_moe, 8)
+    expected = verified_checksums(interrupting, "float32")
 
     async def work(engine: SglangEngine) -> RolloutRecord:
         long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=600)
@@ -292,7 +293,7 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
         async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=60, max_attempts=1) as api:
             await asyncio.sleep(0.5)
             await api.request("POST", "/pause_generation", {"mode": "retract"})
-            await load_from_disk(api, interrupting, dtype="float32", verify=True)
+            await load_folder(api, interrupting, expected)
             await api.request("POST", "/continue_generation", {})
         return await sample
 

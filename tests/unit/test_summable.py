@@ -9,7 +9,6 @@ import torch
 from moe_trm.summable import (
     add,
     compared,
-    correlation,
     deviation,
     finalize,
     fraction,
@@ -20,11 +19,17 @@ from moe_trm.summable import (
 )
 
 
+def correlation(x: torch.Tensor, y: torch.Tensor, count: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The sums of a correlation, of values that are 0 where they do not count."""
+    x, y = x.double(), y.double()
+    return {"r:x": x.sum(), "r:y": y.sum(), "r:xx": x @ x, "r:yy": y @ y, "r:xy": x @ y, "r:count": count}
+
+
 def build(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     return (
         mean("m", x, mask)
         | moments("w", y.exp(), mask)
-        | correlation("r", torch.where(mask, x, 0), torch.where(mask, y, 0), mask.sum(dtype=torch.float64))
+        | correlation(torch.where(mask, x, 0), torch.where(mask, y, 0), mask.sum(dtype=torch.float64))
         | fraction("f", x > 0, mask)
     )
 
@@ -53,8 +58,8 @@ def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
 
 def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:
     same, count = torch.full((3,), -0.3), torch.tensor(3.0, dtype=torch.float64)
-    assert finalize(correlation("r", same, same, count)) == {"r": 1.0}
-    assert finalize(correlation("r", same, torch.arange(3.0), count)) == {}
+    assert finalize(correlation(same, same, count)) == {"r": 1.0}
+    assert finalize(correlation(same, torch.arange(3.0), count)) == {}
     assert finalize({"plain": 2.0}) == {"plain": 2.0}
 
 

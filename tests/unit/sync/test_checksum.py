@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.sync.api import check_can_verify, check_version, check_weights
 from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, pushed_dtype, tensor_digest
-from moe_trm.sync.disk import finish_push, load_from_disk, verified_checksums, write_shard
+from moe_trm.sync.disk import finish_push, load_folder, verified_checksums, write_shard
 from moe_trm.sync.manifest import WeightPush
 
 TENSORS = {
@@ -206,13 +206,14 @@ class FakeEngine:
 
 def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: Path) -> None:
     made = push(tmp_path)
-    asyncio.run(load_from_disk(FakeEngine(TENSORS, "1"), made, dtype="float32", verify=True))
+    expected = verified_checksums(made, "float32")
+    asyncio.run(load_folder(FakeEngine(TENSORS, "1"), made, expected))
     wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
     with pytest.raises(SyncError, match="another version"):
-        asyncio.run(load_from_disk(FakeEngine(TENSORS, "0"), made, dtype="float32", verify=True))
+        asyncio.run(load_folder(FakeEngine(TENSORS, "0"), made, expected))
     with pytest.raises(SyncError, match=r"model\.norm\.weight"):
-        asyncio.run(load_from_disk(FakeEngine(wrong, "1"), made, dtype="float32", verify=True))
-    asyncio.run(load_from_disk(FakeEngine(wrong, "1"), made, dtype="float32", verify=False))
+        asyncio.run(load_folder(FakeEngine(wrong, "1"), made, expected))
+    asyncio.run(load_folder(FakeEngine(wrong, "1"), made, None))
 
 
 def test_checks_say_what_is_wrong() -> None:
@@ -234,7 +235,7 @@ def test_an_engine_that_is_lost_while_it_loads_may_be_given_the_push_again(tmp_p
             raise EngineLost("the connection was dropped")
 
     with pytest.raises(EngineLost, match="dropped"):
-        asyncio.run(load_from_disk(LostEngine(TENSORS, "1"), push(tmp_path), dtype="float32", verify=True))
+        asyncio.run(load_folder(LostEngine(TENSORS, "1"), push(tmp_path), None))
 
 
 def test_matrices_of_an_expert_by_either_name() -> None:
