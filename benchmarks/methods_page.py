@@ -1,7 +1,8 @@
-"""Writes docs/methods.md from the docstrings of every registered method: `python -m benchmarks.methods_page`."""
+"""Write docs/methods.md from the docstrings of every registered method: `python -m benchmarks.methods_page`."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -172,4 +173,5 @@ def _shown(value: Parameter) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m benchmarks.methods_page", description=__doc__).parse_args()
     PAGE.write_text(page(), encoding="utf-8")
