@@ -65,7 +65,6 @@ DEEPSEEK_V3 = Family(
         "rope_interleave": Required(True, "another order of rotated columns"),
     },
     rotations=("default", "yarn"),
-    max_tensor=1,
     tiny={
         "rope_parameters": {
             "rope_type": "yarn",

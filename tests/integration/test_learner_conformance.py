@@ -117,18 +117,25 @@ def masked(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
-    """Gradients under the checkpoint's names; expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows."""
-    found: dict[str, Tensor] = {}
+    """Gradients under the checkpoint's names; expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows.
+
+    Mixtral has names of its own for them; gpt-oss leaves them fused on disk.
+    """
+    mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    kind, found = model.config.model_type, dict[str, Tensor]()
     for name, parameter in model.named_parameters():
-        if name.endswith("gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for expert, rows in enumerate(parameter.grad):
-                found[f"{stem}{expert}.gate_proj.weight"], found[f"{stem}{expert}.up_proj.weight"] = rows.chunk(2)
-        elif name.endswith("experts.down_proj"):
-            stem = name.removesuffix("down_proj")
-            found |= {f"{stem}{expert}.down_proj.weight": rows for expert, rows in enumerate(parameter.grad)}
-        else:
-            found[name] = parameter.grad
+        stem, _, leaf = name.rpartition(".")
+        if kind == "mixtral":
+            stem = stem.replace(".mlp", ".block_sparse_moe")
+        if leaf not in ("gate_up_proj", "down_proj") or kind == "gpt_oss":
+            found[f"{stem}.{leaf}"] = parameter.grad
+            continue
+        for expert, rows in enumerate(parameter.grad):
+            matrices = rows.chunk(2) if leaf == "gate_up_proj" else (rows,)
+            for matrix, values in zip(
+                ("gate_proj", "up_proj") if len(matrices) > 1 else ("down_proj",), matrices, strict=True
+            ):
+                found[f"{stem}.{expert}.{mixtral[matrix] if kind == 'mixtral' else matrix}.weight"] = values
     return found
 
 
@@ -206,6 +213,24 @@ def test_scores_of_other_families_are_those_of_transformers_in_float64(
             expected = masked(model, global_batch(number))
         for kind, values in zip(("score", "mass", "full"), expected, strict=False):
             torch.testing.assert_close(got[f"{kind}.{number}"].double(), values, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("run", OTHER_FAMILIES)
+def test_the_first_step_of_other_families_is_that_of_the_float64_gradient(
+    finished: Finished, checkpoint: Path, run: str
+) -> None:
+    model = load_reference(checkpoint.with_name(run.partition("model=")[2])).double()
+    model.set_experts_implementation("eager")
+    for number in range(NUM_BATCHES):
+        batch = global_batch(number)
+        torch.autograd.backward(objective([batch], [])(0, Scores(masked(model, batch)[0])))
+    expected = {name: -value / (value.abs() + 1) for name, value in in_checkpoint_form(model).items()}
+    after, steps = finished[run].exported(run, "after"), moved(finished[run], run)
+    assert steps.keys() - expected.keys() == {name for name in steps if name.endswith("e_score_correction_bias")}
+    for name, step in expected.items():
+        # The gradient of a key's bias is so small that half a digit of the weight it is added to shows.
+        rounding = 2.0**-24 * float(after[name].norm())
+        assert float((steps[name] - step).norm()) < 1e-4 * float(step.norm()) + rounding, name
 
 
 @pytest.mark.parametrize("run", EVERY[1:])

@@ -20,6 +20,8 @@ from moe_trm.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron import convert, fp8
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
+from moe_trm.learner.megatron.expert_biases import use_expert_biases
+from moe_trm.learner.megatron.latent_projections import use_whole_down_projections
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.whole_norms import use_whole_norms
@@ -127,6 +129,10 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
             config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=stage
         )
     family = family_of(hf, "config.json")
+    if config.multi_latent_attention and layers != "transformer_engine":
+        use_whole_down_projections(spec)
+    if config.num_moe_experts and config.add_bias_linear and layers != "transformer_engine":
+        use_expert_biases(spec)
     if family.whole_qk_norms:
         use_whole_norms(spec)
     chunk = PolicyModel(

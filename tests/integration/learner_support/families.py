@@ -25,10 +25,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name in transformers -> prefix of its classes, and what its configuration says beside `SHAPE`."""
 
 
-def make_family(name: str, folder: Path) -> Path:
+def make_family(name: str, folder: Path, **overrides: object) -> Path:
     """Random weights; a selection bias, where there is one, that changes the choice of experts."""
     allow_hf_models()
     prefix, options = FAMILIES[name]
     module = importlib.import_module(f"transformers.models.{name}")
-    config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options})
+    config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options, **overrides})
     return save_model(getattr(module, f"{prefix}ForCausalLM"), config, folder)
