@@ -1,4 +1,4 @@
-"""What the loop needs of a learner. Implementations: `learner.megatron` (and, later, DeepSpeed).
+"""What the loop needs of a learner. Implementations: `learner.megatron`, `learner.deepspeed`.
 
 Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row.
 """

@@ -1,22 +1,20 @@
-"""The Megatron-Core learner: scores micro-batches, applies optimizer steps, exports weights.
+"""The Megatron-Core learner: scores micro-batches and applies optimizer steps.
 
 Shape letters: B rows, R padded row length, C columns of this rank, P planes of scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader
+from moe_trm.learner.base import LearnerBase
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
@@ -27,14 +25,13 @@ from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
-from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.megatron import MegatronReplayer
 from routing.megatron_checks import all_moe_layer_ids
-from routing.replay import ReplayReport, RouteSource
+from routing.replay import RouteSource
 
 
-class MegatronLearner:
+class MegatronLearner(LearnerBase):
     """`Learner` on Megatron-Core. Every call is collective over the ranks; build it with `build.build_megatron_learner`.
 
     Args:
@@ -62,16 +59,18 @@ class MegatronLearner:
         temperature: float,
         device: torch.device,
     ) -> None:
-        self._chunks, self._wrapped, self._optimizer = chunks, wrapped, optimizer
-        self._replayer, self._exporter, self._report = replayer, exporter, ReplayReport()
-        self._training, self._temperature, self._device = training, temperature, device
-        self._snapshots = Snapshots(chunks)
-        self._data = DataGroup(parallel_state.get_data_parallel_group(), device)
-        self._parts = parts
+        super().__init__(
+            replayer,
+            exporter,
+            Snapshots(chunks),
+            training,
+            DataGroup(parallel_state.get_data_parallel_group(), device),
+            leads=parts.leads,
+            model_moe_layer_ids=all_moe_layer_ids(chunks[0].config) if replayer is not None else (),
+        )
+        self._chunks, self._wrapped, self._optimizer, self._parts = chunks, wrapped, optimizer, parts
+        self._temperature, self._device = temperature, device
         self._schedule = Schedule(wrapped, parts, replayer, device)
-        self.data_rank, self.data_size, self.leads = self._data.rank, self._data.size, self._parts.leads
-        self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
-        self.model_moe_layer_ids = all_moe_layer_ids(chunks[0].config) if replayer is not None else ()
 
     @torch.no_grad()
     def score(
@@ -92,14 +91,6 @@ class MegatronLearner:
             replace(scoring_of(batch).scores(scored), recorded=routes)
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
         ]
-
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        """See `Learner.snapshot`."""
-        return self._snapshots.take(name, saved=saved, rounded_to=rounded_to)
-
-    def forget(self, name: str) -> None:
-        """See `Learner.forget`."""
-        self._snapshots.forget(name)
 
     def update(
         self,
@@ -130,20 +121,6 @@ class MegatronLearner:
         self._optimizer.zero_grad()
         return result
 
-    def replay_report(self) -> ReplayReport:
-        """See `Learner.replay_report`."""
-        self._verify()
-        report, self._report = self._report, ReplayReport()
-        return report
-
-    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """See `Learner.reduce`."""
-        return self._data.reduce(sums)
-
-    def gather(self, values: Tensor) -> Tensor:
-        """See `Learner.gather`."""
-        return self._data.gather(values)
-
     def over_slices(self, values: Tensor) -> Tensor:
         """See `Learner.over_slices`."""
         return self._parts.over_slices(values.to(self._device))
@@ -151,30 +128,3 @@ class MegatronLearner:
     def over_stages(self, values: Tensor) -> Tensor:
         """See `Learner.over_stages`."""
         return self._parts.over_stages(values.to(self._device))
-
-    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
-        """See `Learner.export_shard`."""
-        return self._exporter.write_shard(Path(directory), dtype)
-
-    def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Learner.owned_tensors`."""
-        return self._exporter.tensors()
-
-    def export_checkpoint(self, directory: str) -> None:
-        """See `Learner.export_checkpoint`; all ranks must see `directory`. Weights are in the learner's dtype."""
-        self._exporter.write_checkpoint(Path(directory))
-
-    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
-        """See `Learner.state`."""
-        pieces, counters = self._training.save()
-        return [*pieces, *self._snapshots.save(self._training)], counters
-
-    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
-        """See `Learner.restore`."""
-        self._snapshots.load(self._training, reader)
-        self._training.load(reader, counters)
-
-    def _verify(self) -> None:
-        """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
-        if self._replayer is not None:
-            self._report += self._replayer.report(dist.group.WORLD)

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moe_trm.errors import ConfigError
+from moe_trm.learner.base import check_native
 from moe_trm.learner.megatron.parts import Parts, cut_scoring
 from moe_trm.learner.scoring import Scoring, on_device
 from moe_trm.types import TokenBatch
@@ -100,14 +100,7 @@ class Schedule:
         scoring = cut_scoring(scoring_of(moved), layout)
         inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
         if self._replayer is None:
-            if not isinstance(source, Native):
-                raise ConfigError(
-                    "routes of a dense model were asked for",
-                    where="replay.mode",
-                    got=type(source).__name__,
-                    expected="Native",
-                    fix="Set replay.mode=none.",
-                )
+            check_native(source)
             return model(*inputs, labels=scoring), None
         with self._replayer.use(
             source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model

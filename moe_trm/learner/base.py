@@ -1,0 +1,133 @@
+"""What every learner does in the same way: keeping, exporting and restoring weights, sums over ranks, and the proof of replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_trm.checkpoint.pieces import Piece, PieceReader
+from moe_trm.errors import ConfigError
+from moe_trm.learner.data_group import DataGroup
+from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.snapshots import Snapshots
+from moe_trm.sync.manifest import TensorEntry
+from routing.replay import Native, ReplayReport, RouteSource
+
+
+class Replayer(Protocol):
+    """Of `routing`: chooses and proves routes."""
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+
+    def report(self, group: dist.ProcessGroup | None = None) -> ReplayReport: ...
+
+
+class Training(Protocol):
+    """Saves and restores weights and optimizer."""
+
+    def save(self) -> tuple[list[Piece], Mapping[str, int]]: ...
+
+    def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None: ...
+
+
+class LearnerBase:
+    """`Learner` without `score` and `update`, for ranks that hold whole rows and all layers.
+
+    Args:
+        replayer: attached to the model; None for a dense one.
+        exporter: writes weights in Hugging Face form.
+        snapshots: named copies of the weights.
+        training: saves and restores weights and optimizer.
+        data: the ranks that hold different rows.
+        leads: see `Learner.leads`.
+        model_moe_layer_ids: see there; None: those of `replayer`.
+    """
+
+    def __init__(
+        self,
+        replayer: Replayer | None,
+        exporter: HfExporter,
+        snapshots: Snapshots,
+        training: Training,
+        data: DataGroup,
+        *,
+        leads: bool = True,
+        model_moe_layer_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        self.data_rank, self.data_size, self.leads = data.rank, data.size, leads
+        self.moe_layer_ids: tuple[int, ...] = replayer.layer_ids if replayer is not None else ()
+        self.model_moe_layer_ids = self.moe_layer_ids if model_moe_layer_ids is None else model_moe_layer_ids
+        self._replayer, self._exporter, self._snapshots = replayer, exporter, snapshots
+        self._training, self._data, self._report = training, data, ReplayReport()
+
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        """See `Learner.snapshot`."""
+        return self._snapshots.take(name, saved=saved, rounded_to=rounded_to)
+
+    def forget(self, name: str) -> None:
+        """See `Learner.forget`."""
+        self._snapshots.forget(name)
+
+    def replay_report(self) -> ReplayReport:
+        """See `Learner.replay_report`."""
+        self._verify()
+        report, self._report = self._report, ReplayReport()
+        return report
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """See `Learner.reduce`."""
+        return self._data.reduce(sums)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """See `Learner.gather`."""
+        return self._data.gather(values)
+
+    def over_slices(self, values: Tensor) -> Tensor:
+        """See `Learner.over_slices`: rows are whole here."""
+        return values
+
+    def over_stages(self, values: Tensor) -> Tensor:
+        """See `Learner.over_stages`: every rank holds all layers."""
+        return values
+
+    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
+        """See `Learner.export_shard`."""
+        return self._exporter.write_shard(Path(directory), dtype)
+
+    def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Learner.owned_tensors`."""
+        return self._exporter.tensors()
+
+    def export_checkpoint(self, directory: str) -> None:
+        """See `Learner.export_checkpoint`; all ranks must see `directory`. Weights are in the learner's dtype."""
+        self._exporter.write_checkpoint(Path(directory))
+
+    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
+        """See `Learner.state`."""
+        return self._training.save()
+
+    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        """See `Learner.restore`."""
+        self._training.load(reader, counters)
+
+    def _verify(self) -> None:
+        """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
+        if self._replayer is not None:
+            self._report += self._replayer.report(dist.group.WORLD)
+
+
+def check_native(source: RouteSource) -> None:
+    """Raise `ConfigError` unless a dense model is asked for nothing but its own forward."""
+    if not isinstance(source, Native):
+        raise ConfigError(
+            "routes of a dense model were asked for",
+            where="replay.mode",
+            got=type(source).__name__,
+            expected="Native",
+            fix="Set replay.mode=none.",
+        )
