@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from moe_trm.quickstart.warmup import Recipe
 
@@ -42,6 +45,12 @@ def write_config(folder: Path, checkpoint: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(name="live", run_dir=folder / "runs", checkpoint=checkpoint, steps=STEPS))
     return path
+
+
+def still_running(processes: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then. One that has ended and that nobody has collected is not running."""
+    _, left = psutil.wait_procs(processes, timeout=patience_s)
+    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def metrics_of(run: Path) -> list[dict[str, float]]:

@@ -20,6 +20,7 @@ from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
 from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
+from tests.integration.jobs import still_running
 from tests.integration.recordings import make_recording
 
 STEPS = 4
@@ -245,8 +246,7 @@ def test_a_second_signal_ends_the_run_at_once_and_leaves_a_report(folder: Path, 
     job.process.send_signal(signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(60) == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(everyone, timeout=30)
-    assert not alive
+    assert not still_running(everyone, 30)
     assert (run / "report.html").stat().st_mtime >= (run / "metrics.jsonl").stat().st_mtime
     assert books_balance(metrics_of(run))
     again = start(folder, "twice")
@@ -272,8 +272,7 @@ def test_when_the_job_is_killed_nothing_of_it_stays(folder: Path) -> None:
     assert any("moe_trm.rollout.service" in process.cmdline() for process in everyone)
     job.process.kill()
     job.wait()
-    _, alive = psutil.wait_procs(everyone, timeout=10)
-    assert not alive
+    assert not still_running(everyone, 10)
 
 
 @pytest.mark.slow
