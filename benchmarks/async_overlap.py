@@ -8,7 +8,6 @@ it is perfect overlap.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from launch.job import run_job
 from moe_trm.config.schema import Config
@@ -35,14 +35,16 @@ SKIPPED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.async_overlap", description=__doc__)
+    parser = command_line(__file__, __doc__)
     parser.add_argument(
-        "--steps", type=int, default=15, help=f"training steps of each run, the first {SKIPPED} not counted"
+        "--steps",
+        type=int,
+        default=15,
+        help=f"training steps of each run, the first {SKIPPED} not counted (default: 15)",
     )
     parser.add_argument(
-        "--rollout-to-train", type=float, default=1.0, help="seconds of sampling per second of training"
+        "--rollout-to-train", type=float, default=1.0, help="seconds of sampling per second of training (default: 1)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), args.steps, args.rollout_to_train)

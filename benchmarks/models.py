@@ -154,8 +154,10 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.models", description=__doc__)
-    parser.add_argument("--family", nargs="*", choices=MOE_FAMILIES, default=list(MOE_FAMILIES))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser.add_argument(
+        "--family", nargs="*", choices=MOE_FAMILIES, default=list(MOE_FAMILIES), help="families to run (default: all)"
+    )
     parser.add_argument("--page-only", action="store_true", help="write the page from what was found before")
     args = parser.parse_args(argv)
     found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.is_file() else {}

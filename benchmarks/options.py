@@ -12,7 +12,7 @@ def command_line(file: str, doc: str | None) -> argparse.ArgumentParser:
     paragraphs = (doc or "").strip().split("\n\n")
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{Path(file).stem}",
-        description="\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs),
+        description="\n\n".join(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in paragraphs),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

@@ -7,7 +7,6 @@ after every step, so kills also fall into the writing of checkpoints.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from launch.job import learner_command, learner_environment
 
@@ -44,14 +44,15 @@ class Drill:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.resume_drill", description=__doc__)
+    parser = command_line(__file__, __doc__)
     parser.add_argument("config", help="YAML configuration")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, e.g. train.steps=6")
     parser.add_argument("--bundle", required=True, help="a recording of the run")
     parser.add_argument("--kills", type=int, default=50, help="for each number of ranks (default: 50)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="learner ranks, which share the experts")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="learner ranks, which share the experts (default: 1 2)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default: 0)")
     args = parser.parse_intermixed_args(argv)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:

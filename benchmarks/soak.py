@@ -11,7 +11,6 @@ second quarter of the steps. The exit status is 1 where a process of ours, the r
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.growth import Line, growth
+from benchmarks.options import command_line
 from benchmarks.processes import Look, numbered, watch
 from benchmarks.resume_drill import metrics_of
 from benchmarks.soak_job import write_job
@@ -52,11 +52,10 @@ class Kept:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.soak", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run, e.g. train.steps=6")
     parser.add_argument("--config", type=Path, help="YAML configuration of another job than the built-in one")
     parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
-    parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_intermixed_args(argv)
     if args.steps < MIN_STEPS:
         parser.error(f"--steps must be at least {MIN_STEPS}")
