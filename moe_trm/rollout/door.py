@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 
 from moe_trm.errors import EngineLost
@@ -20,7 +19,7 @@ class Door:
     def __init__(self, http: EngineHttp) -> None:
         self.http = http
         self._asking: set[asyncio.Task[bytes]] = set()
-        self._heard = time.monotonic()
+        self._heard = 0.0
 
     @property
     def in_flight(self) -> int:
@@ -30,13 +29,13 @@ class Door:
     @property
     def silent_s(self) -> float:
         """Seconds since a sample was last answered, or the first one asked for; 0 while none is owed."""
-        return time.monotonic() - self._heard if self._asking else 0.0
+        return _now() - self._heard if self._asking else 0.0
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
         """The body of the answer to `/generate`. Raises `EngineLost` when it is given up meanwhile, and as `EngineHttp.request` does."""
         task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
         if not self._asking:
-            self._heard = time.monotonic()
+            self._heard = _now()
         self._asking.add(task)
         try:
             body = await asyncio.shield(task)
@@ -48,7 +47,7 @@ class Door:
             raise EngineLost("the rollout server was lost while it sampled", where=self.http.url) from None
         finally:
             self._asking.discard(task)
-        self._heard = time.monotonic()
+        self._heard = _now()
         return body
 
     async def wait(self, timeout_s: float | None = None) -> None:
@@ -67,3 +66,7 @@ class Door:
         self.give_up()
         await asyncio.gather(*asking, return_exceptions=True)
         await self.http.close()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

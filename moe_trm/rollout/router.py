@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from typing import Any
 
 from moe_trm.errors import EngineLost
@@ -51,7 +50,7 @@ class Router:
     @property
     def lost_s(self) -> float:
         """Seconds for which it has not been there, or has not obeyed."""
-        return 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
+        return 0.0 if self._lost_at is None else _now() - self._lost_at
 
     def forget(self) -> None:
         """Look again before the next sample: the router may have been started again, or told otherwise."""
@@ -73,13 +72,12 @@ class Router:
         async with self._one_at_a_time:
             if urls == self._told:
                 return
-            self._lost_at = self._lost_at or time.monotonic()
+            self._lost_at = _now() if self._lost_at is None else self._lost_at
             await self._tell(urls, every)
             self._told, self._lost_at = urls, None
 
     async def _tell(self, urls: frozenset[str], every: bool) -> None:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + ORDER_S
+        deadline = _now() + ORDER_S
         while True:
             listed = await self._listed()
             able = {url for url, worker in listed.items() if _takes_samples(worker)}
@@ -89,7 +87,7 @@ class Router:
                 await self._order("POST", "/workers", {"url": url, "api_key": self._api_key})
             if able == urls or (able and able <= urls and not every):
                 return
-            if clock() > deadline:
+            if _now() > deadline:
                 raise EngineLost(
                     "the router does not choose among the servers that it was given",
                     where=self._http.url,
@@ -123,3 +121,7 @@ class Router:
 
 def _takes_samples(worker: dict[str, Any]) -> bool:
     return bool(worker["is_healthy"]) and worker.get("status", "ready") == "ready"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
