@@ -61,8 +61,8 @@ def _route(path: str, overrides: Sequence[str]) -> None:
             prometheus_host="127.0.0.1",
             prometheus_port=address.port + 1,
             api_key=key,
-            # Answers differ too much in length to take turns.
-            policy="least_load",
+            # The others judge servers by speeds that they do not know yet: a whole batch may go to one of two.
+            policy="round_robin",
             log_level="warn",
             # The controller looks after the servers. One that lends its memory to the learner is well, and generates nothing.
             disable_health_check=True,
