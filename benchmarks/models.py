@@ -112,7 +112,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 def _reason(text: str) -> str:
     """The last exception that a log names, in a line."""
-    errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*$", text, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
     line = errors[0] if errors else next((line for line in text.splitlines() if line.strip()), "failed without a word")
     return line.strip().replace("|", "/")[:160]
 

@@ -22,7 +22,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.rollout.bundle import BundleReader
 from moe_trm.types import TokenBatch, TrainRow
 from routing.errors import ReplayProofError, ReplayRefusedError
-from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from routing.replay import Record, ReplayRecorded, ReplayRecords
 
 CLOSE = 1e-4
 """Largest difference of a log-prob between two engines in float32 that still counts as the same."""
@@ -48,7 +48,10 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     found["replay R2"] = "yes" if same else "scores differ from the recording pass"
     found["native"] = _worst(whole, native, "full_logprobs")
     found["replay R3"] = _replayed(learner, whole, found)
-    found["masked"] = _worst(kept, learner.score(kept, [Native()] * len(kept)), "rollout_logprobs")
+    found["masked"] = _worst(
+        kept, learner.score(kept, [ReplayRecords(part.routes) for part in kept]), "rollout_logprobs"
+    )
+    learner.replay_report()  # raises where a record was not used
     found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
     found["sync"] = found["convert"]
     return found

@@ -48,7 +48,8 @@ def test_a_reason_is_numbered_once_and_said_below() -> None:
 def test_what_stopped_a_run_is_the_reason_in_its_cells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    monkeypatch.setattr(models, "_run", lambda command: subprocess.CompletedProcess(command, 2, "", STOPPED))
+    said = STOPPED if sampled else "\n".join(f"[rank0]: {line}" for line in STOPPED.splitlines())
+    monkeypatch.setattr(models, "_run", lambda command: subprocess.CompletedProcess(command, 2, "", said))
     if sampled:
         (tmp_path / "bundle").mkdir()
     reason = "ReplayProofError: layer 2: 58% of the sets differ / bound 30%"
