@@ -161,6 +161,20 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, waiting = set(), ["README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page not in PAGES:
+            continue
+        reached.add(page)
+        for link in re.findall(r"\]\(([^):#]+)", PAGES[page]):
+            target = ((REPOSITORY / page).parent / link).resolve()
+            waiting.append(str(target.relative_to(REPOSITORY)))
+    unreached = {page for page in PAGES if page.startswith(("docs/", "examples/")) and page not in reached}
+    assert not unreached
+
+
 def test_the_tree_is_the_tree() -> None:
     """Every file and folder that the README's tree names exists; every package that exists is named."""
     block = PAGES["README.md"].split("## What is where")[1].split("```")[1]
