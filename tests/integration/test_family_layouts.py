@@ -62,9 +62,10 @@ def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
     assert all(torch.equal(before[name], source[name]) for name in source)
     after, expected = two.exported(run, "after"), one.exported(reference, "after")
     for name, value in expected.items():
-        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts.
+        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts. Where that is small, the weights' own rounding shows.
         moved, wanted = after[name] - before[name], value - source[name]
-        assert float((moved - wanted).norm()) <= 5e-5 * float(wanted.norm()), name
+        rounding = 2.0**-23 * float(value.norm())
+        assert float((moved - wanted).norm()) <= 2e-5 * float(wanted.norm()) + rounding, name
     norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (two, run))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

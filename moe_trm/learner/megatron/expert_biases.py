@@ -1,4 +1,8 @@
-"""Experts with biases in Megatron's local layers, which add the last bias in place to what autograd holds for a view, and then refuse."""
+"""Experts with biases in Megatron's local layers, which have two faults there.
+
+The last bias is added in place to what autograd holds for a view, and that is refused. And its gradient is summed over tensor-parallel ranks under
+sequence parallelism, as if they held the same expert.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class ExpertOutput(RowParallelLinear):  # type: ignore[misc]
-    """The last matrix of an expert that is whole on its rank: its output is not passed through a sum over one rank, which makes it a view."""
+    """The last matrix and bias of an expert that is whole on its rank: no sum over one rank, which would make the output a view."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.explicit_expert_comm = True
+        self.bias.sequence_parallel = False
 
 
 def use_expert_biases(block: TransformerBlockSubmodules) -> None:
