@@ -1,4 +1,4 @@
-"""`moe-trm config show|explain|diff`: what a run would use and where each value comes from, what a key means, what differs."""
+"""`moe-trm config`: what a run would use and where each value comes from, what a key means, what differs; settings of verl and slime in ours."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_trm.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the three subcommands."""
+    """Arguments of `moe-trm config` and its subcommands."""
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print the resolved configuration with the source of each value")
-    show.add_argument("config", help="YAML file")
+    show.add_argument("config", help="YAML configuration")
     show.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. replay.mode=R2 optimizer.lr=3e-5")
     show.add_argument("--json", action="store_true", help="as one JSON object, without sources")
     explain = commands.add_parser("explain", help="print a key's documentation, type and default")
