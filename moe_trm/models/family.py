@@ -62,8 +62,7 @@ class Family:
         rotations: kinds of rotary position embedding that are converted.
         yarn: what Megatron's YaRN rotation is made of, from config.json; empty where rotation is not scaled, or is latent attention's own.
         whole_qk_norms: queries and keys are normed over all heads together.
-        max_tensor: largest `learner.parallel.tensor` that computes this family rightly; None: any.
-        max_expert_tensor: the same of `learner.parallel.expert_tensor`.
+        expert_biases: experts have biases.
         sinks: attention has a logit more than keys.
         tiny: config.json values of a tiny checkpoint, over `tiny.COMMON`.
     """
@@ -78,8 +77,7 @@ class Family:
     rotations: tuple[str, ...] = ("default",)
     yarn: Callable[[HfConfig], Mapping[str, Any]] = lambda _hf: {}
     whole_qk_norms: bool = False
-    max_tensor: int | None = None
-    max_expert_tensor: int | None = None
+    expert_biases: bool = False
     sinks: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

@@ -72,7 +72,7 @@ GPT_OSS = Family(
     },
     rotations=("default", "yarn"),
     yarn=_yarn,
-    max_expert_tensor=1,
+    expert_biases=True,
     sinks=True,
     tiny={
         "num_key_value_heads": 2,

@@ -14,8 +14,6 @@ OLMOE = Family(
         "clip_qkv": Required(None, "clipped queries, keys and values"),
     },
     whole_qk_norms=True,
-    # Tensor-parallel ranks share the heads.
-    max_tensor=1,
     # SGLang norms with 1e-5 whatever config.json says.
     tiny={"num_experts": 16, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
 )

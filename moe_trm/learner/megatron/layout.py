@@ -73,20 +73,20 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 fix="Use a checkpoint without this option, or learner.backend=deepspeed, which trains the model as transformers has it.",
             )
     _check_groups(where, hf_config)
-    if family.max_tensor is not None and config.learner.parallel.tensor > family.max_tensor:
+    if family.whole_qk_norms and config.learner.parallel.tensor > 1:
         raise ConfigError(
-            f"the attention of {family.name} cannot be shared by tensor-parallel ranks",
+            f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some heads each",
             where="learner.parallel.tensor",
             got=config.learner.parallel.tensor,
-            expected=f"at most {family.max_tensor}",
+            expected=1,
             fix="Use learner.parallel.expert, pipeline or context.",
         )
-    if family.max_expert_tensor is not None and config.learner.parallel.expert_tensor > family.max_expert_tensor:
+    if family.expert_biases and config.learner.parallel.expert_tensor > 1:
         raise ConfigError(
-            f"the matrices of an expert of {family.name} cannot be shared by ranks: Megatron-Core would add its biases once on each",
+            f"an expert of {family.name} has biases, which each rank that shares its matrices would add",
             where="learner.parallel.expert_tensor",
             got=config.learner.parallel.expert_tensor,
-            expected=f"at most {family.max_expert_tensor}",
+            expected=1,
             fix="Use learner.parallel.expert.",
         )
     if config.replay.mode != "none" and not moe_layers(hf_config):
