@@ -15,9 +15,10 @@ from moe_trm.rollout import fleet as fleet_module
 from moe_trm.rollout.fleet import Fleet
 from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.remote import RemoteServer
+from tests.unit.rollout.local_app import LocalApp
 
 
-class FakeServer:
+class FakeServer(LocalApp):
     """Answers like SGLang as far as a fleet asks. `hangs`: nothing is answered; `fails`: every sample gets HTTP 500."""
 
     def __init__(self, name: str) -> None:
@@ -26,22 +27,13 @@ class FakeServer:
         self.free = asyncio.Event()
         self.free.set()
 
-    async def start(self, port: int = 0) -> None:
-        app = web.Application()
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/model_info", self._info)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
-        await site.start()
-        assert site._server is not None
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    async def stop(self) -> None:
-        await self.runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.get("/health", self._health),
+            web.get("/model_info", self._info),
+        ]
 
     async def _generate(self, request: web.Request) -> web.Response:
         self.asked += 1

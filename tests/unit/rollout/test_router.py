@@ -18,12 +18,13 @@ from moe_trm.rollout.fleet import Fleet
 from moe_trm.rollout.http import EngineHttp
 from moe_trm.rollout.remote import RemoteServer
 from moe_trm.rollout.router import Router
+from tests.unit.rollout.local_app import LocalApp
 from tests.unit.rollout.test_fleet import FakeServer, in_loop
 
 KEY = "key"
 
 
-class FakeRouter:
+class FakeRouter(LocalApp):
     """Takes turns; orders are carried out a moment later, and a server that is removed is drained first. Refuses whoever has no key."""
 
     def __init__(self, obeys: bool = True) -> None:
@@ -33,22 +34,13 @@ class FakeRouter:
         self.free.set()
         self.orders: list[str] = []
 
-    async def start(self, port: int = 0) -> None:
-        app = web.Application()
-        app.router.add_post("/generate", self._generate)
-        app.router.add_get("/workers", self._list)
-        app.router.add_post("/workers", self._add)
-        app.router.add_delete("/workers/{id}", self._remove)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
-        await site.start()
-        assert site._server is not None
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    async def stop(self) -> None:
-        await self.runner.cleanup()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.get("/workers", self._list),
+            web.post("/workers", self._add),
+            web.delete("/workers/{id}", self._remove),
+        ]
 
     async def _generate(self, request: web.Request) -> web.Response:
         await self.free.wait()

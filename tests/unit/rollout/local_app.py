@@ -1,0 +1,28 @@
+"""A stand-in of a server, listening on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+
+class LocalApp:
+    """What it answers is what `routes` says. After `start` it has a `port` and a `url`."""
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        raise NotImplementedError
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_routes(self.routes())
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        assert site._server is not None
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
