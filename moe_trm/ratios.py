@@ -1,6 +1,6 @@
 """The decomposition of the total log-ratio between the trained policy and the policy that sampled.
 
-`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step the engine part splits further,
+`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe`) the engine part splits further,
 `log_engine = numerics + routing`, and truncation has its own number, the log kept mass. Shape letters: B sequences, T tokens.
 
 Every tensor here is float32 (float64 for float64 inputs) and 0 where `mask` is False; what the inputs hold there, NaN and
@@ -154,30 +154,6 @@ class LogRatios:
 
 
 RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
-
-
-class ProbeSplit:
-    """The engine ratio of a probe step, split by cause without remainder: `engine = numerics + routing`.
-
-    numerics = replayed - rollout     same weights, same expert routes: rounding, kernels, precision
-    routing  = native - replayed      same weights, same engine: only the routes differ
-    engine   = native - rollout
-
-    Args:
-        rollout_logprobs: `[B, T]` of the rollout engine.
-        native_logprobs: `[B, T]` of the learner with the sampling weights under its own routes.
-        replayed_logprobs: `[B, T]` of the learner with the sampling weights under the rollout's routes.
-        mask: `[B, T]`, True on tokens the policy sampled.
-    """
-
-    def __init__(
-        self, rollout_logprobs: Tensor, native_logprobs: Tensor, replayed_logprobs: Tensor, mask: Tensor
-    ) -> None:
-        self.mask = mask.bool()
-        rollout, native, replayed = rollout_logprobs.detach(), native_logprobs.detach(), replayed_logprobs.detach()
-        self.numerics = masked_difference(replayed, rollout, self.mask)
-        self.routing = masked_difference(native, replayed, self.mask)
-        self.engine = self.numerics + self.routing
 
 
 def log_kept_mass(kept_logprobs: Tensor, full_logprobs: Tensor, mask: Tensor) -> Tensor:

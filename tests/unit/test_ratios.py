@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_trm.errors import ConfigError
-from moe_trm.ratios import RATIO_NAMES, LogRatios, ProbeSplit, clamp_log_ratio, log_kept_mass
+from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, log_kept_mass
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -78,14 +78,6 @@ def test_merged_when_the_sampling_weights_are_gone() -> None:
         LogRatios(rollout, None, current, MASK)
     with pytest.raises(ConfigError, match="unknown ratio"):
         ratios.get("everything")
-
-
-def test_probe_splits_the_engine_ratio_without_remainder() -> None:
-    rollout, native, replayed = random_logprobs(3)
-    split = ProbeSplit(rollout, native, replayed, MASK)
-    torch.testing.assert_close(split.engine, torch.where(MASK, native - rollout, 0))
-    assert not ProbeSplit(rollout, native, native, MASK).routing.any()
-    assert not ProbeSplit(rollout, native, rollout, MASK).numerics.any()
 
 
 def test_kept_mass_is_full_minus_kept() -> None:
