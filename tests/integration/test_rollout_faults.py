@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.resume_drill import books_balance
+from benchmarks.resume_drill import books_balance, metrics_of
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
@@ -21,7 +21,7 @@ from moe_trm.rollout.keeper import Keeper
 from moe_trm.rollout.supervisor import Server, start_server
 from moe_trm.types import TrainBatch
 from tests.integration.doors import Door
-from tests.integration.jobs import write_config
+from tests.integration.jobs import still_running, write_config
 from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
@@ -124,16 +124,19 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
 
 
 @pytest.mark.slow
-def test_when_the_job_is_killed_in_the_middle_of_a_step_its_server_goes_too(
+def test_when_the_job_is_killed_in_the_middle_of_a_step_nothing_stays_and_the_same_command_goes_on(
     brief_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """`moe-trm train` gets SIGKILL: server, its workers, ranks and controller are gone within seconds, and the port is free."""
-    path = write_config(tmp_path, brief_checkpoint)
-    command = [sys.executable, "-m", "moe_trm", "train", str(path), "learner.parallel.expert=1", "train.steps=100"]
+    """`moe-trm train` gets SIGKILL: server, its workers, ranks and controller are gone within seconds, and the port is free.
+
+    Sampling runs ahead of training. What was waiting or being sampled is sampled anew by the second part of the run.
+    """
+    path, run = write_config(tmp_path, brief_checkpoint), tmp_path / "runs" / "live"
+    command = [sys.executable, "-m", "moe_trm", "train", str(path), "learner.parallel.expert=1", "pipeline.mode=async"]
+    command += ["checkpoint.every=1"]
     with (tmp_path / "job.log").open("wb") as log:
-        job = subprocess.Popen(command, stdout=log, stderr=log)
-    metrics = tmp_path / "runs" / "live" / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 2:
+        job = subprocess.Popen([*command, "train.steps=100"], stdout=log, stderr=log)
+    while len(metrics_of(run)) < 4:
         assert job.poll() is None, (tmp_path / "job.log").read_text()
         time.sleep(0.1)
     everyone = psutil.Process(job.pid).children(recursive=True)
@@ -142,10 +145,20 @@ def test_when_the_job_is_killed_in_the_middle_of_a_step_its_server_goes_too(
     assert all(name in names for name in ("sglang", "launch.train", "moe_trm.rollout.service"))
     job.kill()
     job.wait()
-    _, alive = psutil.wait_procs(everyone, timeout=10)
-    assert not alive
+    assert not still_running(everyone, 10)
     assert ports
     assert not {door.laddr.port for door in psutil.net_connections() if door.status == "LISTEN"} & ports
+
+    steps = len(metrics_of(run)) + 1
+    again = subprocess.run([*command, f"train.steps={steps}"], capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on after step" in again.stdout
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert books_balance(rows)
+    assert max(row["rollout/age_max"] for row in rows[1:]) <= 2
+    assert rows[-1]["ledger/in_flight"] == rows[-1]["ledger/queued"] == 0
+    assert rows[-1]["ledger/trained"] + rows[-1]["ledger/rejected"] + rows[-1]["ledger/dropped"] == 16 * steps
 
 
 async def until_busy(controller: RolloutController) -> None:
