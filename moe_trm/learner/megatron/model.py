@@ -150,10 +150,14 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         rotary_percent=rotary_percent(hf),
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
     )
-    for name, parameter in chunk.named_parameters():
-        if (dim := convert.split_dim(convert.plain(name))) is not None:
+    for local, parameter in chunk.named_parameters():
+        name = convert.plain(local)
+        dim = convert.split_dim(name)
+        if dim is not None or convert.is_expert(name):
             # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would count one rank's part only.
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+            # It never marks an expert's last bias, although other ranks hold other experts.
+            parameter.tensor_model_parallel, parameter.partition_stride = True, 1
+            parameter.partition_dim = -1 if dim is None else dim
     return chunk
 
 
