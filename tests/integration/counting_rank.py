@@ -1,10 +1,12 @@
 """A learner rank that also writes down what it holds after every step: `python -m tests.integration.counting_rank FILE CONFIG [key=value ...]`.
 
-`FILE` gets one JSON object per step: how many objects of each kind are alive once cycles are collected.
+`FILE` gets one JSON object per step of the first rank, once cycles are collected: `objects`, how many of each kind are alive, and
+`in_use_bytes`, what malloc has given out and not got back. Unlike the resident set it does not count what the allocator keeps for later.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -20,6 +22,34 @@ from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
 
 
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`; bytes mapped one by one (`hblkhd`) are not among those of its arenas (`uordblks`)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def in_use_bytes() -> int:
+    """Of the whole process."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
 class Census(Sink):
     """The living objects that Python's collector knows of, by type."""
 
@@ -30,7 +60,7 @@ class Census(Sink):
         gc.collect()
         kinds = Counter(type(each).__name__ for each in gc.get_objects())
         with self._path.open("a") as file:
-            file.write(json.dumps(kinds) + "\n")
+            file.write(json.dumps({"step": step, "in_use_bytes": in_use_bytes(), "objects": kinds}) + "\n")
 
 
 def main(path: Path, arguments: list[str]) -> int:

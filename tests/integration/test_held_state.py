@@ -71,7 +71,7 @@ def census(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> list[di
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in counts.read_text().splitlines()][1:]
+    return [json.loads(line)["objects"] for line in counts.read_text().splitlines()][1:]
 
 
 @pytest.mark.parametrize("kind", OF_A_STEP)
