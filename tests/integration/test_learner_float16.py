@@ -17,7 +17,11 @@ FLOAT16 = f"dtype=float16:scale={START}:growth=2"
 MEGATRON = f"backend=megatron:expert=2:{FLOAT16}"
 ZERO_1, ZERO_2, ZERO_3 = (f"backend=deepspeed:stage={stage}:{FLOAT16}" for stage in (1, 2, 3))
 EXACT, COARSE = (f"backend=megatron:expert=2:dtype={dtype}" for dtype in ("float32", "bfloat16"))
-EVERY = [MEGATRON, ZERO_2, *(pytest.param(run, marks=pytest.mark.slow) for run in (ZERO_1, ZERO_3))]
+TENSOR = f"backend=megatron:tensor=2:expert_tensor=2:{FLOAT16}"
+PIPELINE = f"backend=megatron:pipeline=2:model=four:{FLOAT16}"
+EXACT_PIPELINE = "backend=megatron:pipeline=2:model=four:dtype=float32"
+MORE = [pytest.param(run, marks=pytest.mark.slow) for run in (TENSOR, PIPELINE, ZERO_1, ZERO_3)]
+EVERY = [MEGATRON, ZERO_2, *MORE]
 
 SCRIPT = Path(__file__).parent / "learner_support" / "float16.py"
 
@@ -25,10 +29,11 @@ SCRIPT = Path(__file__).parent / "learner_support" / "float16.py"
 class Finished:
     """Runs by name, each group done once, when one of it is first asked for."""
 
-    GROUPS = ((MEGATRON, EXACT, COARSE), (ZERO_2,), (ZERO_1, ZERO_3))
+    GROUPS = ((MEGATRON, EXACT, COARSE), (TENSOR, PIPELINE, EXACT_PIPELINE), (ZERO_2,), (ZERO_1, ZERO_3))
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._checkpoint, self._begun = folder, make_checkpoint(folder / "main"), set[str]()
+        make_checkpoint(folder / "four", num_hidden_layers=4)
 
     def __getitem__(self, run: str) -> Ranks:
         if run not in self._begun:
@@ -80,20 +85,23 @@ def test_the_first_update_sees_what_was_scored(finished: Finished, run: str) -> 
         assert same_bits(finished[run].saved(run, "seen", rank), finished[run].saved(run, "scores", rank))
 
 
-def test_gradients_are_those_of_float32_but_for_rounding(finished: Finished) -> None:
-    """Adam's first step with eps = 1 shows the gradient's size, so a scale left in it would show; float16 rounds finer than bfloat16."""
-    error = {run: relative_error(finished[run], run) for run in (MEGATRON, COARSE)}
-    assert error[MEGATRON] < 0.01
-    assert error[MEGATRON] < error[COARSE] / 3
+@pytest.mark.parametrize("run", EVERY)
+def test_gradients_are_those_of_float32_but_for_rounding(finished: Finished, run: str) -> None:
+    """Adam's first step with eps = 1 shows the gradient's size, so a scale left in it would show."""
+    assert relative_error(finished, run) < 0.01
 
 
-def relative_error(ranks: Ranks, run: str) -> float:
-    """Of the first applied step, against float32's."""
-    before, exact, got = (
-        ranks.exported(name, kind) for name, kind in ((EXACT, "before"), (EXACT, "applied"), (run, "applied"))
+def test_float16_rounds_finer_than_bfloat16(finished: Finished) -> None:
+    assert relative_error(finished, MEGATRON) < relative_error(finished, COARSE) / 3
+
+
+def relative_error(finished: Finished, run: str) -> float:
+    """Of the first applied step, against float32's. What the model holds is rounded before and after it."""
+    exact = EXACT_PIPELINE if "model=four" in run else EXACT
+    wanted, got = (
+        torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)]).double()
+        for before, after in (
+            (finished[one].exported(one, "before"), finished[one].exported(one, "applied")) for one in (exact, run)
+        )
     )
-    wanted = torch.cat([(exact[name] - start).flatten() for name, start in before.items()]).double()
-    # What the model holds is rounded; what the optimizer did to it is the difference of the masters.
-    start = ranks.exported(run, "before")
-    moved = torch.cat([(got[name] - start[name]).flatten() for name in before]).double()
-    return float((moved - wanted).norm() / wanted.norm())
+    return float((got - wanted).norm() / wanted.norm())

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader, write_pieces
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import LearnerError
 from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner, Scores
@@ -46,7 +46,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
                 "learner": {
                     "backend": options["backend"],
-                    "parallel": {"expert": int(options.get("expert", 1))},
+                    "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
                     "deepspeed": {
                         "zero_stage": int(options.get("stage", 2)),
                         "offload_optimizer": options.get("offload") == "1",

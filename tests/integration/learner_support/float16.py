@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, UpdateResult
-from routing.replay import Native
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.work import objective
 
@@ -22,14 +21,13 @@ TRIES = 40
 
 
 def scaled(checkpoint: str, out: Path, options: dict[str, str]) -> None:
-    """Steps until one is applied, and two more; then the same two on a learner that took over what was saved before them."""
+    """Steps on given routes, which no rounding changes, until one is applied, and two more; then the same two on a learner that took over what was saved before them."""
     learner = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
-    batches, _, numbers = work(learner)
-    native = [Native()] * len(batches)
+    batches, routes, numbers = work(learner)
     learner.export_shard(str(out / "before"), "float32")
     seen: list[Tensor] = []
-    scores = learner.score(batches, native)
-    tried = [learner.update(batches, native, objective(batches, seen))]
+    scores = learner.score(batches, routes)
+    tried = [learner.update(batches, routes, objective(batches, seen))]
     learner.export_shard(str(out / "refused"), "float32")
     while not tried[-1].applied and len(tried) < TRIES:
         tried.append(step(learner))
@@ -51,8 +49,8 @@ def scaled(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
 
 def step(learner: Learner) -> UpdateResult:
-    batches, _, _ = work(learner)
-    return learner.update(batches, [Native()] * len(batches), objective(batches, []))
+    batches, routes, _ = work(learner)
+    return learner.update(batches, routes, objective(batches, []))
 
 
 def told(results: list[UpdateResult], kind: str) -> dict[str, Any]:
@@ -69,7 +67,8 @@ def main() -> None:
     for run in runs:
         folder = Path(out) / run
         folder.mkdir(parents=True, exist_ok=True)
-        scaled(checkpoint, folder, dict(option.split("=", 1) for option in run.split(":")))
+        options = dict(option.split("=", 1) for option in run.split(":"))
+        scaled(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
     dist.destroy_process_group()
 
 
