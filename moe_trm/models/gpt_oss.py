@@ -26,7 +26,7 @@ def _expert(number: int) -> dict[str, Link]:
 
 
 def _megatron(hf: HfConfig) -> dict[str, Any]:
-    alpha = float(hf.get("swiglu_alpha", 1.702))
+    alpha, window = float(hf.get("swiglu_alpha", 1.702)), hf.get("sliding_window", 128)
     # Without a list of its own, transformers begins with a window and takes turns.
     kinds = hf.get("layer_types") or [
         ("sliding_attention", "full_attention")[layer % 2] for layer in range(int(hf["num_hidden_layers"]))
@@ -35,7 +35,7 @@ def _megatron(hf: HfConfig) -> dict[str, Any]:
         "add_bias_linear": True,
         "softmax_type": "learnable",
         # Megatron counts the columns before a token, transformers the token too.
-        "window_size": (int(hf.get("sliding_window", 128)) - 1, 0),
+        "window_size": None if window is None else (int(window) - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
         "activation_func": lambda gate: gate * (alpha * gate).sigmoid(),
         "activation_func_clamp_value": float(hf.get("swiglu_limit", 7.0)),

@@ -228,7 +228,7 @@ def test_the_first_step_of_other_families_is_that_of_the_float64_gradient(
     after, steps = finished[run].exported(run, "after"), moved(finished[run], run)
     assert steps.keys() - expected.keys() == {name for name in steps if name.endswith("e_score_correction_bias")}
     for name, step in expected.items():
-        # The gradient of a key's bias is so small that half a digit of the weight it is added to shows.
+        # The gradients of sinks and attention's biases are so small that the rounding of the weights they change shows.
         rounding = 2.0**-24 * float(after[name].norm())
         assert float((steps[name] - step).norm()) < 1e-4 * float(step.norm()) + rounding, name
 
