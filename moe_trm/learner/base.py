@@ -13,7 +13,7 @@ from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import ConfigError
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
-from moe_trm.learner.snapshots import Snapshots
+from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
 from routing.replay import Native, ReplayReport, RouteSource
 
@@ -27,7 +27,7 @@ class Replayer(Protocol):
     def report(self, group: dist.ProcessGroup | None = None) -> ReplayReport: ...
 
 
-class Training(Protocol):
+class Training(Weights, Protocol):
     """Saves and restores weights and optimizer."""
 
     def save(self) -> tuple[list[Piece], Mapping[str, int]]: ...
@@ -109,10 +109,12 @@ class LearnerBase:
 
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
         """See `Learner.state`."""
-        return self._training.save()
+        pieces, counters = self._training.save()
+        return [*pieces, *self._snapshots.save(self._training)], counters
 
     def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
         """See `Learner.restore`."""
+        self._snapshots.load(self._training, reader)
         self._training.load(reader, counters)
 
     def _verify(self) -> None:
