@@ -244,7 +244,7 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
     """The two halves of the README: `python -m launch.rollout` and `torchrun -m launch.train`, here on one rank without replay."""
     port = free_port()
     overrides = [f"rollout.server.port={port}", "replay.mode=none", "probe.every=0", "learner.parallel.expert=1"]
-    environment = {**os.environ, "MOE_TRM_API_KEY": "a key for both"}
+    environment = {**os.environ, "MOE_TRM_API_KEY": "a-key-for-both"}
     rollout = [sys.executable, "-m", "launch.rollout", str(config), *overrides, "name=by-hand"]
     train = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     train += ["-m", "launch.train", str(config), *overrides, "name=by-hand", "train.steps=1", "train.export=true"]
@@ -266,7 +266,7 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
     assert (exported / "tokenizer.json").is_file()
     written = [path for path in run.rglob("*") if path.is_file()]
     assert {"config.json", "rollout.log", "metrics.jsonl", "controller.log"} <= {path.name for path in written}
-    assert not [path for path in written if b"a key for both" in path.read_bytes()]
+    assert not [path for path in written if b"a-key-for-both" in path.read_bytes()]
 
 
 def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
