@@ -26,6 +26,8 @@ from routing import RouteRecord, token_digest
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
 from tests.unit.report.page_reader import PageReader
 
+REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,8 +41,12 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def live(folder: Path, config: Path) -> Path:
-    """A run on the real server with two learner ranks, evaluated after every step, and recorded into a bundle."""
-    assert run_job(str(config), [f"record.bundle={folder / 'bundle'}", "train.eval_every=1", "eval.samples=2"]) == 0
+    """A run on the real server with two learner ranks, evaluated after every step, and recorded into a bundle.
+
+    Its reward tells answers apart that are not yet right, so that every step has something to learn.
+    """
+    settings = [f"record.bundle={folder / 'bundle'}", "train.eval_every=1", "eval.samples=2", f"task.reward={REWARD}"]
+    assert run_job(str(config), settings) == 0
     return folder / "runs" / "live"
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,20 +80,21 @@ def test_a_run_that_begins_anew_has_no_old_metrics(tmp_path: Path) -> None:
     keep_steps(path, 5)
 
 
-@pytest.fixture
+@contextmanager
 def room_for_20_bytes() -> Iterator[None]:
-    """No file of this process may grow beyond that, as on a disk that is full."""
+    """No file of this process may grow beyond that, as on a disk that is full; for a moment only, since pytest writes files too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("room_for_20_bytes")
 def test_metrics_that_cannot_be_written_stop_the_run_with_the_reason(tmp_path: Path) -> None:
     metrics = JsonLines(tmp_path / "metrics.jsonl")
     for reason in ("the disk is full", "File too large"):
-        with pytest.raises(RunError, match=reason) as told:
+        with pytest.raises(RunError, match=reason) as told, room_for_20_bytes():
             metrics.write(1, {"reward/mean": 0.5})
         assert told.value.exit_status == REFUSED
     metrics.close()
