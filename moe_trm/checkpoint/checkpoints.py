@@ -84,7 +84,10 @@ class Checkpoints:
         settings, last = self._config.checkpoint, step == self._config.train.steps
         stop = self._peers.any(bool(self._interruption.requested)) and not last
         if stop or (settings.every and (step % settings.every == 0 or last)):
-            self._save(step, learner, capture())
+            run = capture()
+            # The first rank has the books that belong to this step before any rank asks for the next step's samples.
+            self._peers.gather(b"")
+            self._save(step, learner, run)
         if settings.export_every and step % settings.export_every == 0:
             self._export(step, learner)
         self.interrupted = stop

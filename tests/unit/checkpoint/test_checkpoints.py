@@ -15,6 +15,7 @@ import torch
 from moe_trm.checkpoint import folder as folder_module
 from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
+from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
@@ -90,6 +91,22 @@ def test_a_run_without_checkpoints_begins_anew(tmp_path: Path) -> None:
 def test_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
     train(open_checkpoints(tmp_path, every=7), TinyLearner(), 10)
     assert names(tmp_path) == ["step-000007", "step-000010"]
+
+
+def test_no_rank_goes_on_before_the_first_has_the_books_of_this_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's request for the next step's samples would otherwise change what the first rank saves of the controller."""
+    happened: list[str] = []
+    meet = Peers.gather
+    monkeypatch.setattr(Peers, "gather", lambda self, message: [happened.append("met"), meet(self, message)][1])
+    checkpoints, learner = open_checkpoints(tmp_path, every=1), TinyLearner()
+    weights = learner.state()
+    monkeypatch.setattr(learner, "state", lambda: [happened.append("weights"), weights][1])
+    happened.clear()
+    checkpoints.end_step(1, learner, lambda: [happened.append("books"), {}][1])
+    checkpoints.close()
+    assert happened[:4] == ["met", "books", "met", "weights"]
 
 
 def test_no_interval_no_checkpoint(tmp_path: Path) -> None:
