@@ -51,7 +51,8 @@ def live(folder: Path, config: Path) -> Path:
 
 
 def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
-    return run_job(str(config), [f"name={name}", "rollout.engine=bundle", f"rollout.bundle={bundle}", *overrides])
+    settings = [f"name={name}", "rollout.engine=bundle", f"rollout.bundle={bundle}", f"task.reward={REWARD}"]
+    return run_job(str(config), [*settings, *overrides])
 
 
 def test_every_promised_metric_is_in_every_step(live: Path) -> None:
