@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.ratios import k3_sum
 from moe_trm.types import TokenBatch
 from routing.replay import ReplayRecords
 
@@ -48,12 +48,7 @@ def cast_share(
     for batch, own, rounded in zip(batches, replayed, cast, strict=True):
         own_N, rounded_N = (score.logprobs.cpu()[batch.mask] for score in (own, rounded))
         sums["tokens"] = sums["tokens"] + len(own_N)
-        sums["cast"] = sums["cast"] + _k3(own_N - rounded_N)
-        sums["arithmetic"] = sums["arithmetic"] + _k3(rounded_N - batch.rollout_logprobs[batch.mask])
+        sums["cast"] = sums["cast"] + k3_sum(own_N - rounded_N)
+        sums["arithmetic"] = sums["arithmetic"] + k3_sum(rounded_N - batch.rollout_logprobs[batch.mask])
     total = learner.reduce(sums)
     return {f"probe/{part}_k3_kl": total[part] / total["tokens"] for part in ("cast", "arithmetic")}
-
-
-def _k3(log_ratio: Tensor) -> Tensor:
-    x = log_ratio.double()
-    return (torch.expm1(x) - x).sum()

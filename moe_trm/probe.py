@@ -21,6 +21,7 @@ from moe_trm.config.schema import Config
 from moe_trm.flip_causes import flip_causes
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.passes import Anchored, ReplayMode
+from moe_trm.ratios import k3_sum
 from moe_trm.route_metrics import route_metrics
 from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
@@ -117,17 +118,14 @@ def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:
 
 
 def _sums(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
-    def k3(log_ratio: Tensor) -> Tensor:
-        return (log_ratio.exp() - 1 - log_ratio).sum()
-
     routing = tokens.native - tokens.replayed
     return {
         "tokens": torch.tensor(float(len(tokens.native))),
         "token_layers": torch.tensor(float(len(tokens.native) * num_layers)),
         "flipped_token_layers": tokens.flipped_layers.sum(),
         "flipped_tokens": (tokens.flipped_layers > 0).sum(),
-        "native_k3": k3(tokens.native),
-        "replayed_k3": k3(tokens.replayed),
+        "native_k3": k3_sum(tokens.native),
+        "replayed_k3": k3_sum(tokens.replayed),
         "numerics_abs": tokens.replayed.abs().sum(),
         "routing_abs": routing.abs().sum(),
         "kept_mass": tokens.log_kept_mass.exp().sum(),

@@ -162,3 +162,9 @@ def log_kept_mass(kept_logprobs: Tensor, full_logprobs: Tensor, mask: Tensor) ->
     log p_full(y) = log p_kept(y) + log mass, so log mass = full - kept; 0 without truncation, negative with it.
     """
     return masked_difference(full_logprobs.detach(), kept_logprobs.detach(), mask.bool())
+
+
+def k3_sum(log_ratio: Tensor) -> Tensor:
+    """Sum of e^x - 1 - x over the clamped log-ratio, float64: in float32 the difference of nearly equal numbers would be their rounding."""
+    x = clamp_log_ratio(log_ratio.double())
+    return (x.expm1() - x).sum()

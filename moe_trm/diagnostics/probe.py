@@ -97,7 +97,7 @@ def pooled(
         )
     flipped = np.asarray(tokens.flipped_layers) > 0
     columns = {"count": np.ones(len(flipped)), "flips": flipped, "layers": tokens.flipped_layers}
-    for name, values in (("native", _k3(tokens.native)), ("replayed", _k3(tokens.replayed))):
+    for name, values in (("native", k3(tokens.native)), ("replayed", k3(tokens.replayed))):
         columns |= {name: values, f"{name}_flipped": np.where(flipped, values, 0.0)}
     figures: dict[str, tuple[str, str, float]] = {
         "all/native_k3": ("native", "count", 1.0),
@@ -148,10 +148,11 @@ def intervals(
     return result
 
 
-def _k3(log_ratio: Array) -> Array:
+def k3(log_ratio: Array) -> Array:
+    """e^x - 1 - x of each clamped log-ratio, float64."""
     x = np.clip(np.asarray(log_ratio, np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    k3: Array = np.expm1(x) - x
-    return k3
+    values: Array = np.expm1(x) - x
+    return values
 
 
 def _group_sums(columns: Mapping[str, Array], group: Array) -> Array:

@@ -25,8 +25,8 @@ from typing import Literal
 
 import numpy as np
 
+from moe_trm.diagnostics.probe import k3
 from moe_trm.doctor.evidence import Array, Evidence
-from moe_trm.ratios import LOG_RATIO_LIMIT
 
 Cause = Literal["none", "mask", "temperature", "positions", "expert", "routing", "weights", "precision", "quantization"]
 
@@ -89,10 +89,9 @@ def traces(evidence: Evidence) -> dict[str, float]:
     temperature_explains, temperature_slope = _fit(x, evidence.full + evidence.entropy)
     uncertain = np.abs(evidence.rollout) > CERTAIN
     early, late = uncertain & (evidence.position <= EARLY), uncertain & (evidence.position >= LATE)
-    k3 = _k3(x)
     return {
-        "native_k3": float(_k3(evidence.native).mean()),
-        "replayed_k3": float(k3.mean()),
+        "native_k3": float(k3(evidence.native).mean()),
+        "replayed_k3": float(k3(x).mean()),
         "flip_rate": float(evidence.flipped_layers.mean()) / evidence.num_layers,
         "mask_explains": mask_explains,
         "mask_slope": mask_slope,
@@ -161,12 +160,6 @@ JUDGEMENTS = (
     Judgement("precision", lambda _: True, ROUNDING),
 )
 """The first that applies is the cause: the more specific a trace, the earlier."""
-
-
-def _k3(x: Array) -> Array:
-    clipped = np.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    values: Array = np.expm1(clipped) - clipped
-    return values
 
 
 def _fit(x: Array, by: Array) -> tuple[float, float]:

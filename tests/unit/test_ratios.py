@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_trm.errors import ConfigError
-from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, log_kept_mass
+from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, k3_sum, log_kept_mass
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -90,3 +90,9 @@ def test_clamp_bounds_infinities_and_lets_nan_through() -> None:
     got = clamp_log_ratio(torch.tensor([1000.0, -torch.inf, 0.5, torch.nan]))
     assert got[:3].tolist() == [20.0, -20.0, 0.5]
     assert got[3].isnan()
+
+
+def test_k3_of_tiny_log_ratios_is_not_their_float32_rounding() -> None:
+    """At 1e-4 nats e^x - 1 - x is 5e-9, far below what float32 keeps of e^x; beyond the clamp it stays finite."""
+    assert float(k3_sum(torch.full((1000,), 1e-4))) == pytest.approx(5e-6, rel=1e-3)
+    assert torch.isfinite(k3_sum(torch.tensor([1e4])))
