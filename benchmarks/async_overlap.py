@@ -21,8 +21,8 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from launch.job import run_job
 from moe_trm.config.schema import Config
-from moe_trm.rollout.bundle import BundleWriter
-from moe_trm.rollout.served import ServedModel
+from moe_trm.recording.bundle import BundleWriter
+from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.types import Prompt, RolloutRecord
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(folder: Path, steps: int, rollout_to_train: float) -> list[Row]:
     """One row per pipeline mode."""
-    from moe_trm.quickstart.checkpoint import make_checkpoint
+    from moe_trm.models.tiny.checkpoint import make_checkpoint
 
     make_checkpoint(folder / "checkpoint")
     config = write_config(folder, steps)

@@ -28,8 +28,8 @@ from moe_trm.corrections import BoundRule, Evidence
 from moe_trm.diagnostics.bounds import acceptance_probability
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner
-from moe_trm.minibatch import gather_minibatch
-from moe_trm.rollout.scores import ScoredUpdate
+from moe_trm.recording.scores import ScoredUpdate
+from moe_trm.step.minibatch import gather_minibatch
 from moe_trm.whatif.offline import RecordedLearner
 from moe_trm.whatif.recording import load
 

@@ -14,9 +14,9 @@ from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import GDPO, OUTCOME
 from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
+from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
-from moe_trm.parameters import Parameter, declared
-from moe_trm.recipe import FROM_ANCHORS
+from moe_trm.step.recipe import FROM_ANCHORS
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 

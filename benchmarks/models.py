@@ -56,7 +56,7 @@ SETTINGS: Mapping[str, Any] = {
 
 def examine(family: str, folder: Path) -> dict[str, Any]:
     """Run everything for one family; by engine, then check: `yes` or the reason why not."""
-    from moe_trm.models.tiny import make_family
+    from moe_trm.models.tiny.families import make_family
 
     checkpoint = make_family(family, folder / family)
     settings = {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "run_dir": str(folder / "runs")}

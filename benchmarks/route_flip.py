@@ -35,7 +35,7 @@ from benchmarks.table import Row, report
 from moe_trm.config.schema import TaskConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.registry import MOE_FAMILIES
-from moe_trm.models.tiny import make_family
+from moe_trm.models.tiny.families import make_family
 from moe_trm.tasks.build import build_task
 
 ENGINES = ("sglang", "megatron", "hf")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
-from moe_trm.quickstart.checkpoint import make_checkpoint
+from moe_trm.models.tiny.checkpoint import make_checkpoint
 
 WARM = Path("runs/quickstart-start")
 SETTINGS = {

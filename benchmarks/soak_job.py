@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from moe_trm.tasks.reward_input import RewardInput
 
 SETTINGS = {

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.config import load
-from moe_trm.lifeline import Lifeline
-from moe_trm.preflight import check_launch, smallest_world
+from moe_trm.doctor.preflight import check_launch, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
+from moe_trm.runtime.lifeline import Lifeline
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -49,7 +49,7 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     if config.rollout.engine == "bundle" or config.rollout.attached:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 
-    from moe_trm.rollout.keeper import Keeper
+    from moe_trm.rollout.sglang.watchdog import Keeper
 
     api_key = api_key_for(config) or secrets.token_hex(16)
     port = config.rollout.server.port or free_port()

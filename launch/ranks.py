@@ -25,8 +25,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
+from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
-from moe_trm.report.sink import ReportPage
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""

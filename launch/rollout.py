@@ -15,7 +15,7 @@ from types import FrameType
 from moe_trm.config import load
 from moe_trm.errors import MoeTrmError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.rollout.keeper import Keeper
+from moe_trm.rollout.sglang.watchdog import Keeper
 
 
 class Interrupted(BaseException):

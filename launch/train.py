@@ -26,19 +26,19 @@ from launch.hosts import Host
 from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import REFUSED, MoeTrmError
-from moe_trm.interruption import Interruption
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
-from moe_trm.lifeline import end_with_parent
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
-from moe_trm.passes import resolve_mode
-from moe_trm.preflight import check_launch
-from moe_trm.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
+from moe_trm.runtime.interruption import Interruption
+from moe_trm.runtime.lifeline import end_with_parent
+from moe_trm.step.passes import resolve_mode
+from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moe_trm.anchors import Anchors
-from moe_trm.best import Best
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, UpdateResult
-from moe_trm.objective import Objective
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
 from moe_trm.observe.sinks import Sink
-from moe_trm.passes import ReplayMode
-from moe_trm.probe import Probe
-from moe_trm.push import Pusher
-from moe_trm.rate_guard import RateGuard
-from moe_trm.reference import Reference
+from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
-from moe_trm.rollout.scores import ScoreRecorder
+from moe_trm.step.anchors import Anchors
+from moe_trm.step.best import Best
+from moe_trm.step.objective import Objective
+from moe_trm.step.passes import ReplayMode
+from moe_trm.step.push import Pusher
+from moe_trm.step.rate_guard import RateGuard
+from moe_trm.step.reference import Reference
+from moe_trm.step.score_recorder import ScoreRecorder
 from routing.replay import ReplayReport
 
 

@@ -1,6 +1,6 @@
 """The decomposition of the total log-ratio between the trained policy and the policy that sampled.
 
-`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe`) the engine part splits further,
+`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe.run`) the engine part splits further,
 `log_engine = numerics + routing`, and truncation has its own number, the log kept mass. Shape letters: B sequences, T tokens.
 
 Every tensor here is float32 (float64 for float64 inputs) and 0 where `mask` is False; what the inputs hold there, NaN and

@@ -94,6 +94,31 @@ class RolloutRecord:
 
 
 @dataclass(frozen=True)
+class SampledTurn:
+    """What the engine really did in one answer. Arrays as in `RolloutRecord`, of this answer's tokens only.
+
+    Attributes:
+        tokens: `[S]` int32 sampled ids, the stop token included.
+        routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T tokens.
+        recomputed: leading sampled tokens, at which the engine may have computed routes again after a change of weights: all before the
+            last version of an answer that was not interrupted.
+    """
+
+    tokens: np.ndarray
+    rollout_logprobs: np.ndarray
+    full_logprobs: np.ndarray
+    versions: np.ndarray
+    routes: RouteRecord | None
+    sampling_mask: SamplingMask | None
+    finish_reason: str
+    recomputed: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
 class TrainRow:
     """One accepted record on its way to a learner rank, with its advantage. Arrays as in `RolloutRecord`."""
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.engines.scored import Scored, Text
-from moe_trm.diagnostics.probe import Interval, ProbeTokens, intervals, pooled
 from moe_trm.errors import MoeTrmError
+from moe_trm.probe.pooled import Interval, ProbeTokens, intervals, pooled
 from routing.flips import flips, gate_weight_shift
 
 POSITIONS = (8, 16, 24, 32, 64, 256, 1024)

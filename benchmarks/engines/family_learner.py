@@ -19,7 +19,7 @@ from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.rollout.bundle import BundleReader
+from moe_trm.recording.bundle import BundleReader
 from moe_trm.types import TokenBatch, TrainRow
 from routing.errors import ReplayProofError, ReplayRefusedError
 from routing.replay import Record, ReplayRecorded, ReplayRecords

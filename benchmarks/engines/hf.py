@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.engines.scored import Scored, Setting, Text
-from moe_trm.quickstart.hf import qwen3_moe
+from moe_trm.models.tiny.hf_classes import qwen3_moe
 from moe_trm.types import Prompt
 from routing import RouteRecord, token_digest
 from routing.flips import router_margin

@@ -23,10 +23,10 @@ from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.doctor.preflight import smallest_world
 from moe_trm.errors import MoeTrmError
-from moe_trm.preflight import smallest_world
-from moe_trm.rollout.bundle import BundleReader, BundleWriter
-from moe_trm.rollout.served import ServedModel
+from moe_trm.recording.bundle import BundleReader, BundleWriter
+from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.types import RolloutRecord, TrainRow
 from routing import RouteRecord, token_digest
 from routing.record import expert_dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from moe_trm.rollout.session import Session
+from moe_trm.rollout.sessions.session import Session
 
 EXPRESSION = re.compile(r"(\d+(?:[+-]\d+)+)=$")
 

@@ -14,7 +14,7 @@ import numpy as np
 from moe_trm.batch import advantages as estimators
 from moe_trm.batch.advantages import Array, Groups
 from moe_trm.errors import ControllerError
-from moe_trm.parameters import unknown
+from moe_trm.functions.parameters import unknown
 
 
 def outcome_advantages(

@@ -14,11 +14,11 @@ from moe_trm.checkpoint.differences import differences
 from moe_trm.checkpoint.folder import STATE_FILE, CheckpointFolder, Manifest, read_manifest, verify
 from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import PieceReader
+from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.checkpoint.writer import BackgroundWriter, Contents
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
-from moe_trm.interruption import Interruption
-from moe_trm.learner.protocol import Learner
+from moe_trm.runtime.interruption import Interruption
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Checkpoints:
         """The run stopped before its last step because it was asked to."""
         self._prepare()
 
-    def load(self, learner: Learner) -> RunState | None:
+    def load(self, learner: Resumable) -> RunState | None:
         """Give the learner its state back; the state of the other parts, or None when the run begins anew."""
         if self._found is None:
             return None
@@ -73,7 +73,7 @@ class Checkpoints:
         run: RunState = saved["run"]
         return run
 
-    def end_step(self, step: int, learner: Learner, capture: Callable[[], RunState]) -> bool:
+    def end_step(self, step: int, learner: Resumable, capture: Callable[[], RunState]) -> bool:
         """Save and export what is due after `step`; whether the run stops here.
 
         Args:
@@ -117,13 +117,13 @@ class Checkpoints:
                 fix="Set checkpoint.dir to another folder.",
             )
 
-    def _save(self, step: int, learner: Learner, run: RunState) -> None:
+    def _save(self, step: int, learner: Resumable, run: RunState) -> None:
         self._report(self._writer.wait())
         pieces, counters = learner.state()
         state = msgspec.msgpack.encode({"learner": counters, "run": run}) if self._peers.rank == 0 else None
         self._writer.start(Contents(step, pieces, state, self._config.dump()))
 
-    def _export(self, step: int, learner: Learner) -> None:
+    def _export(self, step: int, learner: Resumable) -> None:
         final = self._folder.root / f"hf-{step:06d}"
         partial = final.with_name(f"{final.name}.partial")
         learner.export_checkpoint(str(partial))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
-from moe_trm.schedule import learning_rate
 
 
 def refusals(config: Config) -> list[Problem]:

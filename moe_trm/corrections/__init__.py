@@ -9,7 +9,7 @@ from moe_trm.corrections.compose import compose
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.preset import PRESETS, Preset
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
-from moe_trm.parameters import unknown
+from moe_trm.functions.parameters import unknown
 from moe_trm.summable import add, finalize
 
 __all__ = [

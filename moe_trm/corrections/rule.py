@@ -15,7 +15,7 @@ import torch
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
-from moe_trm.parameters import Parameter, bind, declared
+from moe_trm.functions.parameters import Parameter, bind, declared
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]

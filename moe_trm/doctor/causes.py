@@ -25,8 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from moe_trm.diagnostics.probe import k3
 from moe_trm.doctor.evidence import Array, Evidence
+from moe_trm.probe.pooled import k3
 
 Cause = Literal["none", "mask", "temperature", "positions", "expert", "routing", "weights", "precision", "quantization"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from moe_trm.config import load
 from moe_trm.doctor.checks import Check
 from moe_trm.doctor.examine import Examination, examine
-from moe_trm.preflight import smallest_world
+from moe_trm.doctor.preflight import smallest_world
 
 SIGNS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from moe_trm.errors import BundleError
-from moe_trm.rollout.bundle import BundleReader
-from moe_trm.rollout.scores import ScoredBatch, ScoresReader
+from moe_trm.recording.bundle import BundleReader
+from moe_trm.recording.scores import ScoredBatch, ScoresReader
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.diagnostics.probe import ProbeTokens, pooled
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.checks import Check, Status, attempt
 from moe_trm.doctor.environment import environment
+from moe_trm.doctor.preflight import check_launch
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached
 from moe_trm.errors import MoeTrmError
-from moe_trm.preflight import check_launch
+from moe_trm.probe.pooled import ProbeTokens, pooled
 from moe_trm.tasks.tokens import Tokens
 
 HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": "ok", "routing": "warn"}

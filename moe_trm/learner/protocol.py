@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moe_trm.checkpoint.pieces import Piece, PieceReader
+from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.replay import Recorded, ReplayReport, RouteSource
@@ -47,7 +47,7 @@ class UpdateResult:
     loss_scale: int | None = None
 
 
-class Learner(Protocol):
+class Learner(Resumable, Protocol):
     """A policy that trains. All calls are collective over the learner's ranks; every rank passes the same number of micro-batches."""
 
     data_rank: int
@@ -123,15 +123,3 @@ class Learner(Protocol):
 
     def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors this rank owns, always in the same order, on its device and in its dtype."""
-
-    def export_checkpoint(self, directory: str) -> None:
-        """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""
-
-    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
-        """Host copies of what this rank saves of weights, optimizer, random state and saved snapshots, and the counters that all ranks share.
-
-        Pieces are of global tensors, so that another layout can read them; training may go on at once.
-        """
-
-    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
-        """Take over a state that any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""

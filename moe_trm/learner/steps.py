@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from moe_trm.config.learning_rate import LearningRate
 from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.protocol import UpdateResult
-from moe_trm.schedule import LearningRate
 
 
 class Steps:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from moe_trm.functions.parameters import unknown
 from moe_trm.losses.aggregate import Aggregation, aggregate
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.objective import BoundObjective, Objective
-from moe_trm.parameters import unknown
 
 __all__ = ["Aggregation", "BoundObjective", "LossInputs", "Objective", "TokenLoss", "aggregate", "get", "names"]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_trm.corrections.rule import Scope
+from moe_trm.functions.parameters import Parameter, bind
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.parameters import Parameter, bind
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 ObjectiveFunction = Callable[..., TokenLoss]

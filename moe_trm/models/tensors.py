@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moe_trm.hf_config import moe_layers, num_experts
 from moe_trm.models.family import DENSE, Family, HfConfig, Link
+from moe_trm.models.hf_config import moe_layers, num_experts
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 TOP = {

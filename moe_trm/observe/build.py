@@ -11,10 +11,10 @@ from moe_trm.config.schema import Config
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.prometheus import open_prometheus
+from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
 from moe_trm.observe.transcripts import open_transcripts
-from moe_trm.report.sink import ReportPage
 
 
 @contextmanager

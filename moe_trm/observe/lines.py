@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.observe.sinks import Sink
-from moe_trm.observe.verdicts import VerdictChanges
 
 
 class ProgressLines(Sink):

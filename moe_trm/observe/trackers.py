@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_trm.config.schema import Config
+from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.errors import ConfigError
 from moe_trm.observe.sinks import Sink
-from moe_trm.observe.verdicts import VerdictChanges
 
 
 class TensorBoard(Sink):

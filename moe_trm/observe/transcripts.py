@@ -12,7 +12,7 @@ import numpy as np
 from moe_trm.config.schema import Config
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.sinks import Sink
-from moe_trm.observe.transcript import Transcript, transcript
+from moe_trm.report.transcript import Transcript, transcript
 from moe_trm.report.transcript_page import transcript_page
 from moe_trm.types import TrainRow
 

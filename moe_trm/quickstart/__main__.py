@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
-from moe_trm.quickstart.checkpoint import TinyShape
+from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart.figure import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 

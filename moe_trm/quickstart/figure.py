@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from moe_trm.diagnostics.probe import Interval
+from moe_trm.probe.pooled import Interval
 
 WIDTH, HEIGHT = 960, 360
 INK, MUTED, GRID = "#1e293b", "#64748b", "#e2e8f0"
@@ -53,7 +53,7 @@ class Panel:
 
 
 def draw(runs: Mapping[str, Rows], mismatch: Mapping[str, Interval]) -> str:
-    """An SVG document of the runs' `metrics.jsonl` rows by name, and of the pooled probe figures (`diagnostics.probe.pooled`)."""
+    """An SVG document of the runs' `metrics.jsonl` rows by name, and of the pooled probe figures (`probe.pooled.pooled`)."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.quickstart.checkpoint import SPECIAL, UNK, TinyShape, save, tiny_model, wrap
+from moe_trm.models.tiny.checkpoint import SPECIAL, UNK, TinyShape, save, tiny_model, wrap
 from moe_trm.tasks.examples import read_examples
 
 

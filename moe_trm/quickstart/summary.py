@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from moe_trm.diagnostics.probe import Interval, ProbeTokens, load, pooled
+from moe_trm.probe.pooled import Interval, ProbeTokens, load, pooled
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
@@ -18,7 +18,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def pooled_mismatch(runs: Sequence[Path], num_layers: int) -> dict[str, Interval]:
-    """The probe tokens of all runs pooled: `diagnostics.probe.pooled`, and `tokens` and `prompts` counted."""
+    """The probe tokens of all runs pooled: `probe.pooled.pooled`, and `tokens` and `prompts` counted."""
     tokens = _together([load(run / "probe") for run in runs])
     counts = {"tokens": len(tokens.native), "prompts": len(np.unique(tokens.group))}
     return {name: Interval(n, n, n) for name, n in counts.items()} | pooled(tokens, num_layers=num_layers)

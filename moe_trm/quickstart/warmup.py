@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.quickstart.checkpoint import EOS, PAD, character_tokenizer, save, tiny_model
+from moe_trm.models.tiny.checkpoint import EOS, PAD, character_tokenizer, save, tiny_model
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.problems import Problem, draw
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_trm.observe.verdicts import VerdictChanges
+from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.report.run import Row, Run
 
 

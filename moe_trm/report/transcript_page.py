@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from moe_trm.observe.transcript import Transcript
 from moe_trm.report.html import document, number
+from moe_trm.report.transcript import Transcript
 
 PALEST, DARKEST = -4.0, 0.0
 """Powers of ten of the log-ratio's size at which shading begins and is full."""

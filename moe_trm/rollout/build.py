@@ -8,13 +8,13 @@ from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
-from moe_trm.rollout.bundle import BundleEngine
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.dialogue import Limits
 from moe_trm.rollout.engine import RolloutEngine
-from moe_trm.rollout.function_sampler import ADAPTER, FunctionSampler, RecordedSampler
+from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
-from moe_trm.rollout.sglang_client import SglangEngine
+from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams

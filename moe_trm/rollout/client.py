@@ -18,11 +18,11 @@ from zmq import curve_keypair
 from zmq.constants import SocketOption, SocketType
 from zmq.sugar.context import Context
 
-from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import Reply, Request, Start
+from moe_trm.runtime import wire
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import TrainBatch
 

@@ -18,13 +18,13 @@ from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
 from moe_trm.batch.plan import plan_metrics, plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
-from moe_trm.rollout.bundle import BundleWriter
+from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator
+from moe_trm.rollout.mask_metrics import mask_metrics
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.turn_metrics import turn_metrics
-from moe_trm.sampling_mask.metrics import mask_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
 from moe_trm.store.store import Group, GroupStore

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from moe_trm.rollout.parse import SampledTurn
 from moe_trm.sync.manifest import Share, WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 
 
 class RolloutEngine(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from moe_trm.rollout.conversation import Conversation
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import Reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams

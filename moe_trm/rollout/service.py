@@ -18,10 +18,10 @@ import msgspec
 import zmq.asyncio
 from zmq.constants import SocketOption, SocketType
 
-from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
 from moe_trm.rollout.controller import RolloutController, rank_share
+from moe_trm.runtime import wire
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import TrainBatch

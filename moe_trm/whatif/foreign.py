@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import BundleError
-from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate
+from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
 
 SUFFIXES = (".pt", ".pth", ".jsonl", ".pkl")
 MICRO_BATCH_ROWS = 64

@@ -13,10 +13,10 @@ from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses import aggregate
-from moe_trm.objective import Objective
 from moe_trm.observe.judge import Judge
-from moe_trm.recipe import recipe
-from moe_trm.rollout.scores import ScoredUpdate
+from moe_trm.recording.scores import ScoredUpdate
+from moe_trm.step.objective import Objective
+from moe_trm.step.recipe import recipe
 from moe_trm.whatif.gradient import EffectiveWeights
 from moe_trm.whatif.offline import RecordedLearner, current
 

@@ -1,4 +1,4 @@
-"""Recorded updates in the place of a learner, so that `moe_trm.objective` judges them exactly as it did in training.
+"""Recorded updates in the place of a learner, so that `moe_trm.step.objective` judges them exactly as it did in training.
 
 Shape letters: B rows and R columns of a micro-batch.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.learner.protocol import Scores
-from moe_trm.passes import Anchored
-from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate
+from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
+from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
 

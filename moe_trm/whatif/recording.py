@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError
-from moe_trm.rollout.scores import ScoredUpdate, ScoresReader
+from moe_trm.recording.scores import ScoredUpdate, ScoresReader
 from moe_trm.whatif import foreign
 
 

@@ -12,7 +12,7 @@ import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.quickstart.warmup import warm_up
-from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.rollout.sglang.supervisor import Server, start_server
 from tests.integration.jobs import BRIEF
 
 VOCAB_SIZE = 250

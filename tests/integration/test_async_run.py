@@ -15,7 +15,7 @@ import pytest
 from launch.job import free_port, run_job
 from moe_trm.config import load
 from moe_trm.observe.prometheus import gauge_name
-from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.rollout.sglang.supervisor import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 
 STEPS = 4

@@ -12,11 +12,11 @@ import torch
 from launch.job import run_job
 from moe_trm.config.schema import Config
 from moe_trm.functions.host import FunctionHost
-from moe_trm.rollout.bundle import BundleReader
-from moe_trm.rollout.dialogue import Limits
-from moe_trm.rollout.function_sampler import ADAPTER, FunctionSampler
-from moe_trm.rollout.sglang_client import SglangEngine
-from moe_trm.rollout.supervisor import Server
+from moe_trm.recording.bundle import BundleReader
+from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.jobs import metrics_of, timeless

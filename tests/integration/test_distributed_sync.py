@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 
 from launch.job import run_job
 from moe_trm.errors import SyncError
-from moe_trm.rollout.http import EngineHttp
-from moe_trm.rollout.supervisor import Server
-from moe_trm.sync.checksum import EngineChecksums
-from moe_trm.sync.distributed import DistributedPush, Sender, announce
+from moe_trm.rollout.sglang.broadcast import DistributedPush
+from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
 from tests.integration.jobs import metrics_of, write_config
 

@@ -19,8 +19,8 @@ import pytest
 
 from launch.job import free_port, run_job
 from moe_trm.cli import main as moe_trm
-from moe_trm.rollout.bundle import BundleReader, BundleWriter
-from moe_trm.rollout.scores import ScoresReader
+from moe_trm.recording.bundle import BundleReader, BundleWriter
+from moe_trm.recording.scores import ScoresReader
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config

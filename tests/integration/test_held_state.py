@@ -10,7 +10,7 @@ import pytest
 
 from launch.job import learner_environment
 from moe_trm.config import load
-from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from tests.integration.recordings import make_recording
 
 STEPS = 12

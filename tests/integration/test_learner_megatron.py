@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_trm.hf_config import read_hf_config
 from moe_trm.learner.megatron.convert import Heads, Names, unpack
 from moe_trm.learner.protocol import Scores
+from moe_trm.models.hf_config import read_hf_config
 from moe_trm.sampling_mask.logprobs import exact_kl_on_support
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from launch.job import run_job
-from moe_trm.rollout.bundle import BundleReader, BundleWriter
+from moe_trm.recording.bundle import BundleReader, BundleWriter
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
 from tests.integration.objective_support.cases import REWARD, WEIGHS_ONLY, all_cases, doctored
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from moe_trm.models.tiny.checkpoint import make_checkpoint
 from moe_trm.quickstart import gsm8k
-from moe_trm.quickstart.checkpoint import make_checkpoint
 from moe_trm.quickstart.warmup import Recipe, Warmup, WarmupError, main, warm_up
 from moe_trm.tasks.problems import Problem
 from moe_trm.tasks.tokens import Tokens

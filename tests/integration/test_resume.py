@@ -19,7 +19,7 @@ from launch.job import free_port, learner_command, learner_environment
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
-from moe_trm.quickstart.checkpoint import TinyShape, make_checkpoint
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from tests.integration.jobs import still_running
 from tests.integration.recordings import make_recording
 

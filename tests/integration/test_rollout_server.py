@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
-from moe_trm.rollout.http import EngineHttp
-from moe_trm.rollout.parse import SampledTurn
-from moe_trm.rollout.sglang_client import SglangEngine
-from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.sampling_mask.record import join, split
-from moe_trm.sync.disk import finish_push, load_folder, verified_checksums, write_shard
+from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from routing import token_digest
 
 VOCAB = 250

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.engines.scored import Setting
 from benchmarks.route_flip import measure, table
 from benchmarks.route_flip_figure import draw
-from moe_trm.models.tiny import make_family
+from moe_trm.models.tiny.families import make_family
 
 
 def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path, hf_models: None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 
-from moe_trm.rollout.supervisor import Server
+from moe_trm.rollout.sglang.supervisor import Server
 
 ACTIONS = (
     "/generate",

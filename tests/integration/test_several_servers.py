@@ -25,8 +25,8 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.fleet import Fleet
-from moe_trm.rollout.supervisor import Server, start_server
+from moe_trm.rollout.sglang.fleet import Fleet
+from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import RolloutRecord, TrainBatch
 from tests.integration.doors import Door
 from tests.integration.test_rollout_server import PARAMS, check_against_hf, make_push

@@ -178,15 +178,15 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_the_tree_is_the_tree() -> None:
     """Every file and folder that the README's tree names exists; every package that exists is named."""
     block = PAGES["README.md"].split("## What is where")[1].split("```")[1]
-    folder = ""
+    folders: list[str] = []
     for line in block.splitlines():
         names = re.match(r"( *)((?:[\w./]+ +)*?[\w./]+/?)(?:  +|$)", line)
         if not names:
             continue
+        depth = len(names[1]) // 2
         for name in names[2].split():
-            if not names[1]:
-                folder = name
-            path = REPOSITORY / (folder + "/" + name if names[1] else name)
+            path = REPOSITORY.joinpath(*folders[:depth], name)
             assert path.exists(), f"{path} of line {line!r}"
+        folders[depth:] = [name]
     for package in (REPOSITORY / "moe_trm").glob("*/__init__.py"):
         assert f"{package.parent.name}/" in block, package.parent.name

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 ENGINES = ("megatron", "sglang", "transformers", "deepspeed", "vllm", "transformer_engine")
 PURE = (
     "routing",
@@ -60,11 +61,35 @@ def test_advantages_need_no_torch() -> None:
 
 def test_no_module_imports_one_that_imports_it() -> None:
     """Imports inside functions and for types count too. Raises `graphlib.CycleError` with the modules of a cycle."""
-    root = Path(__file__).parents[2]
-    paths = [path for name in ("moe_trm", "routing", "launch") for path in (root / name).rglob("*.py")]
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}
-    imports = {name: imported(path) & (modules.keys() - {name}) for name, path in modules.items()}
-    assert len(tuple(TopologicalSorter(imports).static_order())) == len(modules)
+    imports = imports_of_modules()
+    assert len(tuple(TopologicalSorter(imports).static_order())) == len(imports)
+
+
+def test_no_package_imports_one_that_imports_it() -> None:
+    """The units are the modules and packages at the top of `moe_trm`, and the packages beside it. Raises as above."""
+    units: dict[str, set[str]] = {}
+    for module, targets in imports_of_modules().items():
+        units.setdefault(unit_of(module), set()).update(unit_of(target) for target in targets)
+    graph = {unit: targets - {unit} for unit, targets in units.items() if unit != "moe_trm"}
+    assert len(tuple(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+def test_what_everyone_reads_stands_at_the_top() -> None:
+    modules = {path.stem for path in (ROOT / "moe_trm").glob("*.py")} - {"__init__", "__main__"}
+    assert len(modules) <= 8, modules
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """By module: the modules that it imports."""
+    paths = [path for name in ("moe_trm", "routing", "launch") for path in (ROOT / name).rglob("*.py")]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name: imported(path) & (modules.keys() - {name}) for name, path in modules.items()}
+
+
+def unit_of(module: str) -> str:
+    """`moe_trm.rollout` of `moe_trm.rollout.sglang.parse`; `routing` of `routing.codec`."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "moe_trm" else parts[0]
 
 
 def imported(path: Path) -> set[str]:

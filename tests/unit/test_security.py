@@ -19,18 +19,18 @@ import pytest
 import zmq
 
 from launch.job import free_port
-from moe_trm import wire
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError, ControllerError, RecordRejected
+from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.rollout import service as service_module
-from moe_trm.rollout.bundle import BundleReader, BundleWriter
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.service import ControllerService, Reply, Request, Start
+from moe_trm.runtime import wire
 from moe_trm.sampling_mask.codec import decode as decode_mask
 from routing import RouteError, decode
 from routing.codec import checksum, encode
 from tests.unit.records import make_record
-from tests.unit.test_controller import FakeEngine, controller_with
+from tests.unit.rollout.test_controller import FakeEngine, controller_with
 
 KEY = "the right key"
 ROUNDS = 1000

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config
-from moe_trm.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
@@ -23,7 +23,7 @@ from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
-from moe_trm.schedule import learning_rate
+from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from routing.hf import HFReplayer
 
 

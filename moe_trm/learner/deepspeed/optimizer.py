@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_trm.config.learning_rate import LearningRate
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.learner.deepspeed.weights import checkpoint_form
 from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
 from moe_trm.learner.steps import Steps
-from moe_trm.schedule import LearningRate
 
 
 def freeze(causal: Any, learner: LearnerConfig) -> None:

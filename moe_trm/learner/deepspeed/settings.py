@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.hf_config import num_experts
+from moe_trm.models.hf_config import num_experts
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state, tensor_parallel
 
-from moe_trm import hf_config
+from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
@@ -24,7 +24,7 @@ from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_mo
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
-from moe_trm.schedule import learning_rate
+from moe_trm.models import hf_config
 from routing.megatron import MegatronReplayer
 
 

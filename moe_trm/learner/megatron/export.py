@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from moe_trm.hf_config import num_experts
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, heads, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.models.hf_config import num_experts
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import ConfigError
-from moe_trm.hf_config import expert_width, moe_layers
+from moe_trm.models.hf_config import expert_width, moe_layers
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 """By recipe: `hybrid` has more range and less precision (e5m2) for gradients, `e4m3` is one format for everything, which block-wise scales allow."""

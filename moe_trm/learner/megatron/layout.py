@@ -7,8 +7,8 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.learner.megatron.fp8 import check_shapes
+from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.models.registry import family_of
 
 

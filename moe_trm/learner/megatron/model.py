@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron import convert, fp8
 from moe_trm.learner.megatron.cpu_spec import cpu_block_spec
@@ -26,6 +25,7 @@ from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.megatron.whole_norms import use_whole_norms
 from moe_trm.models.family import Link
+from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.models.registry import family_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

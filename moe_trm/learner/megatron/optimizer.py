@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from moe_trm.config.learning_rate import LearningRate
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.loss_scale import LossScale
@@ -22,7 +23,6 @@ from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
 from moe_trm.learner.protocol import UpdateResult
 from moe_trm.learner.steps import Steps
-from moe_trm.schedule import LearningRate
 
 
 def wrap_model(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_trm import corrections, losses
-from moe_trm.parameters import declared
+from moe_trm.functions.parameters import declared
 from moe_trm.types import RolloutRecord
 
 REWARD = [f"task.reward={Path(__file__).with_name('reward.py')}:reward", "task.reward_processes=1"]

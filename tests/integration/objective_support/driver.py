@@ -20,7 +20,6 @@ from torch import Tensor
 from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config import load
 from moe_trm.config.schema import Config
-from moe_trm.interruption import Interruption
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.protocol import Scores, UpdateResult
@@ -28,6 +27,7 @@ from moe_trm.loop import train
 from moe_trm.observe.sinks import Sink
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController, rank_share
+from moe_trm.runtime.interruption import Interruption
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TokenBatch, TrainBatch
 from tests.integration.objective_support.cases import REWARD, all_cases

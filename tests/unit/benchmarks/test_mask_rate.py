@@ -10,7 +10,7 @@ import torch
 from benchmarks.mask_rate import Strata, all_rates, evidences, predictions, rates, table
 from benchmarks.mask_rate_figure import draw
 from moe_trm import corrections
-from moe_trm.rollout.scores import ScoredBatch, ScoredUpdate
+from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
 
 ROWS, COLUMNS = 200, 64
 

@@ -19,7 +19,7 @@ from moe_trm.checkpoint.peers import Peers
 from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
-from moe_trm.interruption import Interruption
+from moe_trm.runtime.interruption import Interruption
 
 
 class TinyLearner:

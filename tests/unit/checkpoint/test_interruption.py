@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from moe_trm.errors import REFUSED, RunError
-from moe_trm.interruption import ECHO_S, Interruption
 from moe_trm.observe.sinks import JsonLines, keep_steps
+from moe_trm.runtime.interruption import ECHO_S, Interruption
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interru
 
 def test_a_second_signal_ends_the_process() -> None:
     program = (
-        "import os, signal, time; from moe_trm.interruption import Interruption; i = Interruption(); i.install();"
+        "import os, signal, time; from moe_trm.runtime.interruption import Interruption; i = Interruption(); i.install();"
         f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); os.kill(os.getpid(), signal.SIGTERM); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

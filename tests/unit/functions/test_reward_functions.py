@@ -13,10 +13,10 @@ from typing import TypeVar
 import pytest
 
 from moe_trm.config.schema import Config
+from moe_trm.doctor.preflight import own_functions
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.functions.check import check_functions
 from moe_trm.functions.messages import Done, pack
-from moe_trm.preflight import own_functions
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.reward_input import RewardInput
 

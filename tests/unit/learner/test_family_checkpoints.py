@@ -15,13 +15,13 @@ from torch import Tensor
 
 from moe_trm.config import load
 from moe_trm.config.schema import Config
+from moe_trm.doctor.preflight import check_launch
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.hf_config import read_hf_config
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
-from moe_trm.models.tiny import make_family
-from moe_trm.preflight import check_launch
+from moe_trm.models.tiny.families import make_family
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 

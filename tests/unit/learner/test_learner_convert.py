@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from moe_trm.errors import CheckpointError
-from moe_trm.hf_config import num_experts, read_hf_config
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.megatron.convert import (
     Heads,
@@ -27,9 +26,10 @@ from moe_trm.learner.megatron.convert import (
     with_layer,
 )
 from moe_trm.models.family import Link, Packing
+from moe_trm.models.hf_config import num_experts, read_hf_config
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES, family_of
 from moe_trm.models.tensors import parameters, tensor_names
-from moe_trm.models.tiny import make_family
+from moe_trm.models.tiny.families import make_family
 
 LOCAL, FUSED = (
     "decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",

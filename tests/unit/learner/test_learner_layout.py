@@ -13,8 +13,8 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
-from moe_trm.hf_config import check_vocabulary, moe_layers, read_hf_config
 from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.models.hf_config import check_vocabulary, moe_layers, read_hf_config
 
 MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

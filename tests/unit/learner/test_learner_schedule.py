@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from moe_trm.config.learning_rate import LearningRate, learning_rate
 from moe_trm.config.schema import Config, LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.parameter_groups import GroupSettings, check_groups, is_frozen, settings_of
-from moe_trm.schedule import LearningRate, learning_rate
 
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
 

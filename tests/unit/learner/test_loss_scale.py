@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from moe_trm.config.learning_rate import LearningRate
 from moe_trm.config.schema import LossScaleConfig, OptimizerConfig
 from moe_trm.learner.loss_scale import LossScale, loss_scale_of
 from moe_trm.learner.steps import Steps
-from moe_trm.schedule import LearningRate
 
 SETTINGS = LossScaleConfig(initial=8, growth_steps=2)
 

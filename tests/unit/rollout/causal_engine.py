@@ -13,9 +13,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from moe_trm.rollout.parse import SampledTurn, Wanted, parse_turn
-from moe_trm.rollout.served import ServedModel
-from moe_trm.types import SamplingParams
+from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.types import SampledTurn, SamplingParams
 
 MODEL = ServedModel("Qwen3MoeForCausalLM", vocab_size=16, num_layers=3, moe_layer_ids=(0, 2), num_experts=8, top_k=2)
 END = 1

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, RecordRejected, SyncError
-from moe_trm.rollout import fleet as fleet_module
-from moe_trm.rollout.fleet import Fleet
-from moe_trm.rollout.http import EngineHttp
-from moe_trm.rollout.remote import RemoteServer
+from moe_trm.rollout.sglang import fleet as fleet_module
+from moe_trm.rollout.sglang.fleet import Fleet
+from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.sglang.remote import RemoteServer
 from tests.unit.rollout.local_app import LocalApp
 
 

@@ -12,17 +12,16 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, EngineError, RecordRejected
 from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.dialogue import Limits
-from moe_trm.rollout.function_sampler import ADAPTER, FunctionSampler
-from moe_trm.rollout.parse import SampledTurn
+from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.unit.rollout.causal_engine import END, CausalEngine, DigitTokens
 
 FUNCTION = """
 import asyncio, os, time
-from moe_trm.rollout.session import Session, SessionEnded
+from moe_trm.rollout.sessions.session import Session, SessionEnded
 
 async def rollout(session: Session):
     mood = session.prompt.extra["mood"]

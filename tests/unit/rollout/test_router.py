@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout import fleet as fleet_module
-from moe_trm.rollout import router as router_module
-from moe_trm.rollout.fleet import Fleet
-from moe_trm.rollout.http import EngineHttp
-from moe_trm.rollout.remote import RemoteServer
-from moe_trm.rollout.router import Router
+from moe_trm.rollout.sglang import fleet as fleet_module
+from moe_trm.rollout.sglang import router as router_module
+from moe_trm.rollout.sglang.fleet import Fleet
+from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.sglang.remote import RemoteServer
+from moe_trm.rollout.sglang.router import Router
 from tests.unit.rollout.local_app import LocalApp
 from tests.unit.rollout.test_fleet import FakeServer, in_loop
 

@@ -15,7 +15,7 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
-from moe_trm.rollout.supervisor import child_environment, launch_command, start_server
+from moe_trm.rollout.sglang.supervisor import child_environment, launch_command, start_server
 
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
@@ -147,7 +147,7 @@ OWNER = """
 import os, sys
 from pathlib import Path
 from tests.unit.rollout.test_supervisor import config
-from moe_trm.rollout.supervisor import start_server
+from moe_trm.rollout.sglang.supervisor import start_server
 server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)
 sys.stdin.read()

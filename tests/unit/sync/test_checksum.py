@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
-from moe_trm.sync.api import check_can_verify, check_version, check_weights
-from moe_trm.sync.checksum import EngineChecksums, compare, engine_place, pushed_dtype, tensor_digest
-from moe_trm.sync.disk import finish_push, load_folder, verified_checksums, write_shard
+from moe_trm.rollout.sglang.api import check_can_verify, check_version, check_weights
+from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
+from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.tensors import pushed_dtype, tensor_digest
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2),

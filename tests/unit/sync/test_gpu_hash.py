@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_trm.sync.gpu_hash import GpuTensorHash
+from moe_trm.rollout.sglang.gpu_hash import GpuTensorHash
 
 GOLDEN = [(3, "cf5fe69b68759b12"), (20000, "3fadc80e297acd67")]
 

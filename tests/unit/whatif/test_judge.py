@@ -12,7 +12,7 @@ import torch
 
 from moe_trm.cli import main
 from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
-from moe_trm.rollout.scores import CONFIG_FILE, ScoredBatch, ScoredUpdate, write_scores
+from moe_trm.recording.scores import CONFIG_FILE, ScoredBatch, ScoredUpdate, write_scores
 from moe_trm.whatif.gradient import EffectiveWeights
 from moe_trm.whatif.judge import Candidate, Outcome, judge
 

@@ -1,0 +1,76 @@
+"""Everything that can be refused about a run is refused here, before a tensor is loaded or a process started."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+from pathlib import Path
+
+from moe_trm.checkpoint.folder import read_manifest
+from moe_trm.config.schema import Config, ParallelConfig
+from moe_trm.errors import ConfigError
+from moe_trm.functions.check import check_functions
+from moe_trm.learner.deepspeed.settings import check_model
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.megatron.layers import layers_here
+from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.models.hf_config import check_vocabulary, read_hf_config
+from moe_trm.observe.trackers import check_trackers
+from moe_trm.rollout.sessions.function_sampler import ADAPTER as ROLLOUT_ADAPTER
+from moe_trm.rollout.sglang.supervisor import on_cpu
+from moe_trm.step.objective import Objective
+from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
+
+
+def check_launch(config: Config, *, world_size: int) -> None:
+    """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
+
+    Looks at the checkpoint's config.json, tokenizer and names of tensors, whether the learner can train that model (Megatron-Core: in this
+    layout), and the names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
+    """
+    hf_config = read_hf_config(config.model.checkpoint)
+    if config.learner.backend == "deepspeed":
+        check_model(config, hf_config)
+    else:
+        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+        layers_here(config.learner)
+    check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
+    check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
+    Objective(config)
+    check_trackers(config)
+    check_functions(own_functions(config))
+    check_quantization(config)
+    if config.checkpoint.resume not in ("auto", "never"):
+        read_manifest(Path(config.checkpoint.resume))
+
+
+def check_quantization(config: Config) -> None:
+    """Raise `ConfigError` where the server to start would round its weights and has no CUDA to do it with."""
+    rollout = config.rollout
+    starts = rollout.engine == "sglang" and not rollout.attached
+    if rollout.quantization is not None and starts and on_cpu(rollout.server):
+        raise ConfigError(
+            "SGLang has no quantised kernels for this machine",
+            where="rollout.quantization",
+            got=f"{rollout.quantization}, no CUDA device",
+            expected="none, or a CUDA device",
+            fix="Set rollout.quantization=null, or rollout.url to a server that runs elsewhere.",
+        )
+
+
+def own_functions(config: Config) -> dict[str, tuple[str, str]]:
+    """Functions of the user's own that this run calls, and their adapters, by configuration key."""
+    named = {}
+    if config.task.reward is not None and ":" in config.task.reward:
+        named["task.reward"] = (config.task.reward, REWARD_ADAPTER)
+    if config.rollout.function is not None and config.rollout.engine != "bundle":
+        named["rollout.function"] = (config.rollout.function, ROLLOUT_ADAPTER)
+    return named
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Fewest ranks that hold one copy of the model under these parallel sizes."""
+    dense = parallel.tensor * parallel.context
+    expert = parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * math.lcm(dense, expert)

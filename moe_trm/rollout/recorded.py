@@ -1,0 +1,138 @@
+"""The rollout engine that is a recording: it gives back the samples of a bundle (`moe_trm.recording`) instead of sampling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from moe_trm.errors import BundleError, RecordRejected
+from moe_trm.recording.bundle import BundleReader
+from moe_trm.rollout.sampler import SingleTurn, rewarded
+from moe_trm.sync.manifest import Share, WeightPush
+from moe_trm.tasks.rewards import score
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+
+KEPT_STEPS = 8
+"""Steps held in memory: where sampling runs ahead of training, samples of several steps are asked for in turn."""
+
+
+class BundleEngine:
+    """`RolloutEngine` that gives back recorded responses by sample id, so that everything after sampling can be repeated bit for bit.
+
+    Args:
+        folder: a bundle.
+        prompts_grow: a rollout function may have put more behind a prompt before anything was sampled.
+        waits: a sample may be asked for before the weights that sampled it exist; it is given once they are pushed.
+        delay_s: seconds until each answer, to try a pipeline without an engine.
+    """
+
+    def __init__(self, folder: str, *, prompts_grow: bool = False, waits: bool = False, delay_s: float = 0.0) -> None:
+        self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()
+        self._prompts_grow = prompts_grow
+        self._reader = BundleReader(folder)
+        self._folder = folder
+        self._step_of: dict[int, int] = {}
+        self._rejected: dict[int, str] = {}
+        self._last_group = -1
+        self._loaded: dict[int, dict[int, RolloutRecord]] = {}
+        self._version = -1
+
+    async def start(self) -> None:
+        """Read the headers. Raises `BundleError`."""
+        steps = self._reader.steps()
+        if not steps:
+            raise BundleError(
+                "nothing is recorded here",
+                where=self._folder,
+                expected="files named step-NNNNNN.safetensors",
+                fix="Record a run with record.bundle=FOLDER, then set rollout.bundle to that folder.",
+            )
+        for step in steps:
+            header = self._reader.header(step)
+            self._step_of |= dict.fromkeys(header.sample_ids, step)
+            self._rejected |= header.rejected
+            self._last_group = max([self._last_group, *header.group_ids])
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """The recorded record. Raises `BundleError` where the run differs, `RecordRejected` where the recorded run rejected it.
+
+        The reason is the recorded one, or `not_recorded` where the writer was not told.
+        """
+        step = self._step_of.get(sample_id)
+        if step is None:
+            if group_id > self._last_group and sample_id not in self._rejected:
+                raise BundleError(
+                    "the recording ends before this sample",
+                    where=self._folder,
+                    got=f"group {group_id}",
+                    expected=f"at most {self._last_group}",
+                )
+            reason = self._rejected.get(sample_id, "not_recorded")
+            raise RecordRejected(reason, "the recorded run rejected this sample", where=f"sample {sample_id}")
+        record = self._records(step)[sample_id]
+        while self._waits and int(record.versions.max()) > self._version:
+            self._pushed.clear()
+            await self._pushed.wait()
+        self._check_same_run(record, prompt, group_id)
+        await asyncio.sleep(self._delay_s)
+        return record
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """A recording answers with whole samples only."""
+        raise BundleError("a recorded run samples nothing", where=self._folder, expected="a call of `generate`")
+
+    async def load_weights(self, push: WeightPush) -> None:
+        """Only the version number advances."""
+        self._version = push.version
+        self._pushed.set()
+
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        """A recording receives nothing: nobody would answer the senders."""
+        raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")
+
+    async def lend_memory(self) -> None:
+        """It has none."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing happens to it."""
+        return {}
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    def _records(self, step: int) -> dict[int, RolloutRecord]:
+        if step not in self._loaded:
+            self._loaded[step] = {record.sample_id: record for record in self._reader.read(step)}
+            if len(self._loaded) > KEPT_STEPS:
+                del self._loaded[min(self._loaded)]
+        return self._loaded[step]
+
+    def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
+        before = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
+        recorded_prompt = before[: len(prompt.token_ids)] if self._prompts_grow else before
+        if recorded_prompt != tuple(prompt.token_ids) or record.group_id != group_id:
+            raise BundleError(
+                "the recording was made with other prompts",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"prompt {prompt.prompt_id!r} of group {group_id}",
+                expected=f"prompt {record.prompt_id!r} of group {record.group_id} with the same token ids",
+                fix="Use the seed, task and batch sizes of the recorded run (its config.json).",
+            )
+        if int(record.versions.max()) > self._version:
+            raise BundleError(
+                "the recording is ahead of this run",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"sampled with weight version {int(record.versions.max())}",
+                expected=f"at most {self._version}",
+            )
+
+
+class RecordedSampler(SingleTurn):
+    """`Sampler` of a recorded run with a rollout function: whole samples and the rewards they were given; the function is not run."""
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """See `Sampler.sample`."""
+        record = await self._engine.generate(prompt, self._params, sample_id=sample_id, group_id=group_id)
+        return record if record.reward is not None else rewarded(record, await score(self._task, prompt, record))

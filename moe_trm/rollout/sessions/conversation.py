@@ -1,0 +1,141 @@
+"""A sequence as it grows: what the policy samples, and what a tool or a user says in between. Pure: no engine, no tokenizer.
+
+Ids are only ever appended. Row convention at the seams: the last token of an answer is not forwarded in that answer, so its route does
+not exist yet; it comes, with those of all tokens that were appended, in the answer after. Each answer is therefore asked for the
+routes from row `known_rows` on, and no row is ever asked for twice: the row that gave a token its log-prob is the row that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.turn import routes_rejected
+from moe_trm.sampling_mask.record import join
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn
+from routing import RouteError, RouteRecord
+from routing.groups import extend
+
+
+class Conversation:
+    """One sample in the making.
+
+    Args:
+        prompt: where it begins.
+    """
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._tokens: list[int] = list(prompt.token_ids)
+        self._sampled = [False] * len(prompt.token_ids)
+        self._turn_ids = [0] * len(prompt.token_ids)
+        self._turns: list[SampledTurn] = []
+        self._routes: RouteRecord | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All ids so far: the context of the next answer."""
+        return tuple(self._tokens)
+
+    @property
+    def turns(self) -> tuple[SampledTurn, ...]:
+        """The answers so far."""
+        return tuple(self._turns)
+
+    @property
+    def known_rows(self) -> int:
+        """Rows whose routes are known: all but that of the last sampled token, and of what was appended behind it."""
+        return self._routes.num_rows if self._routes is not None else 0
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the policy did not sample. They belong to the turn of the answer after them."""
+        self._extend(token_ids, sampled=False)
+
+    def add(self, turn: SampledTurn) -> None:
+        """The engine's answer to `tokens`.
+
+        Raises:
+            RecordRejected: `route_*`, routes that do not continue those known; `route_missing`, of one answer but not of another.
+        """
+        if self._turns and (turn.routes is None) != (self._routes is None):
+            raise RecordRejected(
+                "route_missing",
+                "only some answers have routes",
+                where=f"turn {len(self._turns)}",
+                expected="all or none",
+            )
+        if turn.routes is not None:
+            self._routes = _continue(self._routes, turn.routes)
+        self._extend(turn.tokens.tolist(), sampled=True)
+        self._turns.append(turn)
+
+    def record(
+        self, *, sample_id: int, group_id: int, keep_changed: bool, finish_reason: str | None = None
+    ) -> RolloutRecord:
+        """What was sampled, up to the last sampled token: what was appended behind it was never seen by the policy.
+
+        Args:
+            sample_id, group_id: go into the record.
+            keep_changed: what to do with a sample that has an answer during which the weights changed: keep it without the routes of before
+                the change, or reject it.
+            finish_reason: of the whole; None: that of the last answer.
+
+        Raises:
+            RecordRejected: `empty_output` (no answer), `version_span`.
+        """
+        if not self._turns:
+            raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 answer")
+        sampled_T = np.array(self._sampled, bool)
+        length = int(np.flatnonzero(sampled_T)[-1]) + 1
+        versions_S = np.concatenate([turn.versions for turn in self._turns])
+        masks = [turn.sampling_mask for turn in self._turns if turn.sampling_mask is not None]
+        return RolloutRecord(
+            sample_id=sample_id,
+            group_id=group_id,
+            prompt_id=self._prompt.prompt_id,
+            tokens=np.array(self._tokens[:length], np.int32),
+            sampled=sampled_T[:length],
+            turn_ids=np.array(self._turn_ids[:length], np.int16),
+            rollout_logprobs=np.concatenate([turn.rollout_logprobs for turn in self._turns]),
+            full_logprobs=np.concatenate([turn.full_logprobs for turn in self._turns]),
+            versions=versions_S,
+            routes=self._trusted_routes(sampled_T[:length], keep_changed=keep_changed),
+            sampling_mask=join(masks) if masks else None,
+            finish_reason=finish_reason or self._turns[-1].finish_reason,
+        )
+
+    def _extend(self, token_ids: Sequence[int], *, sampled: bool) -> None:
+        self._tokens.extend(int(token) for token in token_ids)
+        self._sampled.extend([sampled] * len(token_ids))
+        self._turn_ids.extend([len(self._turns)] * len(token_ids))
+
+    def _trusted_routes(self, sampled_T: np.ndarray, *, keep_changed: bool) -> RouteRecord | None:
+        """The routes, less those that the engine may have computed again after the weights changed within one answer."""
+        routes, first = self._routes, 0
+        for number, turn in enumerate(self._turns):
+            if routes is not None and turn.recomputed:
+                if not keep_changed:
+                    raise RecordRejected(
+                        "version_span",
+                        "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
+                        where=f"turn {number}",
+                        got=f"versions {sorted(set(turn.versions.tolist()))}",
+                        expected="one version in each answer",
+                        fix="Set pipeline.partial to what this run does at a push, keep others from updating the server, or set replay.missing=native.",
+                    )
+                # The row that predicts the first token of the last version is that version's own; all rows before it may not be.
+                last = np.flatnonzero(sampled_T)[first + turn.recomputed]
+                routes = routes.uncover(slice(0, int(last) - 1))
+            first += turn.num_sampled
+        return routes
+
+
+def _continue(known: RouteRecord | None, further: RouteRecord) -> RouteRecord:
+    if known is None:
+        return further
+    try:
+        return extend(known, further, known.num_rows)
+    except RouteError as error:
+        raise routes_rejected(error) from error

@@ -1,0 +1,155 @@
+"""Weight pushes by broadcast, the controller's side: leads the engine through a push and witnesses it (`moe_trm.sync.distributed`).
+
+Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/update_weights_from_distributed`, `/end_weight_update`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from moe_trm.errors import EngineError, SyncError
+from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights
+from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.sync.distributed import broadcast, join_group
+from moe_trm.sync.manifest import Meeting, Share, TensorEntry
+from moe_trm.sync.tensors import DTYPES, tensor_digest
+
+BUCKET_BYTES = 256 * 2**20
+"""Most bytes that one request announces: the engine allocates them all before it loads them."""
+
+
+@dataclass
+class DistributedPush:
+    """The controller's end: leads the engine through a push and witnesses it.
+
+    Args:
+        api: requests to the engine.
+        engine_ranks: its tensor parallel size.
+        timeout_s: longest wait for the others, at every broadcast.
+        device: where the engine holds its tensors.
+    """
+
+    api: EngineApi
+    engine_ranks: int = 1
+    timeout_s: float = 300.0
+    device: str = "cpu"
+    _groups: dict[str, dist.ProcessGroupGloo] = field(default_factory=dict)
+
+    async def join(self, meetings: Sequence[Meeting]) -> None:
+        """Form the groups, one after the other; each sender has to be in `connect` by then. Raises `EngineError`, `SyncError`."""
+        for meeting in meetings:
+            witness = asyncio.create_task(asyncio.to_thread(self._join_as_witness, meeting))
+            answer = await self.api.post(
+                "/init_weights_update_group",
+                {
+                    "master_address": meeting.address,
+                    "master_port": meeting.port,
+                    "rank_offset": 1,
+                    "world_size": self.engine_ranks + 2,
+                    "group_name": meeting.group,
+                    "backend": "gloo",
+                },
+            )
+            if not answer.get("success"):
+                raise SyncError(
+                    "the engine did not join a weight group", where=meeting.group, got=answer.get("message")
+                )
+            self._groups[meeting.group] = await witness
+
+    async def load(self, version: int, shares: Sequence[Share], *, dtype: str, verify: bool) -> None:
+        """Make the engine serve `version`, received from every sender in turn; each has to be in `send` by then.
+
+        Raises:
+            SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the push.
+            EngineError: the engine cannot be reached.
+        """
+        checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype, self.device)
+        requests = list(
+            chain.from_iterable(
+                ((share.meeting.group, bucket) for bucket in _buckets(share.entries)) for share in shares
+            )
+        )
+        damaged: list[str] = []
+        await self._succeed("/begin_weight_update", {})
+        try:
+            for number, (group, bucket) in enumerate(requests):
+                last = number == len(requests) - 1
+                label = {"weight_version": str(version)} if last else {}
+                witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
+                await self._succeed(
+                    "/update_weights_from_distributed",
+                    {
+                        "names": [entry.name for entry in bucket],
+                        "dtypes": [entry.dtype for entry in bucket],
+                        "shapes": [list(entry.shape) for entry in bucket],
+                        "group_name": group,
+                        "flush_cache": last,
+                        **label,
+                    },
+                )
+                damaged += await witness
+        finally:
+            await self._succeed("/end_weight_update", {})
+        if damaged:
+            raise SyncError(
+                "tensors changed between the learner's memory and the engine",
+                got=", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""),
+                expected="the digests of the manifest",
+                fix="Do not train on its samples. Check that senders broadcast in the order they announced, then push again.",
+            )
+        await check_version(self.api, version)
+        if verify:
+            await check_weights(self.api, checksums.result())
+
+    async def close(self) -> None:
+        """Dissolve the groups on the engine."""
+        for group in self._groups:
+            await self.api.post("/destroy_weights_update_group", {"group_name": group})
+        self._groups.clear()
+
+    async def _succeed(self, path: str, body: dict[str, object]) -> None:
+        try:
+            answer = await self.api.post(path, body)
+        except EngineError as error:
+            raise SyncError(
+                "the engine refused a step of the push", where=path, got=error.got, fix=error.fix
+            ) from error
+        if not answer.get("success"):
+            raise SyncError("the engine refused a step of the push", where=path, got=answer.get("message"))
+
+    def _join_as_witness(self, meeting: Meeting) -> dist.ProcessGroupGloo:
+        timeout, size = timedelta(seconds=self.timeout_s), self.engine_ranks + 2
+        store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        return join_group(store, meeting.group, size - 1, size, timeout)
+
+    def _witness(self, group: str, bucket: Sequence[TensorEntry], checksums: EngineChecksums) -> list[str]:
+        """Receive one bucket; the names whose bytes are not those the owner digested."""
+        damaged = []
+        for entry in bucket:
+            tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            broadcast(self._groups[group], tensor)
+            if tensor_digest(tensor) != entry.digest:
+                damaged.append(entry.name)
+            checksums.add(entry.name, tensor)
+        return damaged
+
+
+def _buckets(entries: Sequence[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    bucket: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        entry_bytes = torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
+        if bucket and size + entry_bytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += entry_bytes
+    if bucket:
+        yield bucket

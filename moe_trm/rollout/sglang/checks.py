@@ -1,0 +1,186 @@
+"""Whether a rollout server is the one that was configured: looked at when a run starts, before its first sample counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.rollout.sglang.answer import parse_answer
+from moe_trm.rollout.sglang.api import check_can_verify
+from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.sglang.parse import Wanted, decode_answer
+from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.types import Prompt, SamplingParams
+
+BAD_REQUEST, SERVICE_UNAVAILABLE = 400, 503
+
+POLL_S = 0.5
+"""Pause between two health checks of a server that is still starting."""
+
+Request = Callable[[tuple[int, ...], SamplingParams], dict[str, object]]
+"""The JSON body that asks for one sample."""
+
+
+class ServerCheck:
+    """What is expected of every server of a run.
+
+    Args:
+        model: sizes of the checkpoint.
+        wanted: what samples are asked for.
+        request: makes the body of a request.
+        temperature: of the rollout.
+        dtype: the engine's arithmetic.
+        verify: whether weight pushes will be proved.
+        startup_timeout_s: longest wait for a server that is loading.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        wanted: Wanted,
+        request: Request,
+        *,
+        temperature: float,
+        dtype: str,
+        verify: bool,
+        startup_timeout_s: float,
+    ) -> None:
+        self._model, self._wanted, self._request = model, wanted, request
+        self._temperature, self._dtype, self._verify = temperature, dtype, verify
+        self._startup_timeout_s = startup_timeout_s
+
+    async def run(self, http: EngineHttp) -> str:
+        """Wait until the server generates and check that it serves this checkpoint with what is wanted switched on.
+
+        Returns the device whose hash its weight checksums use. Raises `EngineError`.
+        """
+        await self._wait_until_healthy(http)
+        served = await http.get("/model_info")
+        architectures = served.get("architectures") or []
+        if self._model.architecture not in architectures:
+            raise _mismatch(http, "architecture", architectures, self._model.architecture)
+        server = await http.get("/server_info")
+        if self._wanted.routes and not server.get("enable_return_routed_experts"):
+            raise EngineError(
+                "the rollout server does not record routes",
+                where=http.url,
+                got="enable_return_routed_experts is off",
+                expected="on",
+                fix="Start it with --enable-return-routed-experts, as launch.rollout does.",
+            )
+        if server.get("dtype") not in (self._dtype, "auto"):
+            raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
+        await self._probe_model(http)
+        await self._probe_temperature(http)
+        return check_can_verify(server) if self._verify else "cpu"
+
+    async def through(self, router: EngineHttp) -> None:
+        """Check that a router hands on everything that samples are asked with: it may drop fields that it does not know. Raises `EngineError`."""
+        request = self._request((0, 0), SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1))
+        if self._wanted.routes:
+            request["routed_experts_start_len"] = 1
+        body = await router.request("POST", "/generate", request)
+        try:
+            meta = decode_answer(body).meta_info
+        except RecordRejected as rejection:
+            raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
+        got = {
+            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row,
+            "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
+        }
+        if lost := [name for name, missing in got.items() if missing]:
+            raise _dropped(router, f"an answer without {' and '.join(lost)}")
+
+    @property
+    def _one_row(self) -> int:
+        """Characters of the routes of one token as they travel: base64 of int32."""
+        return (4 * self._model.num_layers * self._model.top_k + 2) // 3 * 4
+
+    async def _wait_until_healthy(self, http: EngineHttp) -> None:
+        """A server that refuses connections fails after the usual attempts; one that answers 503 is loading and gets `startup_timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + self._startup_timeout_s
+        while True:
+            try:
+                await http.request("GET", "/health")
+            except HttpStatusError as error:
+                if error.status != SERVICE_UNAVAILABLE or asyncio.get_running_loop().time() > deadline:
+                    raise
+                await asyncio.sleep(POLL_S)
+            else:
+                return
+
+    async def _probe_model(self, http: EngineHttp) -> None:
+        """Sample one token: its routes show layers and experts per token. The log-prob of the last id exists, that of the next does not."""
+        vocab_size = self._model.vocab_size
+        probe = Prompt("probe", (0,))
+        request = self._request(probe.token_ids, SamplingParams(top_k=1, max_new_tokens=1))
+        if not await self._has_token(http, request, vocab_size - 1) or await self._has_token(http, request, vocab_size):
+            raise _mismatch(http, "vocabulary size", "another size", vocab_size)
+        body = await http.request("POST", "/generate", request)
+        try:
+            parse_answer(body, probe, self._model, self._wanted, sample_id=0, group_id=0)
+        except RecordRejected as rejection:
+            # Before the first push the server's weights carry no version number.
+            if rejection.reason != "version_unknown":
+                raise _mismatch(
+                    http, f"answer to a probe ({rejection.reason})", rejection.got, rejection.expected
+                ) from rejection
+
+    async def _probe_temperature(self, http: EngineHttp) -> None:
+        """Log-probs must be those of the tempered distribution; a server can be told to report them at temperature 1 instead.
+
+        The distance of the first and the last of a few likeliest ids shrinks by the temperature, or does not.
+        """
+        if self._temperature == 1.0:
+            return
+        plain, tempered = await self._spread(http, 1.0), await self._spread(http, self._temperature)
+        if abs(tempered - plain) < abs(tempered - plain / self._temperature):
+            raise EngineError(
+                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's temperature",
+                where=http.url,
+                got=f"a spread of {tempered:.4f} nats at temperature {self._temperature}, {plain:.4f} at 1",
+                expected=f"{plain / self._temperature:.4f}",
+                fix="Start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or set rollout.temperature=1.",
+            )
+
+    async def _spread(self, http: EngineHttp, temperature: float) -> float:
+        num_ids = min(8, self._model.vocab_size)
+        params = SamplingParams(temperature=temperature, top_k=num_ids, max_new_tokens=1)
+        body = await http.request(
+            "POST", "/generate", self._request(tuple(range(num_ids)), params) | {"top_logprobs_num": num_ids}
+        )
+        [top] = decode_answer(body).meta_info.output_top_logprobs or [None]
+        values = [value for value, *_ in top or () if value is not None]
+        if len(values) != num_ids:
+            raise _mismatch(http, "answer to a probe (output_top_logprobs)", len(values), num_ids)
+        return max(values) - min(values)
+
+    async def _has_token(self, http: EngineHttp, request: dict[str, object], token_id: int) -> bool:
+        try:
+            await http.request("POST", "/generate", request | {"token_ids_logprob": [token_id]})
+        except HttpStatusError as error:
+            if error.status != BAD_REQUEST:
+                raise
+            return False
+        return True
+
+
+def _dropped(router: EngineHttp, got: str) -> EngineError:
+    return EngineError(
+        "the router does not hand on what samples are asked with",
+        where=router.url,
+        got=got,
+        expected="the answer that a server gives",
+        fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not know. Without rollout.router samples are shared among rollout.urls as well.",
+    )
+
+
+def _mismatch(http: EngineHttp, what: str, got: object, expected: object) -> EngineError:
+    return EngineError(
+        f"the rollout server does not serve the configured model: {what} differs",
+        where=http.url,
+        got=got,
+        expected=expected,
+        fix="Start the server from the same configuration: `python -m launch.rollout CONFIG`.",
+    )

@@ -1,0 +1,146 @@
+"""What the engine's `/weights_checker` must answer, computed from Hugging Face tensors one at a time.
+
+SGLang keeps q, k and v as one tensor, gate and up as one, and all experts of a layer as two (`w13_weight` `[E, 2I, H]`, `w2_weight` `[E, H, I]`).
+Each is hashed as a whole: on the CPU the first 8 bytes of the SHA-256 of its contiguous bytes, on CUDA the hash of `gpu_hash`. Every fused tensor is the concatenation of its
+parts along the leading axis, so its hash is that of the parts' bytes in order, and no fused tensor ever has to exist here.
+
+Shape letters: E experts, I expert width, H hidden width, V vocabulary.
+Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash`; tensor parallel size 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Container, Iterable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from moe_trm.errors import SyncError
+from moe_trm.rollout.sglang.gpu_hash import GpuTensorHash
+from moe_trm.sync.tensors import DTYPES, pushed_dtype, tensor_bytes
+
+VOCAB_MULTIPLE = 64
+"""The engine pads the rows of embedding and output head to a multiple of this with zeros."""
+
+_ATTENTION = re.compile(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
+"""An expert's first two matrices, as most families call them and as Mixtral does."""
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
+"""The matrices of all experts of a layer as one tensor, which gpt-oss has, and their biases; the engine transposes the matrices."""
+_LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
+"""Of latent attention: one tensor where the queries are compressed, too (`q_lora_rank`); else they are `q_proj`, and each is its own."""
+_DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
+_HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
+"""The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
+_VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int, int]]:
+    """Where a Hugging Face tensor goes when the tensors `pushed` do: the engine's tensor, and the sort key of the part within it.
+
+    >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
+    ('model.layers.0.mlp.experts.w13_weight', (3, 1))
+    """
+    if (match := _ATTENTION.fullmatch(name)) and f"{match[1]}.kv_a_proj_with_mqa.weight" not in pushed:
+        return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
+    if match := _EXPERT.fullmatch(name):
+        fused = "w13_weight" if match[3] in _GATE_AND_UP else "w2_weight"
+        return f"{match[1]}.{fused}", (int(match[2]), int(match[3] in _UP))
+    if match := _STACKED.fullmatch(name):
+        fused = "w13_weight" if match[2] == "gate_up_proj" else "w2_weight"
+        return f"{match[1]}.{fused}{match[3] or ''}", (0, 0)
+    if (match := _LATENT.fullmatch(name)) and f"{match[1]}.q_a_proj.weight" in pushed:
+        return f"{match[1]}.fused_qkv_a_proj_with_mqa.weight", (0, int(match[2] != "q_a_proj"))
+    if match := _DENSE.fullmatch(name):
+        return f"{match[1]}.gate_up_proj.{match[3]}", (0, int(match[2] == "up"))
+    return name, (0, 0)
+
+
+class Hasher(Protocol):
+    """What `hashlib` objects and `GpuTensorHash` have in common."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class EngineChecksums:
+    """Accumulates the engine's checksums while tensors pass by, in any order; a part that comes before its turn is held until then.
+
+    Args:
+        names: every Hugging Face tensor of the push.
+        dtype: the engine's arithmetic; tensors are cast to it.
+        device: where the engine holds its tensors, which decides how it hashes them: `cpu` or `cuda`.
+    """
+
+    def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
+        self._dtype = dtype
+        names = frozenset(names)
+        places = {name: engine_place(name, names) for name in names}
+        self._tensor_of = {name: place for name, (place, _) in places.items()}
+        self._order: dict[str, list[str]] = {}
+        for name in sorted(names, key=places.__getitem__):
+            self._order.setdefault(self._tensor_of[name], []).append(name)
+        self._hashers: dict[str, Hasher] = {
+            fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
+        }
+        self._taken = dict.fromkeys(self._order, 0)
+        self._held: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor of the push, once."""
+        fused = self._tensor_of[name]
+        self._held[name] = tensor
+        parts = self._order[fused]
+        while self._taken[fused] < len(parts) and parts[self._taken[fused]] in self._held:
+            part = parts[self._taken[fused]]
+            tensor, stacked = self._held.pop(part), _STACKED.fullmatch(part)
+            self._hash(fused, tensor.mT if stacked and not stacked[3] else tensor)
+            self._taken[fused] += 1
+
+    def result(self) -> dict[str, str]:
+        """Checksum by engine tensor. Raises `SyncError` when a tensor never came."""
+        missing = [name for fused, parts in self._order.items() for name in parts[self._taken[fused] :]]
+        if missing:
+            raise SyncError(
+                "tensors of the push are missing", got=_some(missing), expected="every tensor of the manifest"
+            )
+        return {fused: hasher.hexdigest()[:16] for fused, hasher in self._hashers.items()}
+
+    def _hash(self, fused: str, tensor: Tensor) -> None:
+        hasher = self._hashers[fused]
+        dtype = DTYPES[pushed_dtype(fused, self._dtype)]
+        held = DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
+        hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
+        if fused in _VOCAB:
+            padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE
+            hasher.update(bytes(padding_rows * tensor.shape[1] * dtype.itemsize))
+
+
+def compare(expected: Mapping[str, str], reported: Mapping[str, str], where: str) -> None:
+    """Raise `SyncError` that names the tensors unless the engine reports exactly the expected checksums."""
+    differing = sorted(name for name in expected.keys() & reported.keys() if expected[name] != reported[name])
+    absent = sorted(expected.keys() - reported.keys())
+    unknown = sorted(reported.keys() - expected.keys())
+    if not (differing or absent or unknown):
+        return
+    parts = [
+        f"{len(names)} {what}: {_some(names)}"
+        for what, names in (("differ", differing), ("not in the engine", absent), ("never pushed", unknown))
+        if names
+    ]
+    raise SyncError(
+        "the engine does not hold the weights that were pushed",
+        where=where,
+        got="; ".join(parts),
+        expected=f"{len(expected)} tensors with the checksums of the push",
+        fix="Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of the push folder.",
+    )
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,72 @@
+"""One address that samples are asked for at, and what was asked there and has not been answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from moe_trm.errors import EngineLost
+from moe_trm.rollout.sglang.http import EngineHttp
+
+
+class Door:
+    """Requests for samples through one connection. Servers behind a router share one.
+
+    Attributes:
+        http: the connection.
+    """
+
+    def __init__(self, http: EngineHttp) -> None:
+        self.http = http
+        self._asking: set[asyncio.Task[bytes]] = set()
+        self._heard = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that were asked for here and not answered."""
+        return len(self._asking)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a sample was last answered, or the first one asked for; 0 while none is owed."""
+        return _now() - self._heard if self._asking else 0.0
+
+    async def ask(self, request: Mapping[str, object]) -> bytes:
+        """The body of the answer to `/generate`. Raises `EngineLost` when it is given up meanwhile, and as `EngineHttp.request` does."""
+        task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
+        if not self._asking:
+            self._heard = _now()
+        self._asking.add(task)
+        try:
+            body = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not task.cancelled() or (this is not None and this.cancelling()):
+                task.cancel()
+                raise
+            raise EngineLost("the rollout server was lost while it sampled", where=self.http.url) from None
+        finally:
+            self._asking.discard(task)
+        self._heard = _now()
+        return body
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when nothing that was asked for by now is in flight, or after `timeout_s`."""
+        if self._asking:
+            await asyncio.wait(self._asking, timeout=timeout_s)
+
+    def give_up(self) -> None:
+        """Whoever waits for an answer gets `EngineLost`."""
+        for task in self._asking:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Give up what is in flight and release the connection."""
+        asking = [*self._asking]
+        self.give_up()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await self.http.close()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,274 @@
+"""The rollout servers together: the least loaded one is asked, all get every push, and one that is lost is fenced until it is proved again.
+
+Behind a router the router chooses among those that are in service. They are given weights at the same time then, since nobody knows which
+of them a sample would reach; and when one is lost, all samples in flight are asked for again, since nobody knows which it had.
+
+A sample whose server is lost is asked for again elsewhere, or there once it is back: its first answer is the only one that is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
+from moe_trm.rollout.sglang.http import EngineSlow
+from moe_trm.rollout.sglang.remote import RemoteServer
+from moe_trm.rollout.sglang.router import Router
+
+REISSUES = 8
+"""Times that one sample is asked for again before it is rejected (`engine_failed`)."""
+SLOW_REISSUES = 1
+"""The same for one that a server which is well did not finish within `rollout.timeout_s`."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+"""Pause before a sample is asked for again; it doubles."""
+WATCH_S = 2.0
+"""Pause between two looks at the servers, and longest between two at one that is lost."""
+SILENCE_S = 5.0
+"""A server that owes answers and gave none for so long is asked whether it is there."""
+DOOR_S = 10.0
+"""Longest time in which a server that is there says so."""
+HEALTH_S = 30.0
+"""Longest time in which a working engine makes a token for a health check; SGLang itself gives up after 20 s."""
+
+log = logging.getLogger(__name__)
+
+Load = Callable[[RemoteServer], Awaitable[None]]
+"""Gives a server the newest weights and proves that it serves them; sets its `version`."""
+
+
+class Fleet:
+    """Keeps samples coming from whichever servers serve the newest weights.
+
+    Args:
+        servers: at least one.
+        load: see `Load`.
+        interrupt: end what a server samples when it is given weights, instead of waiting for it.
+        patience_s: longest time without any server, or without the router, before the run is given up.
+        router: chooses the server of each sample, if there is one; then all servers have its door.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[RemoteServer],
+        load: Load,
+        *,
+        interrupt: bool,
+        patience_s: float,
+        router: Router | None = None,
+    ) -> None:
+        self.servers, self._router = tuple(servers), router
+        self._load, self._interrupt, self._patience_s = load, interrupt, patience_s
+        self._version: int | None = None
+        self._changed = asyncio.Event()
+        self._repairs: dict[RemoteServer, asyncio.Task[None]] = {}
+        self._updates: dict[RemoteServer, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self.reissued = 0
+        self.recovered = 0
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watch = asyncio.ensure_future(self._watching())
+        self._watch.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Stop watching and release the connections."""
+        tasks = [*self._repairs.values(), *([self._watch] if self._watch else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self.servers:
+            await server.close()
+
+    async def ask(self, request: Mapping[str, object]) -> bytes:
+        """An answer to `request` from a server with the newest weights.
+
+        Raises:
+            RecordRejected: `engine_failed`, when servers that are well fail on this request again and again.
+            EngineError: no server came back in time, or the request itself was refused (4xx).
+        """
+        slow = 0
+        for attempt in range(REISSUES + 1):
+            server = await self._ready()
+            try:
+                return await server.ask(request)
+            except EngineLost as error:
+                lost = error
+            slow += isinstance(lost, EngineSlow) and not server.fenced
+            if slow > SLOW_REISSUES:
+                break
+            self.reissued += 1
+            if not server.fenced and not await server.generates(HEALTH_S):
+                self._fence(server, lost)
+            if self._router is not None:
+                self._router.forget()
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S))
+        raise RecordRejected(
+            "engine_failed",
+            "the rollout servers failed on this sample every time it was asked for",
+            where=lost.where,
+            got=f"{lost.what}: {lost.got}",
+            expected="an answer",
+            fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
+        )
+
+    async def update(self, version: int) -> None:
+        """Give every server that is in service the weights of `version`, each at its own pace.
+
+        Returns when at least one serves them; those that failed are fenced and follow. Raises `SyncError` where loaded weights are
+        not the learner's, `EngineError` when no server came back in time.
+        """
+        self._version = version
+        await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
+        await self._ready()
+
+    async def fence_restarted(self) -> None:
+        """Look for servers that were started again while they owed nothing, and so serve other weights under another label."""
+        for server in self.servers:
+            if server.fenced or server.updating:
+                continue
+            try:
+                same = await self._label(server) == str(self._version)
+            except EngineLost:
+                same = False
+            if not same:
+                self._fence(server, EngineLost("the rollout server was started again", where=server.http.url))
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since the start; see `SglangEngine.metrics`."""
+        return {
+            "rollout/reissued": float(self.reissued),
+            "rollout/recoveries": float(self.recovered),
+            "rollout/servers": float(sum(not server.fenced for server in self.servers)),
+        }
+
+    async def _update(self, server: RemoteServer) -> None:
+        server.updating = True
+        self._updates[server] = asyncio.ensure_future(self._give(server))
+        try:
+            await self._updates[server]
+        except EngineLost as error:
+            self._fence(server, error)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not server.fenced or (this is not None and this.cancelling()):
+                raise
+        finally:
+            server.updating = False
+            self._changed.set()
+
+    async def _give(self, server: RemoteServer) -> None:
+        await (server.abort() if self._interrupt else server.drained())
+        await self._load(server)
+
+    async def _ready(self) -> RemoteServer:
+        """The least loaded server with the newest weights, as soon as there is one."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            able = [s for s in self.servers if not s.fenced and not s.updating and s.version == self._version]
+            if able and self._router is None:
+                return min(able, key=lambda server: server.in_flight)
+            if able and self._router is not None and not any(server.updating for server in self.servers):
+                if await self._chosen_among(able, self._router):
+                    return able[0]
+                continue
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _chosen_among(self, able: Sequence[RemoteServer], router: Router) -> bool:
+        """Whether the router chooses among these servers, and they are still the right ones; waits a little where it is not there."""
+        try:
+            await router.choose_among(frozenset(server.http.url for server in able))
+        except EngineLost as error:
+            log.warning("router: %s (%s)", error.what, error.got)
+            if router.lost_s > self._patience_s:
+                self._give_up(error)
+            await asyncio.sleep(FIRST_PAUSE_S)
+            return False
+        return not any(server.fenced or server.updating for server in able)
+
+    async def _watching(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._router is not None:
+                self._router.forget()
+                if self._router.door.silent_s > SILENCE_S:
+                    await self._router.give_up_if_stuck()
+            await asyncio.gather(*(self._look(server) for server in self.servers))
+
+    async def _look(self, server: RemoteServer) -> None:
+        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of another.
+        hidden = server.updating or (self._router is not None and server.in_flight)
+        if (hidden or server.silent_s > SILENCE_S) and not server.fenced and not await server.alive(DOOR_S):
+            self._fence(
+                server,
+                EngineLost("the rollout server is silent", where=server.http.url, got=f"nothing in {DOOR_S:g} s"),
+            )
+
+    def _fence(self, server: RemoteServer, why: EngineError) -> None:
+        if server.fenced:
+            return
+        log.warning("rollout server %s is out of service: %s (%s)", server.http.url, why.what, why.got)
+        server.fence()
+        if server in self._updates:
+            self._updates[server].cancel()
+        self._repairs[server] = asyncio.ensure_future(self._repair(server))
+        self._repairs[server].add_done_callback(self._ended)
+
+    async def _repair(self, server: RemoteServer) -> None:
+        """Until the server generates, and serves the newest weights, proved; the run fails after `patience_s` without any other."""
+        clock = asyncio.get_running_loop().time
+        deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
+        while True:
+            try:
+                if await server.generates(HEALTH_S):
+                    await self._prove(server)
+                    break
+            except SyncError as error:
+                self._give_up(error)
+                return
+            except EngineError as error:
+                log.info("rollout server %s: %s", server.http.url, error.what)
+            if clock() > deadline and all(other.fenced for other in self.servers):
+                self._give_up(
+                    EngineError(
+                        "no rollout server came back",
+                        where=", ".join(other.http.url for other in self.servers),
+                        got=f"none within {self._patience_s:g} s",
+                        expected="a server that generates",
+                        fix="Look into the server's log. rollout.recovery_timeout_s says how long to wait.",
+                    )
+                )
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, WATCH_S)
+        server.fenced = False
+        self.recovered += 1
+        log.warning("rollout server %s is back, with weights of version %s", server.http.url, server.version)
+        self._changed.set()
+
+    async def _prove(self, server: RemoteServer) -> None:
+        """A server that still bears the label of its last proved version has not been restarted; any other loads the weights again."""
+        while self._version is not None:
+            if server.version == self._version and await self._label(server) == str(self._version):
+                return
+            server.version = None
+            await self._load(server)
+
+    async def _label(self, server: RemoteServer) -> str:
+        info = json.loads(await server.http.request("GET", "/model_info", timeout_s=DOOR_S, attempts=1))
+        return str(info["weight_version"])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whoever waits for a server must not wait for a task that died."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._changed.set()

@@ -1,0 +1,328 @@
+"""One JSON answer of SGLang's `/generate` -> one `SampledTurn`, or the reason why not. Pure: no connection, no state.
+
+Shape letters: T tokens, S of them sampled in this answer and the others its context, M kept ids in all.
+
+Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
+`malformed` (not the JSON that was agreed), `aborted`, `empty_output`, `prompt_length`, `token_range`, `logprob_count`, `logprob_ids`,
+`logprob_value` (not finite, or positive), `version_missing`, `version_unknown`, `mask_missing`, `route_missing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.turn import routes_rejected
+from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.violation import Violation, drop, outside, union
+from moe_trm.types import SampledTurn
+from routing import RouteError, RouteRecord
+from routing.sglang import decode_payload
+
+POSITIVE_TOLERANCE = 1e-5
+"""Log-probs above this are wrong; below, it is the rounding of a probability of one."""
+
+MAX_VERSION_DIGITS = 9
+"""Keeps versions inside int32."""
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class FinishReason(msgspec.Struct):
+    """Why generation ended: `stop`, `length` or `abort`."""
+
+    type: str
+    message: str = ""
+
+
+class VersionSpan(msgspec.Struct):
+    """Output tokens `start..end` (end excluded) were sampled with weights `version`."""
+
+    version: str
+    start: Int32
+    end: Int32
+
+
+class MetaInfo(msgspec.Struct):
+    """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
+
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
+    weight_versions: list[VersionSpan] | None = None
+    output_token_sampling_mask: list[list[Int32]] | None = None
+    output_token_sampling_logprobs: list[list[float | None]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw()
+    """As it stands in the answer, of which it is the largest part by far: a copy would double the memory that a sample takes."""
+
+
+class Answer(msgspec.Struct):
+    """One element of `/generate`."""
+
+    output_ids: list[Int32]
+    meta_info: MetaInfo
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for besides tokens and log-probs; what was asked for and is missing rejects the record."""
+
+    routes: bool
+    mask: bool
+    violation: Violation = "reject"
+    """What to do with a sampled token outside its own mask."""
+    partial: bool = False
+    """Whether an answer that was aborted after its first token is a record too: the beginning of one, to be continued."""
+    missing: Literal["reject", "native"] = "reject"
+    """What to do with a sample during which the weights changed: reject it, or leave out the routes of before the change."""
+
+
+_DECODER = msgspec.json.Decoder(Answer)
+
+
+def decode_answer(body: bytes) -> Answer:
+    """The typed answer. Raises `RecordRejected` (`malformed`)."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordRejected(
+            "malformed",
+            "the engine's answer is not what was agreed",
+            got=str(error),
+            expected="the answer of SGLang 0.5.23's /generate",
+        ) from error
+
+
+def parse_turn(
+    body: bytes, context: Sequence[int], model: ServedModel, wanted: Wanted, *, start: int = 0
+) -> SampledTurn:
+    """Check one answer against every invariant that it can break by itself.
+
+    Args:
+        body: JSON as received.
+        context: ids that were sent: the prompt, and whatever followed it.
+        model: the sizes that ids are checked against.
+        wanted: what the request asked for.
+        start: first row of the routes that were asked for.
+
+    Raises:
+        RecordRejected: with one of the reasons of this module's docstring.
+    """
+    answer = decode_answer(body)
+    finish_reason = _finish_reason(answer, partial=wanted.partial)
+    output_S = _output_ids(answer, len(context), model)
+    full_S = _full_logprobs(answer.meta_info, output_S)
+    mask, rollout_S = None, full_S
+    if wanted.mask:
+        mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
+        rollout_S = _sampled_logprobs(mask, output_S, full_S)
+    tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
+    versions_S = _versions(answer.meta_info, len(output_S))
+    return SampledTurn(
+        tokens=output_S,
+        rollout_logprobs=rollout_S,
+        full_logprobs=full_S,
+        versions=versions_S,
+        routes=_routes(answer.meta_info, tokens_T, model, start) if wanted.routes else None,
+        sampling_mask=mask,
+        finish_reason=finish_reason,
+        recomputed=int((versions_S != versions_S[-1]).sum()),
+    )
+
+
+def _finish_reason(answer: Answer, *, partial: bool) -> str:
+    reason = answer.meta_info.finish_reason
+    if reason is None or reason.type not in ("stop", "length", "abort"):
+        raise RecordRejected(
+            "malformed", "unknown finish reason", got=reason and reason.type, expected="stop, length or abort"
+        )
+    if reason.type == "abort" and not (partial and answer.output_ids):
+        raise RecordRejected("aborted", "the engine aborted the request", got=reason.message or None)
+    return reason.type
+
+
+def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.ndarray:
+    if answer.meta_info.prompt_tokens != context_length:
+        raise RecordRejected(
+            "prompt_length",
+            "the engine saw another prompt",
+            got=answer.meta_info.prompt_tokens,
+            expected=context_length,
+        )
+    if not answer.output_ids:
+        raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
+    output_S = np.array(answer.output_ids, np.int32)
+    outside = (output_S < 0) | (output_S >= model.vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
+        raise RecordRejected(
+            "token_range",
+            "sampled token outside the vocabulary",
+            where=f"position {position}",
+            got=int(output_S[position]),
+            expected=f"0..{model.vocab_size - 1}",
+        )
+    return output_S
+
+
+def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
+    entries = meta.output_token_logprobs or []
+    if len(entries) != len(output_S):
+        raise RecordRejected(
+            "logprob_count", "not one log-prob per sampled token", got=len(entries), expected=len(output_S)
+        )
+    ids_S = np.array([entry[1] for entry in entries], np.int32)
+    differs = ids_S != output_S
+    if differs.any():
+        position = int(differs.argmax())
+        raise RecordRejected(
+            "logprob_ids",
+            "a log-prob belongs to another token",
+            where=f"position {position}",
+            got=int(ids_S[position]),
+            expected=int(output_S[position]),
+        )
+    return _logprobs([entry[0] for entry in entries], "logprob_value")
+
+
+def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
+    """As float32. null becomes NaN and what float32 cannot hold becomes infinite; both are refused."""
+    with np.errstate(over="ignore"):
+        array = np.array(values, np.float64).astype(np.float32)
+    wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
+    if wrong.any():
+        position = int(wrong.argmax())
+        raise RecordRejected(
+            reason,
+            "not a log-prob",
+            where=f"position {position}",
+            got=values[position],
+            expected="a finite number, at most 0",
+        )
+    return array
+
+
+def _versions(meta: MetaInfo, num_sampled: int) -> np.ndarray:
+    spans = meta.weight_versions or []
+    starts, ends = [span.start for span in spans], [span.end for span in spans]
+    contiguous = starts == [0, *ends[:-1]] and all(start < end for start, end in zip(starts, ends, strict=True))
+    if not spans or not contiguous or ends[-1] != num_sampled:
+        raise RecordRejected(
+            "version_missing",
+            "weight versions do not cover the sampled tokens",
+            got=[(span.version, span.start, span.end) for span in spans],
+            expected=f"spans from 0 to {num_sampled} without gap or overlap",
+        )
+    for span in spans:
+        if not span.version.isdecimal() or len(span.version) > MAX_VERSION_DIGITS:
+            raise RecordRejected(
+                "version_unknown",
+                "the engine serves weights that no push gave it",
+                got=span.version,
+                expected="a version number",
+                fix="Push weights before the first sample.",
+            )
+    return np.repeat(np.array([int(span.version) for span in spans], np.int32), np.subtract(ends, starts))
+
+
+def _sampling_mask(
+    meta: MetaInfo, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
+) -> SamplingMask:
+    ids_rows, logprob_rows = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if ids_rows is None or logprob_rows is None:
+        raise RecordRejected(
+            "mask_missing",
+            "no sampling mask in the answer",
+            expected="output_token_sampling_mask and its log-probs",
+            fix="top_k must be 1..4096.",
+        )
+    sizes, logprob_sizes = _row_sizes(ids_rows), _row_sizes(logprob_rows)
+    if not np.array_equal(sizes, logprob_sizes):
+        raise RecordRejected(
+            "mask_shape",
+            "kept ids and their log-probs differ in number",
+            got=logprob_sizes.tolist(),
+            expected=sizes.tolist(),
+        )
+    total = int(sizes.sum())
+    ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=total)
+    logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    mask = SamplingMask(ids_M, offsets, logprobs_M)
+    sound = len(sizes) == len(output_S) and sizes.min() > 0
+    wrong_S = outside(mask, output_S) if sound else np.zeros(0, bool)
+    if violation == "reject" or not wrong_S.any() or (violation == "drop" and wrong_S.all()):
+        mask.validate(output_S, vocab_size)
+    elif violation == "drop":
+        mask.validate(np.where(wrong_S, ids_M[offsets[:-1]], output_S), vocab_size)
+        mask = drop(mask, wrong_S)
+    else:
+        mask = union(mask, wrong_S, output_S, full_S, _log_mass(meta, mask, wrong_S))
+        mask.validate(output_S, vocab_size)
+    return mask.ascending()
+
+
+def _log_mass(meta: MetaInfo, mask: SamplingMask, wrong_S: np.ndarray) -> np.ndarray:
+    """`[S]` log of the vocabulary's probability of each mask where `wrong_S`: the likeliest id is in every mask, and both its log-probs are known."""
+    assert mask.logprobs is not None
+    log_mass = np.zeros(mask.num_rows)
+    entries = meta.output_top_logprobs or []
+    for place in np.flatnonzero(wrong_S).tolist():
+        row = slice(mask.offsets[place], mask.offsets[place + 1])
+        top = entries[place] if place < len(entries) else None
+        same = mask.ids[row] == top[0][1] if top else np.zeros(0, bool)
+        if not top or same.sum() != 1 or top[0][0] is None:
+            raise RecordRejected(
+                "mask_violation",
+                "the sampled token is outside its own sampling mask, and the mask's probability is not known",
+                where=f"position {place}",
+                got=top,
+                expected="the likeliest id with its log-prob",
+            )
+        log_mass[place] = top[0][0] - mask.logprobs[row][same][0]
+    return log_mass
+
+
+def _row_sizes(rows: Sequence[Sequence[object]]) -> np.ndarray:
+    return np.fromiter(map(len, rows), np.int64, count=len(rows))
+
+
+def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:
+    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once; of dropped tokens over the vocabulary."""
+    assert mask.logprobs is not None
+    sizes = np.diff(mask.offsets)
+    sampled = full_S.copy()
+    sampled[sizes > 0] = mask.logprobs[mask.ids == np.repeat(output_S, sizes)]
+    return sampled
+
+
+def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int) -> RouteRecord:
+    payload = memoryview(meta.routed_experts)
+    if bytes(payload[:1]) != b'"':
+        raise RecordRejected(
+            "route_missing",
+            "no routes in the answer",
+            expected="routed_experts",
+            fix="Start the server with --enable-return-routed-experts.",
+        )
+    try:
+        return decode_payload(
+            payload[1:-1],
+            tokens=tokens_T,
+            num_layers=model.num_layers,
+            layer_ids=model.moe_layer_ids,
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            start=start,
+        )
+    except RouteError as error:
+        raise routes_rejected(error) from error

@@ -1,0 +1,37 @@
+"""One answer that weight pushes cut into pieces. Each piece has one weight version, and the routes of the very forwards that sampled it.
+
+What no record can hold: the later pieces attended to keys and values that the new weights computed again for all tokens before them,
+while a learner that replays the record gives those tokens the routes of the weights that sampled them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from moe_trm.sampling_mask.record import join
+from moe_trm.types import SampledTurn
+from routing.groups import extend
+
+
+def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
+    """The answer `first`, which was aborted, with its continuation `second`, whose routes begin at the row of the last token of `first`.
+
+    Raises `RouteError` when their routes do not meet.
+    """
+    routes = second.routes
+    if first.routes is not None and second.routes is not None:
+        routes = extend(first.routes, second.routes, first.routes.num_rows)
+    masks = [piece.sampling_mask for piece in (first, second) if piece.sampling_mask is not None]
+    recomputed = first.num_sampled + second.recomputed if second.recomputed else first.recomputed
+    return replace(
+        second,
+        tokens=np.concatenate([first.tokens, second.tokens]),
+        rollout_logprobs=np.concatenate([first.rollout_logprobs, second.rollout_logprobs]),
+        full_logprobs=np.concatenate([first.full_logprobs, second.full_logprobs]),
+        versions=np.concatenate([first.versions, second.versions]),
+        routes=routes,
+        sampling_mask=join(masks) if masks else None,
+        recomputed=recomputed,
+    )

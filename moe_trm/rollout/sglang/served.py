@@ -1,0 +1,61 @@
+"""What the checkpoint says about the model that the rollout engine serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_trm.errors import CheckpointError
+from moe_trm.models.hf_config import moe_layers, num_experts
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Sizes that every response is checked against.
+
+    Attributes:
+        architecture: the first of the checkpoint's `architectures`.
+        vocab_size: token ids are `0..vocab_size - 1`.
+        num_layers: decoder layers, dense ones included.
+        moe_layer_ids: 0-based decoder layers that route; empty for a dense model.
+        num_experts: routed experts per MoE layer; 0 for a dense model.
+        top_k: experts per token; 0 for a dense model.
+    """
+
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> ServedModel:
+        """Read `config.json` of a Hugging Face checkpoint folder. Raises `CheckpointError`."""
+        path = folder / "config.json"
+        try:
+            return cls.from_config(json.loads(path.read_text()))
+        except OSError as error:
+            raise CheckpointError(
+                "cannot read the checkpoint", where=str(path), got=error.strerror, expected="config.json"
+            ) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(
+                "config.json is damaged or of an unknown model", where=str(path), got=f"{type(error).__name__}: {error}"
+            ) from error
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ServedModel:
+        """From a parsed `config.json`."""
+        experts = num_experts(config)
+        return cls(
+            architecture=str(config["architectures"][0]),
+            vocab_size=int(config["vocab_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            moe_layer_ids=moe_layers(config),
+            num_experts=experts,
+            top_k=int(config["num_experts_per_tok"]) if experts else 0,
+        )

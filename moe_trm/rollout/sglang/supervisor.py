@@ -1,0 +1,258 @@
+"""Starts and stops one stock SGLang server as a child process."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from moe_trm.config.schema import Config, ServerConfig
+from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.registry import find_family
+from moe_trm.rollout.credentials import without_key
+from moe_trm.runtime.lifeline import Lifeline
+
+LOG_TAIL_LINES = 25
+POLL_S = 0.25
+"""Pause between two looks at a process or a port that is not ready yet."""
+KILL_PATIENCE_S = 5.0
+"""Longest wait for killed processes to disappear."""
+
+
+@dataclass
+class Server:
+    """A running server: its address, its key, and the process group that is stopped as a whole, at the latest when this process ends."""
+
+    url: str
+    api_key: str
+    log_path: Path
+    process: subprocess.Popen[bytes]
+    log_pump: threading.Thread
+    lifeline: Lifeline
+
+    def poll(self) -> int | None:
+        """Exit status of the server, None while it runs."""
+        return self.process.poll()
+
+    def stop(self, grace_s: float = 3.0) -> None:
+        """End the server and every process it started: ask its main process, wait `grace_s` seconds, then kill the group. Safe to call twice."""
+        if self.poll() is None:
+            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
+            self.process.terminate()
+            _group_is_gone(self.process, grace_s)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        else:
+            _group_is_gone(self.process, KILL_PATIENCE_S)
+        self.process.wait()
+        self.lifeline.release()
+        self.log_pump.join(timeout=KILL_PATIENCE_S)
+
+    def log_tail(self) -> str:
+        """The last lines the server wrote."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
+    """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
+
+    Args:
+        config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
+        log_path: where the server's output goes; the folder is made, the key is masked.
+        api_key: bearer token that every request but the health check must carry.
+        cancelled: give up waiting, and end the server again, once this is set.
+
+    Raises:
+        CheckpointError: the checkpoint folder does not exist.
+        EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
+    """
+    checkpoint = Path(config.model.checkpoint).resolve()
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            "no checkpoint to serve",
+            where="config key model.checkpoint",
+            got=str(checkpoint),
+            expected="a folder with config.json",
+        )
+    settings = config.rollout.server
+    port = _claim_port(settings.host, settings.port)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
+        # A file only this user can read: arguments are visible to everyone on the machine.
+        secret.write(f'api-key: "{api_key}"\n')
+        secret.flush()
+        command = launch_command(config, checkpoint, port, config_file=secret.name)
+        server = _spawn(
+            command, child_environment(os.environ, on_cpu(settings)), settings.host, port, log_path, api_key
+        )
+        try:
+            _wait_until_ready(server, settings.startup_timeout_s, command, cancelled or threading.Event())
+        except BaseException:
+            server.stop(grace_s=1.0)
+            raise
+    return server
+
+
+def on_cpu(settings: ServerConfig) -> bool:
+    """Whether the server runs without CUDA."""
+    return settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+
+
+def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:
+    """The complete command line of the server."""
+    settings = config.rollout.server
+    options = {
+        "--config": config_file,
+        "--model-path": str(checkpoint),
+        "--host": settings.host,
+        "--port": port,
+        "--dtype": settings.dtype,
+        "--tp-size": settings.tensor_parallel,
+        "--max-total-tokens": settings.max_total_tokens,
+        "--max-running-requests": settings.max_running_requests,
+        "--chunked-prefill-size": settings.chunked_prefill_size,
+        "--random-seed": config.seed,
+    }
+    flags = ["--enable-return-routed-experts"]
+    if on_cpu(settings):
+        options |= {
+            "--device": "cpu",
+            "--attention-backend": "torch_native",
+            "--sampling-backend": "pytorch",
+            "--cuda-graph-backend-decode": "disabled",
+            "--cuda-graph-backend-prefill": "disabled",
+            # The KV cache is sized by --max-total-tokens; this fraction only has to leave room for it.
+            "--mem-fraction-static": 0.1,
+        }
+        if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu, which wants one cache for all layers.
+            options["--attention-backend"] = "triton"
+            flags.append("--disable-hybrid-swa-memory")
+        # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
+        flags += ["--sleep-on-idle", "--skip-server-warmup"]
+    elif config.rollout.colocate:
+        flags += ["--enable-memory-saver"]
+    if config.rollout.quantization is not None:
+        options["--quantization"] = config.rollout.quantization
+    arguments = [str(part) for pair in options.items() for part in pair]
+    return [sys.executable, "-m", "sglang.launch_server", *arguments, *flags, *settings.extra_args]
+
+
+def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
+    """The server's environment.
+
+    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
+    """
+    child = without_key(parent)
+    if cpu:
+        child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        child["TORCHDYNAMO_DISABLE"] = "1"
+    return child
+
+
+def _spawn(
+    command: list[str], environment: dict[str, str], host: str, port: int, log_path: Path, api_key: str
+) -> Server:
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    lifeline = Lifeline(process.pid)
+    assert process.stdout is not None
+    pump = threading.Thread(
+        target=_pump, args=(process.stdout, log_path, api_key.encode()), daemon=True, name="rollout-log"
+    )
+    pump.start()
+    address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
+    return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
+
+
+def _pump(source: IO[bytes], log_path: Path, secret: bytes) -> None:
+    """Copy the server's output to the log without the key, which SGLang prints among its arguments."""
+    with source, log_path.open("ab", buffering=0) as log:
+        for line in source:
+            log.write(line.replace(secret, b"***"))
+
+
+def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        status = server.poll()
+        if status is not None:
+            server.log_pump.join(timeout=5.0)
+            raise EngineError(
+                f"the rollout server died while starting (exit status {status})",
+                where=str(server.log_path),
+                got=server.log_tail(),
+                expected="a server that answers /health",
+                fix=f"Fix what the log says, or run it by hand: {shlex.join(command)}",
+            )
+        if _answers(f"{server.url}/health"):
+            return
+        if cancelled.wait(POLL_S):
+            raise EngineError("the rollout server was not needed any more", where=str(server.log_path))
+    raise EngineError(
+        "the rollout server did not become ready",
+        where=str(server.log_path),
+        got=server.log_tail(),
+        expected=f"an answer on {server.url}/health within {timeout_s:g} s",
+        fix="Raise rollout.server.startup_timeout_s if the model is large; else the log tells why.",
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _claim_port(host: str, port: int) -> int:
+    """The port itself when it is free (any free one for 0). A taken port would let another server answer our health check."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EngineError(
+                "the rollout server's address is not available",
+                where="config keys rollout.server.host and rollout.server.port",
+                got=f"{host}:{port} ({error.strerror})",
+                expected="a free port of this machine",
+                fix="Stop what uses it, choose another port, or set rollout.url to attach to a running server.",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        leader.poll()
+        try:
+            os.killpg(leader.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False

@@ -1,0 +1,134 @@
+"""Keeps one rollout server running: one that died or hangs is ended and started again on the same port, with the same key.
+
+A server that comes back serves the checkpoint's weights under no version number. The controller notices, gives it the newest push, and
+samples nothing from it before that is proved (`rollout.sglang.fleet`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import EngineError
+from moe_trm.rollout.sglang.supervisor import Server, start_server
+
+POLL_S = 0.5
+"""Pause between two looks at the process."""
+LOOK_S = 5.0
+"""Pause between two requests to the server."""
+DOOR_S = 10.0
+"""A server process that does not even say which model it serves within this time is stopped or stuck."""
+HEALTH_S = 30.0
+"""Longest wait for SGLang's own health check, which gives up after 20 s."""
+
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """A running server and the thread that watches it. A context manager: leaving it ends both.
+
+    Args:
+        config: as for `start_server`; `rollout.server.max_restarts` and `hang_timeout_s` are read too.
+        log_path: where the server's output goes, of all its lives.
+        api_key: as for `start_server`.
+
+    Raises `CheckpointError` and `EngineError` as `start_server` does, the first time only.
+    """
+
+    def __init__(self, config: Config, log_path: Path, api_key: str) -> None:
+        self._log_path, self._api_key = log_path, api_key
+        self._server = start_server(config, log_path, api_key)
+        port = urllib.parse.urlsplit(self._server.url).port
+        server = config.rollout.server.model_copy(update={"port": port})
+        self._settings = server
+        self._config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+        self._ending, self._over = threading.Event(), threading.Event()
+        self.restarts = 0
+        self._thread = threading.Thread(target=self._watch, name="rollout-keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Its address, the same in all its lives."""
+        return self._server.url
+
+    @property
+    def server(self) -> Server:
+        """Its present life."""
+        return self._server
+
+    def wait(self) -> None:
+        """Return never; raise `EngineError` when the server has been given up."""
+        while not self._over.wait(POLL_S):
+            pass
+        raise EngineError(
+            f"the rollout server was given up after {self.restarts} restarts",
+            where=str(self._log_path),
+            got=self._server.log_tail(),
+            fix="The log tells why it ended. rollout.server.max_restarts is the limit.",
+        )
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+        self._server.stop()
+
+    def _watch(self) -> None:
+        looked = well = time.monotonic()
+        while not self._ending.wait(POLL_S):
+            trouble = self._death()
+            if trouble is None and time.monotonic() - looked > LOOK_S:
+                trouble, healthy = self._look(well)
+                looked = time.monotonic()
+                well = looked if healthy else well
+            if trouble is None:
+                continue
+            if self.restarts >= self._settings.max_restarts:
+                log.error("the rollout server %s; it is not started again", trouble)
+                self._over.set()
+                return
+            self.restarts += 1
+            log.warning("the rollout server %s: starting it again (%d)", trouble, self.restarts)
+            self._start_again()
+            looked = well = time.monotonic()
+
+    def _death(self) -> str | None:
+        status = self._server.poll()
+        return None if status is None else f"ended with exit status {status}"
+
+    def _look(self, well: float) -> tuple[str | None, bool]:
+        """What is wrong, if it is bad enough, and whether all is well."""
+        if not self._answers("/model_info", DOOR_S):
+            return f"gave no sign of life for {DOOR_S:g} s", False
+        if self._answers("/health", HEALTH_S):
+            return None, True
+        # A large weight update keeps the engine from generating; only a long standstill is a fault.
+        stuck_s = time.monotonic() - well
+        return (f"generated nothing for {stuck_s:.0f} s" if stuck_s > self._settings.hang_timeout_s else None), False
+
+    def _answers(self, path: str, timeout_s: float) -> bool:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self._api_key}"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _start_again(self) -> None:
+        self._server.stop(grace_s=0.0)
+        try:
+            self._server = start_server(self._config, self._log_path, self._api_key, cancelled=self._ending)
+        except EngineError as error:
+            log.warning("the rollout server did not come back: %s", error.what)

@@ -1,0 +1,146 @@
+"""The whole minibatch on every rank: for corrections and losses that cannot be computed on a part of it.
+
+Only sampled tokens travel, a few numbers each. Rows are ordered by sample id, so that the result does not depend on how
+ranks and micro-batches share them. Shape letters: N rows of the global minibatch, T sampled tokens of the longest,
+B rows and R forwarded tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_trm.corrections import Evidence
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.losses import LossInputs
+from moe_trm.ratios import LogRatios
+from moe_trm.step.passes import Anchored
+
+
+@dataclass(frozen=True)
+class WholeMinibatch:
+    """All rows of the global minibatch, sampled tokens to the left.
+
+    Attributes:
+        rollout, anchor, current, advantages: `[N, T]`, 0 off `mask`.
+        behavior: `[N, T]` where it is not the anchor; `split`: whether it is known at all.
+        mask: `[N, T]` bool.
+        turn_ids: `[N, T]`; exact_kl: `[N, T]` or None; rewards, group_ids: `[N]`.
+        own: for each micro-batch of this rank, the places of its rows, `[B]` int64 (none for a micro-batch of padding).
+    """
+
+    rollout: Tensor
+    anchor: Tensor
+    current: Tensor
+    advantages: Tensor
+    mask: Tensor
+    turn_ids: Tensor
+    exact_kl: Tensor | None
+    rewards: Tensor
+    group_ids: Tensor
+    own: tuple[Tensor, ...]
+    behavior: Tensor | None = None
+    split: bool = True
+
+    def ratios(self, current: Tensor) -> LogRatios:
+        """The decomposition at `current` `[N, T]`."""
+        behavior = (self.anchor if self.behavior is None else self.behavior) if self.split else None
+        return LogRatios(self.rollout, behavior, current, self.mask, self.anchor)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What corrections look at."""
+        ratios = self.ratios(self.current)
+        return Evidence(ratios, self.advantages, turn_ids=self.turn_ids, exact_kl=self.exact_kl, rewards=self.rewards)
+
+    def inputs(self, index: int, current_logprobs: Tensor, mask: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
+        """Loss inputs of all rows, in which those of micro-batch `index` carry the gradient of `current_logprobs` `[B, R]`.
+
+        `weights`, `keep`: `[N, T]` of the whole minibatch; `mask`: `[B, R]` of the micro-batch.
+        """
+        own = torch.zeros_like(self.mask)
+        own[self.own[index]] = self.mask[self.own[index]]
+        # Scattered in row-major order of the whole, in which this micro-batch's rows may be permuted.
+        rank = self.own[index].argsort()
+        lent = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
+        current = self.current.masked_scatter(own, lent)
+        ratios = self.ratios(current)
+        return LossInputs(
+            ratios,
+            current,
+            self.advantages,
+            weights,
+            keep,
+            turn_ids=self.turn_ids,
+            rewards=self.rewards,
+            group_ids=self.group_ids,
+        )
+
+    def part(self, index: int, values: Tensor, mask: Tensor) -> Tensor:
+        """The values `[N, T]` of micro-batch `index` in its own layout, `[B, R]`, 0 off its `mask`; gradients pass."""
+        places, mask = self.own[index], mask.to(values.device)
+        empty = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
+        return empty.masked_scatter(mask, values[places][self.mask[places]])
+
+
+def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner) -> WholeMinibatch:
+    """Collect the minibatch of which `part` is this rank's share. Collective.
+
+    Args:
+        part: this rank's micro-batches and anchors.
+        current: their scores under the weights in training.
+    """
+    batches = part.batches
+    ids = [[row.record.sample_id for row in micro.rows] for micro in part.mini.micro_batches]
+    real = [slice(0, len(rows)) for rows in ids]
+    device = batches[0].mask.device
+    local_ids = torch.tensor([number for rows in ids for number in rows], dtype=torch.int64, device=device)
+    everyone = learner.gather(local_ids)
+    order = everyone.argsort(stable=True)
+    lengths = learner.gather(_per_row([batch.mask.sum(dim=1) for batch in batches], real))
+    mask_gathered = torch.arange(_longest(lengths), device=lengths.device) < lengths[:, None]
+    mask = mask_gathered[order]
+
+    def tokens(values: Sequence[Tensor]) -> Tensor:
+        packed = learner.gather(torch.cat([value[batch.mask] for value, batch in zip(values, batches, strict=True)]))
+        dense = torch.zeros(mask_gathered.shape, dtype=packed.dtype, device=packed.device)
+        dense[mask_gathered] = packed
+        return dense[order]
+
+    def rows(values: Sequence[Tensor]) -> Tensor:
+        return learner.gather(_per_row(values, real))[order]
+
+    kls = [scores.exact_kl for scores in current]
+    place = {number: index for index, number in enumerate(everyone[order].tolist())}
+    return WholeMinibatch(
+        rollout=tokens([batch.rollout_logprobs for batch in batches]),
+        anchor=tokens([scores.logprobs for scores in part.scores]),
+        current=tokens([scores.logprobs for scores in current]),
+        advantages=tokens([batch.advantages for batch in batches]),
+        mask=mask,
+        turn_ids=tokens([batch.turn_ids.int() for batch in batches]),
+        exact_kl=tokens([kl for kl in kls if kl is not None]) if all(kl is not None for kl in kls) else None,
+        rewards=rows([_known(batch.rewards) for batch in batches]),
+        group_ids=rows([_known(batch.group_ids) for batch in batches]),
+        own=tuple(
+            torch.tensor([place[number] for number in own], dtype=torch.int64, device=mask.device) for own in ids
+        ),
+        behavior=None if part.behavior is None else tokens(part.behavior),
+        split=part.recovery != "merged",
+    )
+
+
+def _per_row(values: Sequence[Tensor], real: Sequence[slice]) -> Tensor:
+    return torch.cat([value[rows] for value, rows in zip(values, real, strict=True)])
+
+
+def _longest(lengths: Tensor) -> int:
+    return int(lengths.max()) if len(lengths) else 0
+
+
+def _known(values: Tensor | None) -> Tensor:
+    assert values is not None, "rows that train have rewards and groups"
+    return values

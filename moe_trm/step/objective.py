@@ -1,0 +1,223 @@
+"""From a minibatch's anchor scores to the loss of each micro-batch: ratios, corrections, policy loss, KL and
+entropy terms, aggregation, and their metrics.
+
+Shape letters: B rows, R forwarded tokens of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trm import corrections, diagnostics, summable
+from moe_trm.config.schema import Config
+from moe_trm.corrections import Correction, Evidence
+from moe_trm.corrections.batch_norm import WEIGHING, normalized, weight_sums
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.losses import LossInputs, TokenLoss, aggregate
+from moe_trm.losses.kl import kl_estimate, kl_term
+from moe_trm.observe.sinks import Sink
+from moe_trm.ratios import LogRatios
+from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
+from moe_trm.step.passes import Anchored
+from moe_trm.step.recipe import Recipe, recipe
+from moe_trm.step.thresholds import Thresholds
+
+TERMS = frozenset({"loss/policy", "loss/kl", "loss/entropy"})
+"""Metrics that are sums of shares: the terms of the loss."""
+
+
+class Objective:
+    """The configured corrections and loss; collects summable metrics until `take`.
+
+    Args:
+        config: the run's configuration.
+        run_dir: where calibrated thresholds are kept (`thresholds.json`); None keeps them in memory.
+        sinks: are shown every judged micro-batch.
+
+    Raises:
+        ConfigError: an unknown rule, loss, threshold or parameter, before anything runs.
+    """
+
+    def __init__(self, config: Config, run_dir: Path | None = None, sinks: Sequence[Sink] = ()) -> None:
+        self._recipe = recipe(config)
+        path = run_dir / "thresholds.json" if run_dir else None
+        self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
+        self._metrics: list[Mapping[str, Tensor]] = []
+        self._num_updates = 0
+        self._sinks = sinks
+
+    def state(self, learner: Learner) -> dict[str, Any]:
+        """What a checkpoint keeps between two steps, as plain data. Collective."""
+        return {"thresholds": self._thresholds.state(learner)}
+
+    def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
+        """Go on after `state`."""
+        self._thresholds.restore(state["thresholds"], learner)
+
+    @property
+    def whole(self) -> bool:
+        """Whether rules or loss look at the whole minibatch before its update."""
+        return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the scores of updates have to carry the policy's entropy."""
+        return self._recipe.entropy
+
+    def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
+        """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
+
+        `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous training their
+        log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
+        """
+        chosen = replace(self._recipe, rules=(*self._recipe.rules, *self._thresholds.rules))
+        judge = _judge(chosen, part, learner, first=first)
+        self._num_updates += 1
+
+        def loss_of(index: int, current: Scores) -> Tensor:
+            batch, ratios = part.batches[index], part.ratios(index, current.logprobs)
+            evidence = Evidence(
+                ratios, batch.advantages, batch.turn_ids, batch.versions, current.exact_kl, batch.rewards
+            )
+            self._thresholds.observe(evidence)
+            correction, token_loss = judge(index, evidence, current, batch.group_ids)
+            for sink in self._sinks:
+                sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
+            terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
+            measured: dict[str, Tensor] = {}
+            if current.entropy is not None:
+                terms["loss/entropy"] = current.entropy, ratios.mask, -chosen.entropy_coef
+                measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
+            if part.reference is not None:
+                reference = part.reference[index]
+                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference)
+                terms["loss/kl"] = kl, ratios.mask, part.kl_coef
+                measured |= reference_metrics(current.logprobs, reference, ratios.mask)
+            shares = {
+                name: coef
+                * aggregate(
+                    values,
+                    keep,
+                    ratios.mask,
+                    chosen.aggregation,
+                    num_sequences=part.mini.num_sequences,
+                    num_tokens=part.mini.num_tokens,
+                    horizon=chosen.horizon,
+                )
+                for name, (values, keep, coef) in terms.items()
+                if coef
+            }
+            self._metrics.append(
+                {
+                    **{name: share.detach().double() for name, share in shares.items()},
+                    **measured,
+                    **token_loss.metrics,
+                    **correction.metrics,
+                    **diagnostics.metrics(evidence),
+                    **diagnostics.divergences(evidence),
+                    **diagnostics.acceptance(evidence, correction),
+                    **_first_update(ratios, first and part.scored),
+                }
+            )
+            return torch.stack([*shares.values()]).sum()
+
+        return loss_of
+
+    def take(self, learner: Learner) -> dict[str, float]:
+        """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step. Collective.
+
+        `loss/policy` and the other terms are means over the updates; each micro-batch has only its share of one.
+        """
+        collected, self._metrics = self._metrics, []
+        metrics = summable.finalize(learner.reduce(summable.add(collected)))
+        for term in TERMS & metrics.keys():
+            metrics[term] /= self._num_updates
+        self._num_updates = 0
+        return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
+
+
+class PartialJudge:
+    """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
+
+    def __init__(self, chosen: Recipe) -> None:
+        self._correct, self._loss = corrections.compose(chosen.rules), chosen.loss
+
+    def __call__(
+        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
+    ) -> tuple[Correction, TokenLoss]:
+        correction = self._correct(evidence)
+        inputs = replace(
+            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, correction),
+            turn_ids=evidence.turn_ids,
+            rewards=evidence.rewards,
+            group_ids=group_ids,
+            entropy=current.entropy,
+        )
+        return correction, self._loss(inputs)
+
+
+class WholeJudge:
+    """The same computed over the whole minibatch, of which a micro-batch is told its part."""
+
+    def __init__(self, chosen: Recipe, whole: WholeMinibatch) -> None:
+        self._loss, self._whole, self._whole_loss = chosen.loss, whole, chosen.whole_loss
+        evidence = whole.evidence
+        correction = corrections.compose(chosen.rules, whole_minibatch=True)(evidence)
+        if chosen.batch_normalize != "off":
+            weighing = [bound for bound in chosen.rules if bound.rule.name in WEIGHING]
+            weights = corrections.compose(weighing)(evidence)
+            correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
+            moments = summable.moments("correction/weight", correction.weights, whole.mask)
+            correction = replace(correction, metrics={**correction.metrics, **moments})
+        self._correction = correction
+
+    def __call__(
+        self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
+    ) -> tuple[Correction, TokenLoss]:
+        whole, correction, mask = self._whole, self._correction, evidence.mask
+        own = replace(
+            correction,
+            weights=whole.part(index, correction.weights, mask),
+            keep=whole.part(index, correction.keep, mask),
+        )
+        if self._whole_loss:
+            loss = self._loss(whole.inputs(index, current.logprobs, mask, correction.weights, correction.keep))
+            return own, replace(loss, values=whole.part(index, loss.values, mask))
+        inputs = replace(
+            LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, own),
+            turn_ids=evidence.turn_ids,
+            rewards=evidence.rewards,
+            group_ids=group_ids,
+            entropy=current.entropy,
+        )
+        return own, self._loss(inputs)
+
+
+def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool) -> PartialJudge | WholeJudge:
+    """How this minibatch is judged: by parts, or as a whole at the weights of this update.
+
+    The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without gradient.
+    """
+    if not (chosen.whole_rules or chosen.whole_loss):
+        return PartialJudge(chosen)
+    moved = chosen.moves and not (first and part.scored)
+    current = learner.score(part.batches, part.sources) if moved else part.scores
+    with torch.no_grad():
+        return WholeJudge(chosen, gather_minibatch(part, current, learner))
+
+
+def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """`reference/k1_kl` and `reference/k3_kl`: two unbiased estimates of KL(policy || reference) per token, on what the rollout sampled."""
+    estimates = {name: kl_estimate(name, logprobs.detach(), reference, mask) for name in ("k1", "k3")}
+    return summable.add(summable.mean(f"reference/{name}_kl", value, mask) for name, value in estimates.items())
+
+
+def _first_update(ratios: LogRatios, first: bool) -> dict[str, Tensor]:
+    changed = ratios.update.detach() != 0
+    return summable.fraction("update/first_nonzero_fraction", changed, ratios.mask & first)

@@ -1,0 +1,194 @@
+"""From configuration to the mathematics of a run: preset and rules, loss, aggregation, all names and parameters checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moe_trm import corrections, losses
+from moe_trm.config.schema import Config, LossConfig, RuleConfig
+from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.corrections.batch_norm import WEIGHING
+from moe_trm.errors import ConfigError
+from moe_trm.functions.parameters import Parameter
+from moe_trm.losses import BoundObjective
+
+FROM_ANCHORS = ("engine", "lag", "merged")
+"""Ratios that do not move while the weights are updated."""
+HIDDEN = ("engine", "lag", "staleness")
+"""Ratios that need log-probs of the learner under the weights that sampled."""
+
+
+@dataclass(frozen=True)
+class Uncalibrated:
+    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads."""
+
+    rule: RegisteredRule
+    target_reject_rate: float
+    fixed: Mapping[str, float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run computes from log-probs.
+
+    Attributes:
+        rules: corrections with their thresholds.
+        uncalibrated: corrections that measure first.
+        batch_normalize: over what the weights are divided by their mean.
+        loss: the policy objective.
+        aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
+        kl_estimator: the KL to the reference, where there is one.
+        entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
+    """
+
+    rules: tuple[BoundRule, ...]
+    uncalibrated: tuple[Uncalibrated, ...]
+    batch_normalize: Literal["off", "token", "sequence"]
+    loss: BoundObjective
+    aggregation: str
+    horizon: int
+    kl_estimator: str
+    entropy: bool
+    entropy_coef: float
+
+    @property
+    def whole_rules(self) -> bool:
+        """Whether corrections need the whole minibatch at once."""
+        return self.batch_normalize != "off" or any(bound.rule.scope == "batch" for bound in self.rules)
+
+    @property
+    def whole_loss(self) -> bool:
+        """Whether the loss needs the whole minibatch at once."""
+        return self.loss.objective.scope == "batch"
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is computed over the whole minibatch changes with the weights in training."""
+        return self.whole_loss or any(bound.ratio not in FROM_ANCHORS for bound in self.rules)
+
+
+def recipe(config: Config) -> Recipe:
+    """The recipe that `correction`, `loss` and `rollout.max_new_tokens` describe.
+
+    Raises:
+        ConfigError: an unknown name, threshold or parameter, or a combination that cannot work.
+    """
+    correction = config.correction
+    preset = corrections.presets[correction.preset] if correction.preset else None
+    rules = [corrections.get(name).bind(**thresholds) for name, thresholds in (preset.rules if preset else ())]
+    uncalibrated = []
+    for item in correction.rules:
+        if item.target_reject_rate is None:
+            rules.append(corrections.get(item.name).bind(**item.thresholds))
+        else:
+            uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
+    pending = [placeholder(item) for item in uncalibrated]
+    _check_known([*rules, *pending], config)
+    corrections.compose([*rules, *pending], whole_minibatch=True)
+    if correction.batch_normalize != "off" and not any(bound.rule.name in WEIGHING for bound in [*rules, *pending]):
+        raise ConfigError(
+            "there are no weights to normalise",
+            where="correction.batch_normalize",
+            got=correction.batch_normalize,
+            expected=f"off, or a rule that weighs: {', '.join(WEIGHING)}",
+        )
+    loss = _loss(config.loss, preset.loss if preset else None)
+    _check_interpolated([*rules, *pending], loss, config)
+    return Recipe(
+        rules=tuple(rules),
+        uncalibrated=tuple(uncalibrated),
+        batch_normalize=correction.batch_normalize,
+        loss=loss,
+        aggregation=config.loss.aggregation or loss.objective.aggregation,
+        horizon=config.rollout.max_new_tokens,
+        kl_estimator=config.kl.estimator,
+        entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or loss.objective.name == "espo",
+        entropy_coef=config.loss.entropy_coef,
+    )
+
+
+def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
+    """Rules may read only what `pipeline.behavior` lets be known."""
+    recovery = config.pipeline.recovery
+    hidden = {"merged": HIDDEN, "interpolate": HIDDEN, "bypass": ("engine", "lag")}.get(recovery, ())
+    for bound in rules:
+        if bound.ratio in hidden:
+            raise ConfigError(
+                f"rule {bound.rule.name} reads a ratio that is not known when log-probs under older weights are not",
+                where="correction.rules",
+                got=f"ratio={bound.ratio} with pipeline.behavior={recovery}",
+                expected="ratio=total" if recovery == "bypass" else "ratio=merged or ratio=total",
+                fix="give the rule that ratio in its thresholds, or set pipeline.behavior=snapshot",
+            )
+
+
+def _check_interpolated(rules: Sequence[BoundRule], loss: BoundObjective, config: Config) -> None:
+    """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked at."""
+    whole = [bound.rule.name for bound in rules if bound.rule.scope == "batch"]
+    whole += [f"loss {loss.objective.name}"] if loss.objective.scope == "batch" else []
+    whole += ["batch_normalize"] if config.correction.batch_normalize != "off" else []
+    if config.pipeline.recovery == "interpolate" and whole:
+        raise ConfigError(
+            "an interpolated anchor is not known before the update, and these look at the whole minibatch before it",
+            where="pipeline.behavior",
+            got=f"interpolate with {', '.join(whole)}",
+            expected="snapshot, merged or bypass",
+        )
+
+
+def placeholder(item: Uncalibrated) -> BoundRule:
+    """The rule with an arbitrary threshold: for checking its other settings, never for rejecting."""
+    return item.rule.bind(**{**dict.fromkeys(item.rule.calibrated, 1.0), **item.fixed})
+
+
+def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
+    rule, where = corrections.get(item.name), f"correction {item.name}, target_reject_rate"
+    if rule.calibrate is None:
+        raise ConfigError(
+            "this rule cannot be calibrated: its threshold does not judge tokens or rows one by one",
+            where=where,
+            got=target,
+            expected="thresholds given by value, or one of "
+            + ", ".join(name for name in corrections.names() if corrections.get(name).calibrate is not None),
+        )
+    chosen = sorted(set(rule.calibrated) & set(item.thresholds))
+    if chosen:
+        raise ConfigError(
+            "a threshold is either given or chosen from a target",
+            where=where,
+            got=f"{', '.join(chosen)} and target_reject_rate={target}",
+            expected="one of the two",
+        )
+    return Uncalibrated(rule, target, dict(item.thresholds))
+
+
+def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundObjective:
+    if of_preset and config.name not in (None, of_preset[0]):
+        raise ConfigError(
+            "the preset has its own loss",
+            where="loss.name",
+            got=config.name,
+            expected=f"none or {of_preset[0]}",
+            fix="choose a decoupled preset, which takes any loss, or write the rules out in correction.rules",
+        )
+    name, parameters = of_preset or (config.name or "ppo_clip", {})
+    typed: dict[str, Parameter] = {
+        key: value
+        for key, value in (
+            ("clip_low", config.clip_low),
+            ("clip_high", config.clip_high),
+            ("dual_clip", config.dual_clip),
+        )
+        if value is not None
+    }
+    twice = sorted(set(typed) & set(config.parameters))
+    if twice:
+        raise ConfigError(
+            "a loss parameter is given twice",
+            where="loss.parameters",
+            got=", ".join(twice),
+            expected="once, as a field",
+        )
+    return losses.get(name).bind(**{**parameters, **typed, **config.parameters})

@@ -1,0 +1,98 @@
+"""Thresholds chosen from a target reject rate: measured over the first steps of a run, then frozen, logged and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trm.corrections import BoundRule, Evidence, calibrate, scores
+from moe_trm.learner.protocol import Learner
+from moe_trm.step.recipe import Uncalibrated
+
+
+class Thresholds:
+    """Collects the scores of uncalibrated rules and freezes their thresholds after `steps` steps.
+
+    Until then these rules reject nothing. Quantiles are of the tokens (or rows) of all data-parallel ranks, so every rank
+    freezes the same thresholds.
+
+    Args:
+        pending: the rules.
+        steps: training steps to measure over.
+        path: JSON file for frozen thresholds, rule by rule; None keeps them in memory.
+    """
+
+    def __init__(self, pending: Sequence[Uncalibrated], steps: int, path: Path | None) -> None:
+        self._pending, self._steps, self._path = tuple(pending), steps, path
+        self._window: list[list[Tensor]] = [[] for _ in pending]
+        self._bound: tuple[BoundRule, ...] = ()
+        self._chosen: dict[str, dict[str, float]] = {}
+
+    @property
+    def rules(self) -> tuple[BoundRule, ...]:
+        """The calibrated rules; none while they still measure."""
+        return self._bound
+
+    def state(self, learner: Learner) -> dict[str, Any]:
+        """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to measure. Collective."""
+        measuring = {} if self._bound else dict(enumerate(self._pending))
+        scores_so_far = {item.rule.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
+        return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far}
+
+    def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
+        """Go on after `state`. Rules that it does not know begin to measure anew, all of them."""
+        names, chosen, measured = [item.rule.name for item in self._pending], state["chosen"], state["scores"]
+        if names and set(names) <= set(chosen):
+            self._freeze([item.rule.bind(**{**item.fixed, **chosen[item.rule.name]}) for item in self._pending])
+            self._save(learner)
+        elif names and set(names) <= set(measured):
+            self._steps = state["steps"]
+            if learner.data_rank == 0:
+                # The scores of all ranks: in the end they are gathered again.
+                self._window = [[torch.frombuffer(bytearray(measured[name]), dtype=torch.float32)] for name in names]
+
+    def observe(self, evidence: Evidence) -> None:
+        """Take the scores of one micro-batch."""
+        if not self._bound:
+            for item, window in zip(self._pending, self._window, strict=True):
+                window.append(scores(item.rule, evidence, **item.fixed).float().cpu().flatten())
+
+    def end_step(self, learner: Learner) -> dict[str, float]:
+        """Count a step, freeze after the last one of the window; returns the chosen thresholds as metrics. Collective."""
+        if self._pending and not self._bound:
+            self._steps -= 1
+            if self._steps == 0:
+                self._freeze([self._calibrated(learner, i) for i in range(len(self._pending))])
+                self._save(learner)
+        return {
+            f"correction/{rule}/threshold_{name}": value
+            for rule, values in self._chosen.items()
+            for name, value in values.items()
+        }
+
+    def _calibrated(self, learner: Learner, index: int) -> BoundRule:
+        item = self._pending[index]
+        return calibrate(item.rule, [self._collected(learner, index)], item.target_reject_rate, **item.fixed)
+
+    def _collected(self, learner: Learner, index: int) -> Tensor:
+        return learner.gather(torch.cat([torch.zeros(0), *self._window[index]])).cpu()
+
+    def _freeze(self, bound: Sequence[BoundRule]) -> None:
+        self._bound, self._window = tuple(bound), [[] for _ in bound]
+        for item, rule in zip(self._pending, bound, strict=True):
+            values = {name: rule.thresholds[name] for name in item.rule.calibrated}
+            self._chosen[item.rule.name] = {name: float(value) for name, value in values.items() if value is not None}
+
+    def _save(self, learner: Learner) -> None:
+        if self._path is None or learner.data_rank != 0:
+            return
+        # Several ranks may hold the same rows: each replaces the file with the same text at once.
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(self._chosen, indent=2, sort_keys=True) + "\n")
+        partial.replace(self._path)

@@ -1,0 +1,94 @@
+"""Flips by cause on one rank, worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.probe.flip_causes import flip_causes
+from moe_trm.types import TokenBatch
+from routing import RouteRecord
+from routing.replay import Recorded
+
+
+class OneRank:
+    moe_layer_ids = model_moe_layer_ids = (1, 3)
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: float(value) for name, value in sums.items()}
+
+    def over_slices(self, values: Tensor) -> Tensor:
+        return values
+
+    def over_stages(self, values: Tensor) -> Tensor:
+        return values
+
+
+# One row of four tokens; layer 1 and layer 3 each choose two of four experts.
+ROLLOUT = [[[0, 1], [0, 1]], [[0, 1], [2, 3]], [[0, 1], [0, 1]], [[0, 1], [0, 1]]]
+NOW = [[[0, 1], [0, 1]], [[1, 0], [2, 3]], [[2, 3], [0, 1]], [[0, 2], [0, 3]]]
+THEN = [[[9, 9], [9, 9]], [[9, 9], [9, 9]], [[0, 1], [0, 1]], [[0, 1], [0, 3]]]
+"""At the older version, which sampled what follows the last two rows."""
+
+
+def scores(routes: list[list[list[int]]], margins: list[float] | None = None) -> Scores:
+    """`margins`: of layer 3."""
+    ids = torch.tensor(routes)
+    if margins is not None:
+        return Scores(
+            torch.zeros(1, 4), recorded=Recorded({1: ids[:, 0], 3: ids[:, 1]}, margins={3: torch.tensor(margins)})
+        )
+    return Scores(torch.zeros(1, 4), recorded=Recorded({1: ids[:, 0], 3: ids[:, 1]}))
+
+
+def batch() -> TokenBatch:
+    mask = torch.tensor([[False, True, True, True]])
+    record = RouteRecord(np.array(ROLLOUT, np.uint8), (1, 3), 4, None)
+    other = {
+        name: torch.zeros(1, 4)
+        for name in ("input_ids", "target_ids", "rollout_logprobs", "full_logprobs", "turn_ids", "advantages")
+    }
+    made: Any = {**other, "valid": mask, "mask": mask, "versions": torch.tensor([[-1, 5, 4, 4]])}
+    return TokenBatch(**made, routes=(record,), kept_ids=None, kept_offsets=None)
+
+
+def causes(older: Mapping[int, list[Scores]]) -> dict[str, float]:
+    return flip_causes(cast(Learner, OneRank()), [batch()], [scores(NOW)], older)
+
+
+def test_engine_and_staleness_are_told_apart() -> None:
+    found = causes({4: [scores(THEN)]})
+    # Against the rollout, at the weights that sampled: only the last row's layer 3 differs, of three scored rows.
+    assert found["routing/flips/engine/layer_1"] == 0.0
+    assert found["routing/flips/engine/layer_3"] == pytest.approx(1 / 3)
+    assert found["routing/flips/engine"] == pytest.approx(1 / 6)
+    # Between the two versions: layer 1 of both stale rows; layer 3 chose the same set.
+    assert found["routing/flips/staleness/layer_1"] == 1.0
+    assert found["routing/flips/staleness/layer_3"] == 0.0
+    assert found["routing/flips/staleness"] == 0.5
+    assert found["routing/flips/engine/position_1_64"] == pytest.approx(1 / 6)
+    assert "routing/flips/engine/position_65_256" not in found
+
+
+def test_without_older_versions_all_is_the_engines() -> None:
+    found = causes({})
+    assert found["routing/flips/engine"] == pytest.approx(3 / 6)
+    assert not any("staleness" in name for name in found)
+
+
+def test_an_older_version_that_sampled_nothing_here_says_nothing() -> None:
+    assert not any("staleness" in name for name in causes({3: [scores(THEN)]}))
+
+
+def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() -> None:
+    now, then = scores(NOW, [0.5, 0.5, 0.5, 0.5]), scores(THEN, [9.0, 9.0, 0.002, 0.001])
+    found = flip_causes(cast(Learner, OneRank()), [batch()], [now], {4: [then]})
+    rates = {name: rate for name, rate in found.items() if "/margin_" in name}
+    # Layer 3 alone has margins: its last row flips, at 0.001; the row before is in the same class, the first scored one at 0.5.
+    assert rates == {"routing/flips/engine/margin_0.001_0.003": 0.5, "routing/flips/engine/margin_0.1_up": 0.0}

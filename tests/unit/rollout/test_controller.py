@@ -1,0 +1,312 @@
+"""The controller with a fake engine: rejections, books, order. The real engine's part is in tests/integration."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
+from moe_trm.rollout.client import RolloutClient
+from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.service import ControllerService, Start
+from moe_trm.sync.disk import write_shard
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.tasks import RewardInput
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from tests.unit.records import LAYERS, make_record
+
+CONFIG = Config.model_validate(
+    {
+        "model": {"checkpoint": "unused"},
+        "rollout": {"prompts_per_step": 4, "group_size": 4},
+        "learner": {"minibatches": 2, "micro_batch_rows": 3},
+    }
+)
+
+
+class FakeTokens:
+    vocab_size = 32
+    stop_token_ids = (2,)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class FakeTask:
+    tokens = FakeTokens()
+    reward_weights: Mapping[str, float] = {}
+
+    def train_prompts(self, step: int, count: int) -> list[Prompt]:
+        return [Prompt(f"{step}-{i}", (1, 5, 6, 7)) for i in range(count)]
+
+    def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
+        return {"": tuple(Prompt(f"eval-{i}", (1, 10 + i)) for i in range(4))}
+
+    async def reward(self, sample: RewardInput) -> float:
+        if not sample.finished:
+            return 0.0
+        if 31 in sample.completion_ids:
+            raise RecordRejected("reward_error", "no reward for this")
+        return float(sum(sample.completion_ids) % 2)
+
+    async def close(self) -> None: ...
+
+
+class FakeEngine:
+    """Random valid records; rejects what it is told to reject."""
+
+    def __init__(self, reject: frozenset[int] = frozenset(), refuse_push: bool = False) -> None:
+        self.reject, self.refuse_push, self.version, self.pushes = reject, refuse_push, 0, []
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        await asyncio.sleep(0.001 * (sample_id % 3))
+        if sample_id in self.reject:
+            raise RecordRejected("route_rows", "payload cut short")
+        record = make_record(
+            sample_id=sample_id, group_id=group_id, num_sampled=3 + sample_id % 5, version=self.version
+        )
+        return replace(record, prompt_id=prompt.prompt_id, reward=None)
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        """An evaluation's answer: right for prompts 0 to 2 of four, but that of prompt 2 is not finished."""
+        assert bare
+        tokens = np.array([4 if context[-1] == 13 else 3, 2], np.int32)
+        nothing = np.zeros(2, np.float32)
+        reason = "length" if context[-1] == 12 else "stop"
+        return SampledTurn(tokens, nothing, nothing, np.full(2, self.version, np.int32), None, None, reason)
+
+    async def load_weights(self, push: WeightPush) -> None:
+        if self.refuse_push:
+            raise SyncError("checksums differ")
+        self.pushes.append(push)
+        self.version = push.version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def lend_memory(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def controller_with(engine: FakeEngine, config: Config = CONFIG) -> RolloutController:
+    return RolloutController(config, engine, FakeTask(), SamplingParams())
+
+
+def plan(engine: FakeEngine, config: Config = CONFIG, step: int = 1) -> list:
+    async def go() -> list:
+        controller = controller_with(engine, config)
+        await controller.load_weights(WeightPush(0, "", ()))
+        return await controller.plan(step, data_size=2)
+
+    return asyncio.run(go())
+
+
+def rows_of(shares: Sequence) -> list:
+    return [
+        row for share in shares for mini in share.mini_batches for micro in mini.micro_batches for row in micro.rows
+    ]
+
+
+def test_rejected_records_are_counted_and_the_rest_trains() -> None:
+    shares = plan(FakeEngine(reject=frozenset({1, 7})))
+    metrics = shares[0].metrics
+    assert metrics["ledger/issued"] == 16
+    assert metrics["records/rejected/route_rows"] == 2
+    rewards = metrics.get("records/rejected/reward_error", 0.0)
+    assert metrics["ledger/trained"] == len(rows_of(shares)) == 16 - 2 - rewards
+    assert metrics["ledger/queued"] == metrics["ledger/in_flight"] == 0
+    assert not {1, 7} & {row.record.sample_id for row in rows_of(shares)}
+
+
+def test_a_reward_that_raises_rejects_its_record_only() -> None:
+    shares = plan(FakeEngine())
+    with_bad_token = [i for i in range(16) if 31 in make_record(sample_id=i, num_sampled=3 + i % 5).tokens[4:]]
+    assert with_bad_token, "the fixture should contain a token the reward refuses"
+    assert shares[0].metrics["records/rejected/reward_error"] == len(with_bad_token)
+    assert not set(with_bad_token) & {row.record.sample_id for row in rows_of(shares)}
+
+
+def test_advantages_compare_the_samples_of_one_prompt() -> None:
+    rows = rows_of(plan(FakeEngine()))
+    for group in {row.record.group_id for row in rows}:
+        own = [row for row in rows if row.record.group_id == group]
+        assert abs(sum(row.advantage for row in own)) < 1e-6
+        best = max(row.record.reward for row in own)
+        worst = min(row.record.reward for row in own)
+        if best > worst:
+            assert all((row.advantage > 0) == (row.record.reward == best) for row in own)
+
+
+def test_the_same_step_is_planned_the_same_way_twice() -> None:
+    first, second = (
+        [[row.record.sample_id for row in rows_of([share])] for share in plan(FakeEngine())] for _ in range(2)
+    )
+    assert first == second
+
+
+def test_shuffled_rewards_keep_their_values_but_not_their_owners() -> None:
+    config = CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"shuffle_rewards": True})})
+    plain, shuffled = plan(FakeEngine()), plan(FakeEngine(), config)
+    rewards = [{row.record.sample_id: row.record.reward for row in rows_of(shares)} for shares in (plain, shuffled)]
+    assert sorted(rewards[0].values()) == sorted(rewards[1].values())
+    assert rewards[0] != rewards[1]
+
+
+def test_a_step_without_any_record_stops_the_run_with_the_reasons() -> None:
+    with pytest.raises(ControllerError, match="route_rows"):
+        plan(FakeEngine(reject=frozenset(range(1000))))
+
+
+def test_records_of_another_version_are_dropped_by_age() -> None:
+    async def go() -> None:
+        engine = FakeEngine()
+        controller = controller_with(engine)
+        await controller.load_weights(WeightPush(3, "", ()))
+        engine.version = 2
+        await controller.plan(4, data_size=1)
+
+    with pytest.raises(ControllerError, match="no record"):
+        asyncio.run(go())
+
+
+def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
+    metrics = asyncio.run(controller_with(FakeEngine()).evaluate())
+    assert metrics == {
+        "eval/accuracy": 0.5,
+        "eval/finished_fraction": 0.75,
+        "eval/length_mean": 2.0,
+        "eval/prompts": 4.0,
+    }
+
+
+def test_evaluation_changes_nothing_of_the_samples_around_it() -> None:
+    """The same steps with and without evaluations between them, and while the next groups are being made."""
+
+    async def go(config: Config, *, evaluating: bool) -> list[Any]:
+        engine = FakeEngine()
+        controller = controller_with(engine, config)
+        steps = []
+        for step in (1, 2, 3):
+            await controller.load_weights(WeightPush(step - 1, "", ()))
+            if evaluating:
+                assert (await controller.evaluate())["eval/accuracy"] == 0.5
+            [batch] = await controller.plan(step, data_size=1)
+            timed = ("time/", "rollout/tokens_per_s")
+            metrics = {name: value for name, value in batch.metrics.items() if not name.startswith(timed)}
+            steps.append(
+                (
+                    [
+                        [row.record.sample_id for row in micro.rows]
+                        for mini in batch.mini_batches
+                        for micro in mini.micro_batches
+                    ],
+                    metrics,
+                )
+            )
+        await controller.close()
+        return steps
+
+    assert asyncio.run(go(CONFIG, evaluating=True)) == asyncio.run(go(CONFIG, evaluating=False))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., RolloutClient]]:
+    """Makes clients and closes their sockets at the end."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(RolloutClient(*args, **kwargs))
+
+
+def serve(engine: FakeEngine, endpoint: str, checkpoint: Path) -> threading.Thread:
+    async def go() -> None:
+        start = Start(endpoint, "right key", {}, None)
+        await ControllerService(controller_with(engine), start, str(checkpoint)).serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(go()), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_ranks_get_their_shares_over_the_socket(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
+    endpoint, engine = f"ipc://{tmp_path}/s", FakeEngine()
+    thread = serve(engine, endpoint, checkpoint)
+    clients = [connect(endpoint, "right key", ranks=(rank, 2), data=(rank, 2)) for rank in range(2)]
+    directory = tmp_path / "push"
+    entries = [
+        write_shard(directory / f"shard-{rank}.safetensors", [(f"tensor.{rank}", torch.ones(2))], "float32")
+        for rank in range(2)
+    ]
+    pushes = [
+        threading.Thread(target=client.push, args=(0, own), kwargs={"directory": str(directory)})
+        for client, own in zip(clients, entries, strict=True)
+    ]
+    for push in pushes:
+        push.start()
+    for push in pushes:
+        push.join(20)
+    assert [sorted(entry.name for entry in push.tensors) for push in engine.pushes] == [["tensor.0", "tensor.1"]]
+    shares = [client.next_batch(1, LAYERS[:2]) for client in clients]
+    ids = [{row.record.sample_id for row in rows_of([share])} for share in shares]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for row in rows_of(shares):
+        assert row.record.routes.layer_ids == LAYERS[:2]
+        np.testing.assert_array_equal(
+            row.record.routes.experts,
+            make_record(sample_id=row.record.sample_id, num_sampled=row.record.num_sampled).routes.experts[:, :2],
+        )
+    assert clients[0].evaluate(0)["eval/accuracy"] == 0.5
+    clients[0]._ask("stop")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_wrong_key_is_refused_and_the_service_stays_up(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    thread = serve(FakeEngine(), endpoint, checkpoint)
+    with pytest.raises(ControllerError, match="wrong controller key") as refused:
+        connect(endpoint, "guessed key", ranks=(0, 1), data=(0, 1)).evaluate(0)
+    assert refused.value.exit_status == REFUSED
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1))
+    assert client.evaluate(0)
+    client._ask("stop")
+    thread.join(10)
+
+
+def test_a_refused_push_reaches_the_rank_as_an_error(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    serve(FakeEngine(refuse_push=True), endpoint, checkpoint)
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1))
+    (tmp_path / "push").mkdir()
+    with pytest.raises(ControllerError, match="SyncError: checksums differ") as refused:
+        client.push(0, (), directory=str(tmp_path / "push"))
+    assert refused.value.may_pass, "another push may arrive"
+    client._ask("stop")

@@ -1,0 +1,211 @@
+"""The client against small HTTP servers: unreachable, retried, refused, slow; and what a request asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.types import SamplingParams
+
+HF = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 8,
+    "num_hidden_layers": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
+
+
+def config(tmp_path: Path, hf: dict[str, Any] = HF, **sections: Any) -> Config:
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    rollout = {"url": "http://127.0.0.1:9", "max_attempts": 2, "timeout_s": 0.5}
+    return Config.model_validate({"model": {"checkpoint": str(tmp_path)}, "rollout": rollout, **sections})
+
+
+def ask(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], attempts: int = 3) -> Any:
+    """The answer to one POST from a server that runs `handler`."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_post("/x", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        try:
+            async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=0.5, max_attempts=attempts) as http:
+                return await http.post("/x", {})
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def test_an_unreachable_server_is_named_with_advice(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = SglangEngine(config(tmp_path), "key")
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match="not reachable") as caught:
+        asyncio.run(run())
+    assert "http://127.0.0.1:9" in str(caught.value)
+    assert "launch.rollout" in caught.value.fix
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_server_errors_are_retried_and_the_key_is_sent(status: int) -> None:
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        return web.json_response({"ok": 1}) if len(seen) == 3 else web.Response(status=status)
+
+    assert ask(handler) == {"ok": 1}
+    assert seen == ["Bearer k"] * 3
+
+
+def test_dropped_connections_are_retried_a_bounded_number_of_times() -> None:
+    seen: list[int] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(1)
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    with pytest.raises(EngineError, match="2 attempts"):
+        ask(handler, attempts=2)
+    assert len(seen) == 2
+
+
+def test_refusals_and_slowness_are_not_retried() -> None:
+    seen: list[int] = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        seen.append(1)
+        return web.Response(status=401, text="no")
+
+    async def sleep(request: web.Request) -> web.Response:
+        seen.append(1)
+        await asyncio.sleep(1)
+        return web.Response()
+
+    with pytest.raises(HttpStatusError, match="MOE_TRM_API_KEY") as caught:
+        ask(refuse)
+    assert caught.value.status == 401
+    with pytest.raises(EngineError, match="did not answer in time"):
+        ask(sleep)
+    assert len(seen) == 2
+
+
+def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=8, min_p=0.1, max_new_tokens=5, stop_token_ids=(2,))
+    full = SglangEngine(config(tmp_path), None).generate_request((1, 2), params)
+    assert full == {
+        "input_ids": [1, 2],
+        "sampling_params": {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 8,
+            "min_p": 0.1,
+            "max_new_tokens": 5,
+            "stop_token_ids": [2],
+        },
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "return_sampling_mask": True,
+        "sampling_logprobs_mode": "support",
+    }
+    plain = config(tmp_path, replay={"mode": "none"}, probe={"every": 0}, sampling_mask={"mode": "off"})
+    assert SglangEngine(plain, None).generate_request((1, 2), params).keys() == {
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+    }
+
+
+def probed_through(handed_on: set[str], tmp_path: Path) -> None:
+    """The check of a router that hands on these fields only, in front of a server that answers what it is asked."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = {key: value for key, value in (await request.json()).items() if key in handed_on}
+        rows = 2 - body.get("routed_experts_start_len", 0)
+        meta: dict[str, Any] = {"finish_reason": {"type": "length"}, "prompt_tokens": 2}
+        if body.get("return_routed_experts"):
+            meta["routed_experts"] = b64encode(bytes(4 * 4 * 2 * rows)).decode()
+        if body.get("return_sampling_mask"):
+            support = body.get("sampling_logprobs_mode") == "support"
+            meta |= {"output_token_sampling_mask": [[1, 2]]}
+            meta |= {"output_token_sampling_logprobs": [[-0.5, -0.9]] if support else [-0.5]}
+        return web.json_response({"output_ids": [1], "meta_info": meta})
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        engine = SglangEngine(config(tmp_path, replay={"mode": "R3"}, sampling_mask={"mode": "keep"}), "k")
+        try:
+            async with EngineHttp(f"http://127.0.0.1:{port}", "k", timeout_s=5.0, max_attempts=1) as http:
+                await engine._check.through(http)
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    asyncio.run(run())
+
+
+ROUTES = {"return_routed_experts", "routed_experts_start_len"}
+MASKS = {"return_sampling_mask", "sampling_logprobs_mode"}
+
+
+def test_a_router_that_hands_everything_on_passes(tmp_path: Path) -> None:
+    probed_through(ROUTES | MASKS, tmp_path)
+
+
+@pytest.mark.parametrize("dropped", [*({field} for field in ROUTES | MASKS), ROUTES | MASKS])
+def test_a_router_that_drops_a_field_is_refused(dropped: set[str], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="does not hand on") as caught:
+        probed_through((ROUTES | MASKS) - dropped, tmp_path)
+    assert "smg" in caught.value.fix
+
+
+def test_a_dense_model_is_refused_only_where_routes_are_wanted(tmp_path: Path) -> None:
+    dense = {key: value for key, value in HF.items() if "expert" not in key}
+    with pytest.raises(CheckpointError, match="dense model"):
+        SglangEngine(config(tmp_path, dense), None)
+    SglangEngine(config(tmp_path, dense, replay={"mode": "none"}, probe={"every": 0}), None)
+
+
+def test_moe_layers_are_read_from_the_checkpoint(tmp_path: Path) -> None:
+    model = ServedModel.from_config(HF)
+    assert (model.num_layers, model.moe_layer_ids, model.num_experts, model.top_k) == (4, (0, 2, 3), 4, 2)
+    assert ServedModel.from_config({**HF, "decoder_sparse_step": 2, "mlp_only_layers": []}).moe_layer_ids == (1, 3)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        ServedModel.from_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="damaged"):
+        ServedModel.from_checkpoint(tmp_path)

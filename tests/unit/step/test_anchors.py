@@ -1,0 +1,193 @@
+"""Behaviour and proximal log-probs by every recovery route, on a learner whose log-probs name the weights that gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_trm.batch.collate import collate
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError, LearnerError
+from moe_trm.learner.protocol import Scores
+from moe_trm.step.anchors import Anchors
+from moe_trm.step.passes import Anchored, interpolated
+from moe_trm.step.recipe import recipe
+from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
+from routing.replay import Recorded, RouteSource
+from tests.unit.records import make_record
+
+
+class FakeLearner:
+    """Scores every token as minus the version of the weights it is asked to use."""
+
+    def __init__(self) -> None:
+        self.version, self.held, self.passes, self.num_bytes = 0, dict[str, int](), list[str | None](), 8
+        self.saved = set[str]()
+
+    def snapshot(self, name: str, *, saved: bool = False) -> int:
+        self.held[name] = self.version
+        if saved:
+            self.saved.add(name)
+        return self.num_bytes
+
+    def forget(self, name: str) -> None:
+        del self.held[name]
+
+    def score(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], *, weights: str | None = None
+    ) -> list[Scores]:
+        self.passes.append(weights)
+        version = self.version if weights is None else self.held[weights]
+        recorded = Recorded({0: torch.zeros(1, 2, dtype=torch.int64)})
+        return [Scores(torch.where(batch.mask, -1.0 - version, 0.0), recorded=recorded) for batch in batches]
+
+
+def config(*, eta: int = 2, behavior: str = "snapshot", probe: int = 0, **sections: Any) -> Config:
+    pipeline = {"mode": "async", "max_staleness": eta, "behavior": behavior} if eta else {}
+    return Config.model_validate(
+        {"model": {"checkpoint": "unused"}, "pipeline": pipeline, "probe": {"every": probe}, **sections}
+    )
+
+
+def batch_of(step: int, *versions: Sequence[int]) -> TrainBatch:
+    """A step of two minibatches that both hold a row for each list of token versions."""
+    rows = [TrainRow(spanning(i, own), 1.0) for i, own in enumerate(versions)]
+    mini = MiniBatch((MicroBatch(tuple(rows)),), len(rows), sum(map(len, versions)))
+    return TrainBatch(step, (mini, mini), {}, tuple(sorted({v for own in versions for v in own})))
+
+
+def spanning(sample_id: int, versions: Sequence[int]) -> RolloutRecord:
+    from dataclasses import replace
+
+    return replace(make_record(sample_id=sample_id, num_sampled=len(versions)), versions=np.array(versions, np.int32))
+
+
+def at(step: int, learner: FakeLearner, anchors: Anchors, batch: TrainBatch) -> list[Anchored]:
+    learner.version, learner.passes = step - 1, []
+    return anchors.score(learner, batch)  # type: ignore[arg-type]
+
+
+def test_each_token_gets_its_behaviour_from_the_weights_that_sampled_it() -> None:
+    learner, anchors = FakeLearner(), Anchors(config(), "R3", whole=False)
+    for step in (1, 2):
+        at(step, learner, anchors, batch_of(step, [step - 1] * 2))
+    parts = at(3, learner, anchors, batch_of(3, [0, 0, 1], [1, 2, 2]))
+    assert learner.passes == [None, "behavior-0", "behavior-1"]
+    for part in parts:
+        current = torch.where(part.batches[0].mask, -9.0, 0.0)
+        ratios = part.ratios(0, current)
+        mask = ratios.mask
+        assert torch.equal(ratios.lag[mask], (part.batches[0].versions - 2)[mask].float())
+        assert (ratios.update[mask] == -6).all()
+        engine = -1.0 - part.batches[0].versions - part.batches[0].rollout_logprobs
+        torch.testing.assert_close(ratios.engine[mask], engine[mask])
+    at(4, learner, anchors, batch_of(4, [3]))
+    assert list(learner.held) == ["behavior-1", "behavior-2", "behavior-3"]
+
+
+def test_snapshots_beyond_their_budget_are_refused() -> None:
+    learner = FakeLearner()
+    learner.num_bytes = 30 * 2**30
+    with pytest.raises(ConfigError, match=r"90 GiB"):
+        at(1, learner, Anchors(config(), "R3", whole=False), batch_of(1, [0]))
+
+
+def test_merged_keeps_engine_and_lag_in_one() -> None:
+    learner = FakeLearner()
+    [part, _] = at(3, learner, Anchors(config(behavior="merged"), "R3", whole=False), batch_of(3, [0, 2]))
+    assert learner.passes == [None]
+    assert not learner.held
+    ratios = part.ratios(0, torch.where(part.batches[0].mask, -5.0, 0.0))
+    assert not ratios.split
+    torch.testing.assert_close(ratios.merged[ratios.mask], (-3.0 - part.batches[0].rollout_logprobs)[ratios.mask])
+
+
+@pytest.mark.parametrize("behavior", ["interpolate", "bypass"])
+def test_no_pass_is_made_where_the_anchor_needs_none(behavior: str) -> None:
+    learner = FakeLearner()
+    [part, _] = at(3, learner, Anchors(config(behavior=behavior), "R3", whole=False), batch_of(3, [0, 2]))
+    assert learner.passes == []
+    assert not part.scored
+    current = torch.where(part.batches[0].mask, -5.0, 0.0)
+    ratios, batch = part.ratios(0, current), part.batches[0]
+    distance = (-5.0 - batch.rollout_logprobs)[batch.mask]
+    torch.testing.assert_close(ratios.total[batch.mask], distance)
+    share = torch.tensor([1 / 3, 1.0]) if behavior == "interpolate" else torch.ones(2)
+    torch.testing.assert_close(ratios.update[batch.mask], share * distance)
+
+
+def test_interpolation_weights_follow_the_age() -> None:
+    """A-3PO at v_theta = 7, whose proximal version is 6: alpha 0, 0, 0.5, 0.75 for samples of versions 7, 6, 5, 3."""
+    batch = collate(MicroBatch((TrainRow(spanning(0, [7, 6, 5, 3]), 1.0),)), keep_mask=False)
+    current = batch.rollout_logprobs + 1
+    moved = (interpolated(batch, current, 6) - batch.rollout_logprobs)[batch.mask]
+    torch.testing.assert_close(moved, torch.tensor([0.0, 0.0, 0.5, 0.75]))
+
+
+def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> None:
+    def skipped(mode: str = "R3", whole: bool = False, step: int = 1, **sections: Any) -> bool:
+        parts = at(
+            step, FakeLearner(), Anchors(config(eta=0, **sections), mode, whole=whole), batch_of(step, [step - 1])
+        )  # type: ignore[arg-type]
+        assert parts[1].scored
+        return not parts[0].scored
+
+    assert skipped()
+    assert skipped("none")
+    assert not skipped("R2")
+    assert not skipped(whole=True)
+    assert not skipped(probe=1)
+    assert skipped(probe=2)
+    assert not skipped(step=2, probe=2)
+    assert not skipped(record={"bundle": "somewhere"})
+    assert not skipped(learner={"epochs": 2, "minibatches": 2})
+    [part, _] = at(1, FakeLearner(), Anchors(config(eta=0), "R3", whole=False), batch_of(1, [0]))
+    current = torch.where(part.batches[0].mask, -5.0, 0.0).requires_grad_()
+    ratios = part.ratios(0, current)
+    assert not ratios.update.any()
+    assert not ratios.lag.any()
+    ratios.update.sum().backward()
+    assert current.grad is not None
+    assert current.grad.sum() == part.batches[0].mask.sum()
+
+
+def test_rules_may_read_only_what_is_known() -> None:
+    def of(behavior: str, **thresholds: Any) -> Config:
+        return config(behavior=behavior, correction={"rules": [{"name": "icepop", "thresholds": thresholds}]})
+
+    recipe(of("snapshot"))
+    recipe(of("merged", ratio="merged"))
+    for behavior in ("merged", "interpolate", "bypass"):
+        with pytest.raises(ConfigError, match="icepop reads a ratio that is not known"):
+            recipe(of(behavior))
+        recipe(of(behavior, ratio="total"))
+    with pytest.raises(ConfigError, match="whole minibatch"):
+        recipe(config(behavior="interpolate", loss={"name": "kl_cov"}))
+
+
+def test_on_a_recording_the_weights_that_sampled_outlast_a_resumption() -> None:
+    recorded = config(rollout={"engine": "bundle", "bundle": "unused"})
+    learner, before = FakeLearner(), Anchors(recorded, "R3", whole=False)
+    for step in (1, 2):
+        at(step, learner, before, batch_of(step, [0]))
+    assert learner.saved == {"behavior-0", "behavior-1"}
+    after = Anchors(recorded, "R3", whole=False)
+    after.restore(before.state())
+    at(3, learner, after, batch_of(3, [0, 1]))
+    assert learner.passes == [None, "behavior-0", "behavior-1"]
+    at(4, learner, after, batch_of(4, [1]))
+    assert list(learner.held) == ["behavior-1", "behavior-2", "behavior-3"]
+
+
+def test_weights_that_a_resumed_run_does_not_have_are_told() -> None:
+    live = Anchors(config(), "R3", whole=False)
+    learner = FakeLearner()
+    at(1, learner, live, batch_of(1, [0]))
+    assert not learner.saved
+    assert live.state() == []
+    with pytest.raises(LearnerError, match="not in the checkpoint"):
+        at(3, learner, Anchors(config(), "R3", whole=False), batch_of(3, [0, 2]))

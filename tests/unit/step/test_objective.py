@@ -1,0 +1,386 @@
+"""From configuration to losses: the same numbers however ranks and micro-batches share the minibatch."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trm import corrections, losses, summable
+from moe_trm.batch.advantages import grpo
+from moe_trm.batch.collate import collate
+from moe_trm.batch.plan import plan_step
+from moe_trm.config.schema import Config, Loss, Preset
+from moe_trm.errors import ConfigError
+from moe_trm.functions.parameters import declared
+from moe_trm.learner.protocol import Scores
+from moe_trm.losses.kl import kl_term
+from moe_trm.ratios import LogRatios
+from moe_trm.step.objective import TERMS, Objective
+from moe_trm.step.passes import Anchored
+from moe_trm.step.reference import Reference
+from moe_trm.types import MiniBatch, TokenBatch, TrainRow
+from routing.replay import Native
+from tests.unit.records import make_record
+
+NUM_ROWS = 12
+
+
+class Ranks:
+    """Data-parallel ranks as threads that meet in every collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._barrier, self._slots = size, threading.Barrier(size, timeout=60), [None] * size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._slots[rank] = value
+        self._barrier.wait()
+        values = list(self._slots)
+        self._barrier.wait()
+        return values
+
+
+class FakeLearner:
+    """Log-probs that depend on the token alone: the same whatever rank or micro-batch it is in."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self._ranks, self.data_rank, self.data_size = ranks, rank, ranks.size
+
+        self.snapshots: list[str] = []
+
+    def snapshot(self, name: str) -> None:
+        self.snapshots.append(name)
+
+    def score(
+        self, batches: Sequence[TokenBatch], sources: Sequence[Any], *, weights: str | None = None
+    ) -> list[Scores]:
+        if weights is None:
+            return [Scores(current_logprobs(batch)) for batch in batches]
+        assert weights in self.snapshots
+        assert all(isinstance(source, Native) for source in sources), "the reference uses its own routes"
+        return [Scores(reference_logprobs(batch)) for batch in batches]
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: float(value) for name, value in summable.add(self._ranks.exchange(self.data_rank, sums)).items()}
+
+    def gather(self, values: Tensor) -> Tensor:
+        return torch.cat(self._ranks.exchange(self.data_rank, values))
+
+
+def drift(batch: TokenBatch, scale: float) -> Tensor:
+    """Deterministic noise from token and position."""
+    position = torch.arange(batch.mask.shape[1])
+    return scale * torch.sin(7.0 * batch.target_ids + 3.0 * position + 11.0 * batch.input_ids)
+
+
+def anchor_logprobs(batch: TokenBatch) -> Tensor:
+    return torch.where(batch.mask, batch.rollout_logprobs + drift(batch, 0.3), 0.0)
+
+
+def current_logprobs(batch: TokenBatch) -> Tensor:
+    return torch.where(batch.mask, anchor_logprobs(batch) + drift(batch, 0.5).cos() - 1 + drift(batch, 0.2), 0.0)
+
+
+def reference_logprobs(batch: TokenBatch) -> Tensor:
+    return torch.where(batch.mask, batch.rollout_logprobs - drift(batch, 0.4).abs(), 0.0)
+
+
+def entropies(batch: TokenBatch) -> Tensor:
+    return torch.where(batch.mask, 2.0 + drift(batch, 0.7), 0.0)
+
+
+def rows() -> list[TrainRow]:
+    made = [
+        make_record(sample_id=i, group_id=i // 4, num_sampled=3 + i % 7, reward=float(i % 3 == 0)) for i in range(12)
+    ]
+    return [TrainRow(record, 1.0 if record.reward else -0.5) for record in made]
+
+
+def config(**changes: Any) -> Config:
+    return Config.model_validate({"model": {"checkpoint": "none"}, **changes})
+
+
+def outcome(
+    settings: Config, *, ranks: int, micro_batch_rows: int, first: bool = False, steps: int = 1
+) -> dict[str, Any]:
+    """Loss, gradient and keep mask by sample, and metrics of rank 0, of one minibatch shared in this way."""
+    shares = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=ranks, micro_batch_rows=micro_batch_rows)
+    meeting, results = Ranks(ranks), [dict[str, Any]() for _ in range(ranks)]
+
+    def work(rank: int) -> None:
+        learner, objective = FakeLearner(meeting, rank), Objective(settings)
+        reference = Reference(settings, learner)
+        for _ in range(steps):
+            results[rank] = one_update(objective, learner, shares[rank][0], first=first, reference=reference)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))
+    gradients = {key: value for result in results for key, value in result["gradients"].items()}
+    return {
+        "loss": sum(result["loss"] for result in results),
+        "gradients": gradients,
+        "entropy_gradients": {key: value for result in results for key, value in result["entropy_gradients"].items()},
+        "metrics": results[0]["metrics"],
+    }
+
+
+def one_update(
+    objective: Objective, learner: FakeLearner, mini: MiniBatch, *, first: bool, reference: Reference | None = None
+) -> dict[str, Any]:
+    batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+    scores = [Scores((current_logprobs if first else anchor_logprobs)(batch)) for batch in batches]
+    part = Anchored(mini, batches, scores, [Native()] * len(batches))
+    if reference is not None:
+        [part] = reference.score(learner, [part])
+    loss_of = objective.bind(part, learner, first=first)
+    total, gradients, entropy_gradients = 0.0, {}, {}
+    for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):
+        current, entropy = current_logprobs(batch).requires_grad_(), entropies(batch).requires_grad_()
+        loss = loss_of(index, Scores(current, entropy=entropy if objective.needs_entropy else None))
+        if loss.requires_grad:
+            loss.backward()
+        total += float(loss.detach())
+        for values, found in ((current, gradients), (entropy, entropy_gradients)):
+            gradient = torch.zeros_like(values) if values.grad is None else values.grad
+            for i, row in enumerate(micro.rows):
+                found[row.record.sample_id] = gradient[i][batch.mask[i]]
+    metrics = objective.take(learner)
+    metrics |= reference.adapt(metrics, mini.num_sequences) if reference else {}
+    return {"loss": total, "gradients": gradients, "entropy_gradients": entropy_gradients, "metrics": metrics}
+
+
+def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-5, abs=1e-7)
+    assert one["gradients"].keys() == two["gradients"].keys() == set(range(NUM_ROWS))
+    for sample, gradient in one["gradients"].items():
+        assert torch.equal(gradient != 0, two["gradients"][sample] != 0), f"another keep mask in row {sample}"
+        torch.testing.assert_close(gradient, two["gradients"][sample], rtol=1e-4, atol=1e-7)
+    assert one["metrics"].keys() == two["metrics"].keys()
+    for key, value in one["metrics"].items():
+        if key not in TERMS:
+            assert value == pytest.approx(two["metrics"][key], rel=1e-4, abs=1e-6), key
+
+
+WHOLE = {
+    "m2po": {
+        "correction": {"rules": [{"name": "m2po", "thresholds": {"budget": 0.02}}]},
+        "loss": {"name": "unclipped"},
+    },
+    "normalised by token": {"correction": {"preset": "decoupled_token_is", "batch_normalize": "token"}},
+    "normalised by row": {"correction": {"preset": "decoupled_seq_is", "batch_normalize": "sequence"}},
+    "kl_cov": {"loss": {"name": "kl_cov", "parameters": {"share": 0.2}}},
+    "clip_cov": {"loss": {"name": "clip_cov", "parameters": {"share": 0.1, "low": 0.0, "high": 9.0, "seed": 3}}},
+    "m2po_clip": {"loss": {"name": "m2po_clip", "parameters": {"budget": 0.01, "min_low": 0, "min_high": 0}}},
+    "oapl": {"loss": {"name": "oapl"}, "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.2}}]}},
+    "kl in the loss": {"kl": {"coef": 0.3, "estimator": "k3_is"}},
+    "kl in the reward": {"kl": {"coef": 0.3, "where": "reward"}, "batch": {"overlong": "mask"}},
+    "entropy": {"loss": {"entropy_coef": 0.1, "name": "espo"}},
+    "by parts": {"correction": {"rules": [{"name": "opsm", "thresholds": {"delta": 0.01}}, {"name": "icepop"}]}},
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", WHOLE)
+def test_ranks_and_micro_batches_change_nothing(name: str, first: bool) -> None:
+    """One rank with everything at once, against two ranks with many micro-batches, the last of them empty."""
+    settings = config(**WHOLE[name])
+    whole = outcome(settings, ranks=1, micro_batch_rows=100, first=first)
+    parts = outcome(settings, ranks=2, micro_batch_rows=2, first=first)
+    uneven = outcome(settings, ranks=3, micro_batch_rows=3, first=first)
+    assert_same(whole, parts)
+    assert_same(whole, uneven)
+    assert any(float(gradient.abs().sum()) > 0 for gradient in whole["gradients"].values())
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"])
+def test_the_kl_term_is_the_mean_over_tokens_beside_the_policy_loss(estimator: str) -> None:
+    rejecting = {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.1}}]}
+    plain = outcome(config(correction=rejecting), ranks=1, micro_batch_rows=4)
+    pulled = outcome(
+        config(correction=rejecting, kl={"coef": 0.3, "estimator": estimator}), ranks=1, micro_batch_rows=4
+    )
+    assert pulled["metrics"]["correction/kept_fraction"] < 1
+    [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=100)
+    batch = collate(mini.micro_batches[0], keep_mask=False)
+    current, reference = current_logprobs(batch), reference_logprobs(batch)
+    ratios = LogRatios(batch.rollout_logprobs, anchor_logprobs(batch), current, batch.mask)
+    expected = 0.3 * float(kl_term(estimator, ratios, current, reference)[batch.mask].mean())
+    assert pulled["metrics"]["loss/kl"] == pytest.approx(expected, rel=1e-5)
+    assert pulled["metrics"]["loss/policy"] == plain["metrics"]["loss/policy"]
+    assert pulled["loss"] == pytest.approx(plain["loss"] + expected, rel=1e-5)
+    x = (current - reference)[batch.mask].double()
+    assert pulled["metrics"]["reference/k1_kl"] == pytest.approx(float(x.mean()), rel=1e-5)
+    assert pulled["metrics"]["reference/k3_kl"] == pytest.approx(float(((-x).expm1() + x).mean()), rel=1e-5)
+    assert pulled["metrics"]["kl/coef"] == 0.3
+
+
+def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
+    settings = config(kl={"coef": 0.3, "where": "reward", "estimator": "k1"})
+    [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)
+    batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
+    part = Anchored(mini, batches, [Scores(anchor_logprobs(batch)) for batch in batches], [Native()] * len(batches))
+    learner = FakeLearner(Ranks(1), 0)
+    [shaped] = Reference(settings, learner).score(learner, [part])
+    assert shaped.kl_coef == 0.0
+    rewards, groups, got = [], [], []
+    for micro, batch, new in zip(mini.micro_batches, batches, shaped.batches, strict=True):
+        penalty = (anchor_logprobs(batch) - reference_logprobs(batch)).sum(dim=1).double()
+        rewards += [(row.record.reward or 0.0) - 0.3 * float(kl) for row, kl in zip(micro.rows, penalty, strict=True)]
+        groups += [row.record.group_id for row in micro.rows]
+        assert torch.equal(new.advantages != 0, batch.mask)
+        got += [float(values[kept][0]) for values, kept in zip(new.advantages, batch.mask, strict=True)]
+    np.testing.assert_allclose(got, grpo(np.array(rewards), np.array(groups)), rtol=1e-4)
+
+
+def test_an_adaptive_coefficient_follows_the_measured_kl() -> None:
+    kl = {"coef": 0.2, "controller": "adaptive", "target": 1e-6, "horizon": 120}
+    got = outcome(config(kl=kl), ranks=2, micro_batch_rows=4, steps=3)
+    assert got["metrics"]["kl/coef"] == pytest.approx(0.2 * 1.02**2)
+    resumed = Reference(config(kl=kl), FakeLearner(Ranks(1), 0))
+    resumed.restore({"coef": 0.7})
+    assert resumed.state() == {"coef": 0.7}
+
+
+def test_the_entropy_bonus_pulls_every_sampled_token_alike() -> None:
+    rejecting = {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.1}}]}
+    got = outcome(config(correction=rejecting, loss={"entropy_coef": 0.1}), ranks=1, micro_batch_rows=4)
+    num_tokens = sum(row.record.num_sampled for row in rows())
+    for gradient in got["entropy_gradients"].values():
+        torch.testing.assert_close(gradient, torch.full_like(gradient, -0.1 / num_tokens))
+    assert got["metrics"]["loss/entropy"] == pytest.approx(-0.1 * got["metrics"]["policy/entropy"], rel=1e-5)
+    measured = outcome(config(loss={"measure_entropy": True}), ranks=1, micro_batch_rows=4)
+    assert measured["metrics"]["policy/entropy"] == got["metrics"]["policy/entropy"]
+    assert "loss/entropy" not in measured["metrics"]
+    assert not any(gradient.any() for gradient in measured["entropy_gradients"].values())
+
+
+def test_m2po_rejects_by_the_whole_minibatch() -> None:
+    got = outcome(config(**WHOLE["m2po"]), ranks=2, micro_batch_rows=1)
+    assert 0 < got["metrics"]["correction/m2po/kept_fraction"] < 1
+
+
+def test_normalised_weights_have_mean_one() -> None:
+    got = outcome(config(**WHOLE["normalised by token"]), ranks=2, micro_batch_rows=2)
+    assert got["metrics"]["correction/weight_mean"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_what_is_rejected_does_not_raise_the_weight_of_the_rest() -> None:
+    """Normalisation is by the mean of the weights before rejection: each gradient is the normalised one, or 0."""
+    plain = outcome(config(**WHOLE["normalised by token"]), ranks=1, micro_batch_rows=4)
+    trm = {"name": "trm_avg", "thresholds": {"mean_kl": 0.1}}
+    both = {**WHOLE["normalised by token"]["correction"], "rules": [trm]}
+    rejecting = outcome(config(correction=both), ranks=1, micro_batch_rows=4)
+    assert 0 < rejecting["metrics"]["correction/kept_fraction"] < 1
+    for sample, gradient in rejecting["gradients"].items():
+        if gradient.any():
+            torch.testing.assert_close(gradient, plain["gradients"][sample])
+
+
+@pytest.mark.parametrize("name", get_args(Preset))
+def test_every_preset_works_by_name(name: str) -> None:
+    got = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
+    for rule, _ in corrections.presets[name].rules:
+        assert f"correction/{rule}/kept_fraction" in got["metrics"]
+    reads_total = corrections.presets[name].bypass
+    again = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
+    assert again["metrics"] == got["metrics"]
+    assert reads_total == name.startswith("bypass_")
+
+
+@pytest.mark.parametrize("name", losses.names())
+def test_every_loss_works_by_name(name: str) -> None:
+    needed, _ = declared(losses.get(name).function)
+    parameters = dict.fromkeys(needed, 0.1)
+    got = outcome(config(loss={"name": name, "parameters": parameters}), ranks=1, micro_batch_rows=4)
+    assert np.isfinite(got["loss"])
+    assert any(float(gradient.abs().sum()) > 0 for gradient in got["gradients"].values())
+
+
+def test_names_of_the_schema_are_those_of_the_registries() -> None:
+    assert sorted(get_args(Loss)) == sorted(losses.names())
+    assert set(get_args(Preset)) == set(corrections.presets)
+
+
+def test_bypass_reads_the_total_ratio_and_brings_its_loss() -> None:
+    preset = outcome(config(correction={"preset": "bypass_ppo_clip"}), ranks=1, micro_batch_rows=4)
+    by_hand = outcome(config(loss={"name": "ppo_clip", "parameters": {"ratio": "total"}}), ranks=1, micro_batch_rows=4)
+    plain = outcome(config(), ranks=1, micro_batch_rows=4)
+    assert preset["loss"] == by_hand["loss"] != plain["loss"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": {"name": "gspo"}, "correction": {"preset": "bypass_pg_is"}}, "own loss"),
+        ({"loss": {"name": "gpg", "clip_low": 0.1}}, "clip_low"),
+        ({"loss": {"clip_low": 0.1, "parameters": {"clip_low": 0.2}}}, "twice"),
+        ({"correction": {"rules": [{"name": "m2po", "target_reject_rate": 0.1}]}}, "cannot be calibrated"),
+        (
+            {"correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 1.0}, "target_reject_rate": 0.1}]}},
+            "either given or chosen",
+        ),
+        ({"correction": {"preset": "decoupled_geo_rs", "rules": [{"name": "seq_mean_k1", "thresholds": {"low": 0.5, "high": 2.0}}]}}, "twice"),
+        ({"correction": {"batch_normalize": "token"}}, "no weights"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_at_launch(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Objective(config(**settings))
+
+
+CALIBRATED = {
+    "correction": {
+        "calibration_steps": 2,
+        "rules": [
+            {"name": "trm_max", "target_reject_rate": 0.25},
+            {"name": "token_k2", "target_reject_rate": 0.1},
+        ],
+    }
+}
+
+
+def test_a_target_reject_rate_is_measured_then_frozen_and_kept(tmp_path: Path) -> None:
+    settings, mini = (
+        config(**CALIBRATED),
+        plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5),
+    )
+    learner, objective = FakeLearner(Ranks(1), 0), Objective(settings, tmp_path)
+    measured = one_update(objective, learner, mini[0][0], first=False)["metrics"]
+    assert measured["correction/kept_fraction"] == 1.0
+    assert objective.state(learner)["thresholds"]["chosen"] == {}
+    last = one_update(objective, learner, mini[0][0], first=False)["metrics"]
+    assert last["correction/kept_fraction"] == 1.0
+    after = one_update(objective, learner, mini[0][0], first=False)["metrics"]
+    assert 0.75 <= after["correction/trm_max/kept_sequence_fraction"] < 0.9
+    assert after["correction/token_k2/kept_fraction"] == pytest.approx(0.9, abs=0.02)
+    kept = json.loads((tmp_path / "thresholds.json").read_text())
+    state = objective.state(learner)
+    assert state["thresholds"]["chosen"] == kept
+    assert after["correction/trm_max/threshold_max_kl"] == kept["trm_max"]["max_kl"]
+    resumed = Objective(settings)
+    resumed.restore(state, learner)
+    assert one_update(resumed, learner, mini[0][0], first=False)["metrics"] == after
+
+
+def test_a_run_resumed_while_it_measures_freezes_the_same_thresholds() -> None:
+    mini = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)[0][0]
+    learner, whole, first, second = FakeLearner(Ranks(1), 0), *(Objective(config(**CALIBRATED)) for _ in range(3))
+    expected = [one_update(whole, learner, mini, first=False)["metrics"] for _ in range(3)]
+    one_update(first, learner, mini, first=False)
+    second.restore(first.state(learner), learner)
+    assert [one_update(second, learner, mini, first=False)["metrics"] for _ in range(2)] == expected[1:]
+
+
+def test_ranks_freeze_the_same_thresholds() -> None:
+    one = outcome(config(**CALIBRATED), ranks=1, micro_batch_rows=100, steps=3)
+    two = outcome(config(**CALIBRATED), ranks=2, micro_batch_rows=2, steps=3)
+    assert_same(one, two)
+    assert one["metrics"]["correction/kept_fraction"] < 1

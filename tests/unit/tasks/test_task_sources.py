@@ -1,0 +1,152 @@
+"""Prompts from files and data sets: rows, fields, messages, chat templates, and what an answer is followed by."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from moe_trm.config.schema import TaskConfig
+from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.models.tiny.checkpoint import EOS, TinyShape, character_tokenizer, make_checkpoint, save, tiny_model
+from moe_trm.tasks.build import build_task
+from moe_trm.tasks.examples import Fields, read_examples
+from moe_trm.tasks.rows import read_rows
+from moe_trm.tasks.tokens import Tokens
+
+SHAPE = TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'narrator' %}{{ raise_exception('no narrators') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<eos>\n{% else %};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    make_checkpoint(folder, shape=SHAPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    save(tiny_model(0, SHAPE), tokenizer, folder)
+    return folder
+
+
+def jsonl(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def parquet(path: Path, rows: list[dict[str, object]]) -> str:
+    arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
+
+
+def test_fields_are_named_and_the_others_are_extras(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"task": "2+2", "gold": 4, "level": {"of": [1, 2]}, "answer": "no"})
+    [example] = read_examples(source, Fields("task", "gold"))
+    assert (example.question, example.answer) == ("2+2", "4")
+    assert example.extra == {"level": {"of": [1, 2]}, "answer": "no"}
+    with pytest.raises(ConfigError, match=r"task\.prompt_field"):
+        read_examples(source)
+
+
+def test_a_field_that_no_function_could_be_sent_is_told_at_launch(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x", "answer": "y", "note": "\\ud800"}\n')
+    with pytest.raises(ConfigError, match=r"no plain data .*line 1"):
+        read_examples(path)
+
+
+def test_parquet_and_jsonl_give_the_same_examples(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": MESSAGES, "answer": "4", "tests": ["a", "b"]}] * 3
+    one = read_examples(parquet(tmp_path / "a.parquet", rows))
+    two = read_examples(jsonl(tmp_path / "a.jsonl", *rows))
+    assert [(e.question, e.answer, e.extra) for e in one] == [(e.question, e.answer, e.extra) for e in two]
+    assert [example.name for example in one] == ["a.parquet:1", "a.parquet:2", "a.parquet:3"]
+
+
+def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_examples(tmp_path / "a.parquet")
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="needs datasets")
+def test_a_data_set_by_name_or_a_clear_error(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", {"prompt": "2+2", "answer": "4"})
+    [row] = read_rows(f"hf:{tmp_path}:train")
+    assert row.fields == {"prompt": "2+2", "answer": "4"}
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+        list(read_rows("hf:no-such-owner/no-such-data-set"))
+    assert "parquet" in caught.value.fix
+
+
+@pytest.mark.skipif(find_spec("datasets") is not None, reason="datasets is installed")
+def test_without_the_reader_a_data_set_is_refused_with_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="datasets is not installed") as caught:
+        list(read_rows("hf:gsm8k:main:train"))
+    assert "moe-trm[data]" in caught.value.fix
+
+
+def test_only_a_reward_of_your_own_can_do_without_answers(tmp_path: Path, plain: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "level": 3})
+    with pytest.raises(ConfigError, match="no answer"):
+        build_task(TaskConfig(name="jsonl", prompts=source), str(plain), seed=0)
+    own = TaskConfig(name="jsonl", prompts=source, reward="own:reward")
+    [prompt] = build_task(own, str(plain), seed=0).train_prompts(1, 1)
+    assert (prompt.answer, prompt.extra) == ("", {"level": 3})
+
+
+def test_messages_always_go_through_the_chat_template(tmp_path: Path, chat: Path, plain: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": MESSAGES, "answer": "4"})
+    config = TaskConfig(name="jsonl", prompts=source)
+    task = build_task(config, str(chat), seed=0)
+    [prompt] = task.train_prompts(1, 1)
+    assert prompt.text == "[system]be brief;[user]2+2;[assistant]"
+    assert prompt.token_ids == task.tokens.encode_plain(prompt.text)
+    with pytest.raises(CheckpointError, match="no chat template"):
+        build_task(config, str(plain), seed=0).train_prompts(1, 1)
+    with pytest.raises(ConfigError, match="for prompts that are text"):
+        build_task(config.model_copy(update={"template": "Q {prompt}"}), str(chat), seed=0).train_prompts(1, 1)
+
+
+def test_a_text_can_be_the_users_message(tmp_path: Path, chat: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"prompt": "2+2", "answer": "4"})
+    config = TaskConfig(name="jsonl", prompts=source, chat=True, template="Add: {prompt}")
+    [prompt] = build_task(config, str(chat), seed=0).train_prompts(1, 1)
+    assert prompt.text == "[user]Add: 2+2;[assistant]"
+
+
+def test_what_follows_an_answer_is_written_as_the_template_does(chat: Path) -> None:
+    tokens = Tokens(chat)
+    tool = [{"role": "tool", "content": "42"}]
+    behind = "\n[tool]42;[assistant]"
+    assert tokens.encode_continuation(tool, EOS) == tokens.encode_plain(behind), "the policy closed its answer itself"
+    cut = tokens.encode_continuation(tool, tokens.encode_plain("7")[0])
+    assert cut == (EOS, *tokens.encode_plain(behind)), "a cut answer is closed for it"
+    whole = tokens.encode_plain("[user]2+2;[assistant]6*7<eos>\n[tool]42;[assistant]")
+    assert (*tokens.encode_plain("[user]2+2;[assistant]6*7"), *cut) == whole
+    with pytest.raises(CheckpointError, match="no narrators"):
+        tokens.encode_continuation([{"role": "narrator", "content": "x"}], EOS)
+
+
+def test_a_template_that_hides_answers_is_refused(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }};{% endfor %}"
+    save(tiny_model(0, SHAPE), tokenizer, tmp_path)
+    with pytest.raises(CheckpointError, match="as it is"):
+        Tokens(tmp_path).encode_continuation([{"role": "user", "content": "x"}], EOS)
