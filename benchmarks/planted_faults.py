@@ -33,8 +33,8 @@ from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.doctor.causes import find_cause
 from moe_trm.doctor.checks import Check
-from moe_trm.doctor.evidence import Evidence, join, of_sample
 from moe_trm.doctor.examine import examine
+from moe_trm.doctor.measurements import Measurements, join, of_sample
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
@@ -282,7 +282,7 @@ def of_recordings(
             }
 
 
-def rescore(config: Config, bundle: Path) -> Evidence:
+def rescore(config: Config, bundle: Path) -> Measurements:
     """What the doctor's probe would see of a recording, from a learner built in this process."""
     from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 

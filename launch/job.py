@@ -49,7 +49,7 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     if config.rollout.engine == "bundle" or config.rollout.attached:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 
-    from moe_trm.rollout.sglang.watchdog import Keeper
+    from moe_trm.rollout.sglang.watchdog import Watchdog
 
     api_key = api_key_for(config) or secrets.token_hex(16)
     port = config.rollout.server.port or free_port()
@@ -62,7 +62,7 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
         f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})",
         flush=True,
     )
-    with Keeper(config, run_dir / "rollout.log", api_key):
+    with Watchdog(config, run_dir / "rollout.log", api_key):
         return run_learner(config_path, overrides, ranks, api_key)
 
 

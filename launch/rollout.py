@@ -15,7 +15,7 @@ from types import FrameType
 from moe_trm.config import load
 from moe_trm.errors import MoeTrmError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.rollout.sglang.watchdog import Keeper
+from moe_trm.rollout.sglang.watchdog import Watchdog
 
 
 class Interrupted(BaseException):
@@ -53,11 +53,11 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
     key = known_key or secrets.token_urlsafe(24)
     log_path = Path(config.run_dir) / config.name / log_name(config.rollout.server.host)
     print(f"starting the rollout server (log: {log_path})", flush=True)
-    with Keeper(config, log_path, key) as keeper:
-        print(f"rollout server ready at {keeper.url}", flush=True)
+    with Watchdog(config, log_path, key) as watchdog:
+        print(f"rollout server ready at {watchdog.url}", flush=True)
         if known_key is None:
             print(f"the trainer needs its key: export {API_KEY_VARIABLE}={key}", flush=True)
-        keeper.wait()
+        watchdog.wait()
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_trm.doctor.evidence import Array, Evidence
+from moe_trm.doctor.measurements import Array, Measurements
 from moe_trm.probe.pooled import k3
 
 Cause = Literal["none", "mask", "temperature", "positions", "expert", "routing", "weights", "precision", "quantization"]
@@ -66,9 +66,9 @@ class Finding:
     config: str = ""
 
 
-def find_cause(evidence: Evidence, quantization: str | None = None) -> Finding:
+def find_cause(measurements: Measurements, quantization: str | None = None) -> Finding:
     """The most specific cause whose trace is there. `quantization`: how the rollout rounds its weights on purpose, if it does."""
-    figures = traces(evidence)
+    figures = traces(measurements)
     found = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
     if quantization is not None and found.cause in ("routing", "weights", "precision"):
         said = ROUNDED.format_map({**figures, "quantization": quantization})
@@ -76,7 +76,7 @@ def find_cause(evidence: Evidence, quantization: str | None = None) -> Finding:
     return Finding(found.cause, found.sentence.format_map(figures), figures, found.config)
 
 
-def traces(evidence: Evidence) -> dict[str, float]:
+def traces(measurements: Measurements) -> dict[str, float]:
     """Every figure that a `Judgement` rests on.
 
     `native_k3`, `replayed_k3`, `flip_rate` (token-layers); `mask_explains` and `mask_slope`, `temperature_explains` and `temperature_slope`
@@ -84,21 +84,21 @@ def traces(evidence: Evidence) -> dict[str, float]:
     that are not certain); `expert_contrast` (median of |x| where the context touched the expert, over the 95th percentile where it did not, for
     the expert of the largest), with `expert_layer`, `expert_id`.
     """
-    x = evidence.replayed
-    mask_explains, mask_slope = _fit(x, evidence.full - evidence.rollout)
-    temperature_explains, temperature_slope = _fit(x, evidence.full + evidence.entropy)
-    uncertain = np.abs(evidence.rollout) > CERTAIN
-    early, late = uncertain & (evidence.position <= EARLY), uncertain & (evidence.position >= LATE)
+    x = measurements.replayed
+    mask_explains, mask_slope = _fit(x, measurements.full - measurements.rollout)
+    temperature_explains, temperature_slope = _fit(x, measurements.full + measurements.entropy)
+    uncertain = np.abs(measurements.rollout) > CERTAIN
+    early, late = uncertain & (measurements.position <= EARLY), uncertain & (measurements.position >= LATE)
     return {
-        "native_k3": float(k3(evidence.native).mean()),
+        "native_k3": float(k3(measurements.native).mean()),
         "replayed_k3": float(k3(x).mean()),
-        "flip_rate": float(evidence.flipped_layers.mean()) / evidence.num_layers,
+        "flip_rate": float(measurements.flipped_layers.mean()) / measurements.num_layers,
         "mask_explains": mask_explains,
         "mask_slope": mask_slope,
         "temperature_explains": temperature_explains,
         "temperature_slope": temperature_slope,
         "early_over_late": _over(np.abs(x[early]), np.abs(x[late])),
-        **_worst_expert(np.abs(x[uncertain]), evidence.touched[uncertain]),
+        **_worst_expert(np.abs(x[uncertain]), measurements.touched[uncertain]),
     }
 
 

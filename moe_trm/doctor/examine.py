@@ -76,7 +76,7 @@ def examine(
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
-    found.finding = find_cause(probed.evidence, config.rollout.quantization)
+    found.finding = find_cause(probed.measurements, config.rollout.quantization)
     for check in _after(config, probed, found.finding):
         add(check)
     found.advice = _advice(config, found.finding)
@@ -101,8 +101,8 @@ def _tokenizer(config: Config) -> str:
 
 
 def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
-    seen, evidence = probed.metrics, probed.evidence
-    yield _requests(seen, len(evidence))
+    seen, measurements = probed.metrics, probed.measurements
+    yield _requests(seen, len(measurements))
     if config.rollout.engine == "sglang":
         yield _push(config)
     yield Check(
@@ -110,8 +110,8 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
         f"{seen.get('replay/applied_fraction', 0):.0%} of token-layers used their recorded routes; the live router would have chosen others on {seen.get('routing/local_flip_rate', 0):.2%}",
     )
-    tokens = ProbeTokens(evidence.group, evidence.native, evidence.replayed, evidence.flipped_layers)
-    figures = pooled(tokens, num_layers=evidence.num_layers)
+    tokens = ProbeTokens(measurements.group, measurements.native, measurements.replayed, measurements.flipped_layers)
+    figures = pooled(tokens, num_layers=measurements.num_layers)
     cast = seen.get("probe/cast_k3_kl")
     rounded = (
         "" if cast is None else f", of which rounding the weights to {config.rollout.server.dtype} makes {cast:.2g}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.doctor.evidence import Evidence, read_evidence
+from moe_trm.doctor.measurements import Measurements, read_measurements
 from moe_trm.errors import MoeTrmError
 from moe_trm.report.run import Row, read_run
 from moe_trm.tasks.build import build_task
@@ -52,7 +52,7 @@ class Probed:
     """What the probe's step measured, as in `metrics.jsonl`, and what it saw token by token."""
 
     metrics: Row
-    evidence: Evidence
+    measurements: Measurements
 
 
 class ProbeFailed(MoeTrmError):
@@ -85,7 +85,7 @@ def zero_update(config_path: str, overrides: Sequence[str], config: Config, fold
     if job.returncode:
         raise ProbeFailed("the probe's run failed", where=str(log), got=last_error(log.read_text(errors="replace")))
     run = folder / NAME
-    return Probed(read_run(run).rows[-1], read_evidence(bundle, run / "probe"))
+    return Probed(read_run(run).rows[-1], read_measurements(bundle, run / "probe"))
 
 
 def last_error(log: str) -> str:

@@ -1,6 +1,6 @@
 """A user's function behind a process: calls that raise, hang, crash or return nonsense fail alone, and the run goes on.
 
-A call that never comes back is told by the board (whose code runs, and since when) and by its deadline. Its process is ended; calls
+A call that never comes back is told by the shared cell of the current call (whose code runs, and since when) and by its deadline. Its process is ended; calls
 that merely shared the process begin again in a new one.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError, MoeTrmError
-from moe_trm.functions.board import SIZE, Board
+from moe_trm.functions.current_call import SIZE, CurrentCall
 from moe_trm.functions.messages import (
     LENGTH,
     Ask,
@@ -33,7 +33,7 @@ from moe_trm.functions.messages import (
 )
 
 POLL_S = 0.1
-"""Between two looks at the board."""
+"""Between two looks at the current."""
 GRACE_S = 2.0
 """What a call gets beyond its limit to say itself that it is over."""
 STARTUP_S = 120.0
@@ -76,8 +76,8 @@ class _Open:
 class Process:
     """A running worker process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, board: Board, ready: Ready, limit_s: float) -> None:
-        self._process, self._board, self.ready, self._limit_s = process, board, ready, limit_s
+    def __init__(self, process: asyncio.subprocess.Process, current: CurrentCall, ready: Ready, limit_s: float) -> None:
+        self._process, self._current, self.ready, self._limit_s = process, current, ready, limit_s
         self._open: dict[int, _Open] = {}
         self._number = 0
         self.ended = False
@@ -87,7 +87,7 @@ class Process:
     async def start(cls, hello: Hello) -> Process:
         with tempfile.TemporaryFile() as cell:
             os.ftruncate(cell.fileno(), SIZE)
-            board = Board(cell.fileno())
+            current = CurrentCall(cell.fileno())
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "moe_trm.functions.worker", str(cell.fileno())),
                 stdin=asyncio.subprocess.PIPE,
@@ -106,9 +106,9 @@ class Process:
             if not isinstance(first, Ready):
                 _kill(process)
                 await process.wait()
-                board.close()
+                current.close()
         if isinstance(first, Ready):
-            return cls(process, board, first, hello.limit_s)
+            return cls(process, current, first, hello.limit_s)
         if isinstance(first, Broken):
             raise ConfigError(
                 first.what, where=first.where, got=first.got, expected=first.expected or None, fix=first.fix
@@ -154,7 +154,7 @@ class Process:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._board.close()
+        self._current.close()
 
     async def _receive(self) -> None:
         while (message := await _message(self._process)) is not None:
@@ -170,7 +170,7 @@ class Process:
                 call.result.set_result(message.value)
             elif isinstance(message, Failed):
                 call.result.set_exception(FunctionFailed(message.reason, message.text))
-        running, _ = self._board.read()
+        running, _ = self._current.read()
         culprits = frozenset([running] if running in self._open else self._open)
         status = await self._process.wait()
         await self.end(culprits, "crash", f"its process ended with exit status {status}")
@@ -193,7 +193,7 @@ class Process:
         while True:
             await asyncio.sleep(POLL_S)
             now = time.monotonic()
-            seen = self._board.read()
+            seen = self._current.read()
             stuck = seen == before and seen[0] in self._open and now - seen[1] > self._limit_s
             before = seen
             late = frozenset([seen[0]]) if stuck else frozenset(n for n, c in self._open.items() if now > c.deadline)

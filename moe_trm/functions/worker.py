@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.board import Board
+from moe_trm.functions.current_call import CurrentCall
 from moe_trm.functions.hosted import Hosted
 from moe_trm.functions.load import load_function
 from moe_trm.functions.messages import (
@@ -47,7 +47,7 @@ _NUM_TOLD = 3
 class Worker:
     """Runs calls as tasks of one event loop and says on the board whose code is being executed."""
 
-    def __init__(self, hosted: Hosted, hello: Hello, board: Board, send: Callable[[FromProcess], None]) -> None:
+    def __init__(self, hosted: Hosted, hello: Hello, board: CurrentCall, send: Callable[[FromProcess], None]) -> None:
         self._hosted, self._limit_s, self._board, self._send = hosted, hello.limit_s, board, send
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
@@ -109,7 +109,7 @@ class Worker:
 
 
 @types.coroutine
-def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: Board) -> Generator[Any, Any, Any]:
+def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: CurrentCall) -> Generator[Any, Any, Any]:
     """Drive `coroutine` as `await` does, with the board saying `number` while its code runs."""
     step, given = coroutine.send, None
     while True:
@@ -126,7 +126,7 @@ def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: Board) -
             step, given = coroutine.throw, error
 
 
-async def serve(hello: Hello, hosted: Hosted, board: Board, source: BinaryIO, sink: BinaryIO) -> None:
+async def serve(hello: Hello, hosted: Hosted, board: CurrentCall, source: BinaryIO, sink: BinaryIO) -> None:
     """Answer calls until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
 
@@ -167,7 +167,7 @@ def main(descriptor: int) -> None:
         sink.write(pack(Broken(error.what, error.where, str(error.got), str(error.expected), error.fix)))
         sink.flush()
         return
-    asyncio.run(serve(hello, hosted, Board(descriptor), source, sink))
+    asyncio.run(serve(hello, hosted, CurrentCall(descriptor), source, sink))
 
 
 if __name__ == "__main__":

@@ -87,12 +87,12 @@ class LearnerBase:
         """See `Learner.gather`."""
         return self._data.gather(values)
 
-    def over_slices(self, values: Tensor) -> Tensor:
-        """See `Learner.over_slices`: rows are whole here."""
+    def sum_over_slices(self, values: Tensor) -> Tensor:
+        """See `Learner.sum_over_slices`: rows are whole here."""
         return values
 
-    def over_stages(self, values: Tensor) -> Tensor:
-        """See `Learner.over_stages`: every rank holds all layers."""
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """See `Learner.sum_over_stages`: every rank holds all layers."""
         return values
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:

@@ -112,10 +112,10 @@ class Learner(Resumable, Protocol):
     def gather(self, values: Tensor) -> Tensor:
         """The 1-D `values` of all ranks that hold different rows, one after the other in the order of `data_rank`; lengths may differ."""
 
-    def over_slices(self, values: Tensor) -> Tensor:
+    def sum_over_slices(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other columns of the same rows, and the same layers; `values` where rows are whole."""
 
-    def over_stages(self, values: Tensor) -> Tensor:
+    def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:

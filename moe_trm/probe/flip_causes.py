@@ -70,7 +70,8 @@ def flip_causes(
         engine_M.index_add_(0, margin_class, engine_NL[known_NL].double())
         counted_M += torch.bincount(margin_class, minlength=len(counted_M))
     engine_L, stale_L, engine_P, engine_M, counted_M = (
-        learner.over_stages(learner.over_slices(sums)) for sums in (engine_L, stale_L, engine_P, engine_M, counted_M)
+        learner.sum_over_stages(learner.sum_over_slices(sums))
+        for sums in (engine_L, stale_L, engine_P, engine_M, counted_M)
     )
     total = learner.reduce(
         {

@@ -45,7 +45,7 @@ def route_metrics(learner: Learner, batches: Sequence[TokenBatch], native: Seque
     places = [layer_ids.index(layer) for layer in own]
     load_LE, flips_L = torch.zeros(len(layer_ids), num_experts).double(), torch.zeros(len(layer_ids)).double()
     load_LE[places], flips_L[places] = torch.from_numpy(load).double(), _flips(batches, native, len(own))
-    load_LE, flips_L = learner.over_stages(load_LE), learner.over_stages(learner.over_slices(flips_L))
+    load_LE, flips_L = learner.sum_over_stages(load_LE), learner.sum_over_stages(learner.sum_over_slices(flips_L))
     sums = {f"{layer}/{e}": n for layer, row in enumerate(load_LE) for e, n in enumerate(row)}
     flips = {f"{layer}": value for layer, value in enumerate(flips_L)}
     total = learner.reduce({**sums, **flips, "tokens": torch.tensor(float(sum(int(b.mask.sum()) for b in batches)))})

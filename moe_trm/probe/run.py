@@ -101,7 +101,7 @@ def _compare(
     rows, _ = batch.mask.nonzero(as_tuple=True)
     ids = torch.tensor([*((record.group_id, record.sample_id) for record in records), (0, 0)], dtype=torch.int64)
     own_flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
-    flips = learner.over_stages(learner.over_slices(own_flips)).cpu().to(torch.int16)
+    flips = learner.sum_over_stages(learner.sum_over_slices(own_flips)).cpu().to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
         group_id=ids[rows, 0],

@@ -42,7 +42,7 @@ class WarmupError(MoeTrmError):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WarmupRecipe:
     """The warm-up's settings.
 
     Attributes:
@@ -94,7 +94,7 @@ class WarmupReport:
 class Warmup:
     """One model on its way from random weights to the quickstart's start."""
 
-    def __init__(self, seed: int, recipe: Recipe) -> None:
+    def __init__(self, seed: int, recipe: WarmupRecipe) -> None:
         self.recipe, self.seed = recipe, seed
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self.model: Qwen3MoeForCausalLM = tiny_model(seed)
@@ -258,9 +258,9 @@ class Warmup:
         print(f"[{seconds:5.1f} s, {cpu_seconds:5.1f} s cpu] {text}", flush=True)
 
 
-def warm_up(folder: Path, seed: int = 0, recipe: Recipe | None = None) -> WarmupReport:
+def warm_up(folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None) -> WarmupReport:
     """Make the quickstart's start in `folder`: a checkpoint, and what was done as `warmup.json`. Raises `WarmupError`."""
-    warmup = Warmup(seed, recipe or Recipe())
+    warmup = Warmup(seed, recipe or WarmupRecipe())
     report = warmup.run()
     save(warmup.model, warmup.tokenizer, folder)
     (folder / "warmup.json").write_text(

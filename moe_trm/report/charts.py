@@ -61,13 +61,13 @@ Chart = Lines | Heat | Stack | Totals
 
 
 @dataclass(frozen=True)
-class Section:
+class ChartSection:
     title: str
     charts: tuple[Chart, ...]
 
 
 SECTIONS = (
-    Section(
+    ChartSection(
         "Learning",
         (
             Lines("Reward and evaluation", "Mean reward of the step's samples; evaluation is greedy, on held-out prompts.",
@@ -86,7 +86,7 @@ SECTIONS = (
                   (("turns/mean", "turns"), ("turns/max", "most turns"), ("turns/appended_tokens_mean", "given tokens")), floor=True),
         ),
     ),
-    Section(
+    ChartSection(
         "Mismatch between rollout and learner",
         (
             Lines("Where the log-ratio comes from", "k3 KL in nats. Engine: same weights, two engines. Staleness: the weights moved since sampling (lag) and within the step (update).",
@@ -105,7 +105,7 @@ SECTIONS = (
                   (("total/chi2_token", "tokens"), ("total/chi2_seq", "sequences"))),
         ),
     ),
-    Section(
+    ChartSection(
         "Expert routes",
         (
             Lines("Router flips", "Share of token-layers whose expert set differs: between the engines' own routers (probe steps), and between the record and the live router.",
@@ -124,7 +124,7 @@ SECTIONS = (
                   (("routing/load_entropy", "entropy"), ("routing/load_max_over_mean", "busiest / mean")), floor=True),
         ),
     ),
-    Section(
+    ChartSection(
         "Correction",
         (
             Lines("Kept tokens", "What the rules let into the gradient; denominators never change.",
@@ -136,7 +136,7 @@ SECTIONS = (
             Lines("Importance weights", "Of kept tokens, after caps.", (("correction/weight_mean", "mean"), ("correction/weight_std", "deviation"), ("correction/weight_eff_sample_size", "effective sample size"))),
         ),
     ),
-    Section(
+    ChartSection(
         "Sampling mask",
         (
             Lines("Kept-set sizes", "Ids that top-k, top-p and min-p left for one token.",
@@ -146,7 +146,7 @@ SECTIONS = (
             Lines("Forced tokens", "Share of tokens with a single kept id: nothing was sampled there.", (("sampling_mask/singleton_fraction", "one id"),), floor=True),
         ),
     ),
-    Section(
+    ChartSection(
         "Age and books",
         (
             Lines("Age of samples", "Weight versions between the one that sampled a token and the one that trains on it.",
@@ -159,7 +159,7 @@ SECTIONS = (
                    (("records/rejected/*", "rejected: "), ("records/dropped/*", "dropped: ")), "No sample was rejected or dropped."),
         ),
     ),
-    Section(
+    ChartSection(
         "Time and schedule",
         (
             Stack("Seconds by phase", "Of the learner: waiting for rollouts, scoring, probing, updating, pushing weights; evaluation and checkpoints between steps.",

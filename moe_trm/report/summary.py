@@ -36,7 +36,7 @@ CheckState = Literal["good", "note", "bad", "none"]
 
 
 @dataclass(frozen=True)
-class Check:
+class ProofCheck:
     """One property over all steps.
 
     Attributes:
@@ -49,7 +49,7 @@ class Check:
     state: CheckState
 
 
-def checks(run: Run) -> list[Check]:
+def checks(run: Run) -> list[ProofCheck]:
     """What must hold at every step, and the alarms beside it."""
     bound = run.config.get("replay", {}).get("max_local_flip_rate", 1.0)
     found = [
@@ -60,16 +60,16 @@ def checks(run: Run) -> list[Check]:
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
     if rounding := run.config.get("rollout", {}).get("quantization"):
-        found.append(Check(f"The rollout's weights are rounded ({rounding}): the engine mismatch is the distance of two policies, no fault", None, "note"))  # fmt: skip
+        found.append(ProofCheck(f"The rollout's weights are rounded ({rounding}): the engine mismatch is the distance of two policies, no fault", None, "note"))  # fmt: skip
     return [*found, _books(run)]
 
 
-def _books(run: Run) -> Check:
+def _books(run: Run) -> ProofCheck:
     balances = {row["step"]: balance for row in run.rows if (balance := _balance(row)) is not None}
     wrong = [step for step, balance in balances.items() if balance]
     if wrong:
-        return Check("First step whose sample ledger does not balance", float(wrong[0]), "bad")
-    return Check("The sample ledger balances at every step", None, "good" if balances else "none")
+        return ProofCheck("First step whose sample ledger does not balance", float(wrong[0]), "bad")
+    return ProofCheck("The sample ledger balances at every step", None, "good" if balances else "none")
 
 
 def _worst(
@@ -79,15 +79,15 @@ def _worst(
     worst: Callable[[list[float]], float],
     holds: Callable[[float], bool],
     otherwise: CheckState = "bad",
-) -> Check:
+) -> ProofCheck:
     values = [value for _, value in run.series(metric)]
     if not values:
-        return Check(what, None, "none")
+        return ProofCheck(what, None, "none")
     finite = [value for value in values if value is not None]
     if len(finite) < len(values):
-        return Check(f"{what} (not finite at {len(values) - len(finite)} steps)", None, "bad")
+        return ProofCheck(f"{what} (not finite at {len(values) - len(finite)} steps)", None, "bad")
     value = worst(finite)
-    return Check(what, value, "good" if holds(value) else otherwise)
+    return ProofCheck(what, value, "good" if holds(value) else otherwise)
 
 
 def _balance(row: Row) -> float | None:

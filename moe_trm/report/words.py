@@ -11,7 +11,7 @@ from html import escape
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report.html import number
 from moe_trm.report.run import Run
-from moe_trm.report.summary import Check, Saying, checks, sayings
+from moe_trm.report.summary import ProofCheck, Saying, checks, sayings
 
 
 def state(run: Run, *, many: bool) -> str:
@@ -66,7 +66,7 @@ def _ribbon(run: Run, said: Sequence[Saying]) -> str:
 def proofs(run: Run, *, many: bool) -> str:
     """Proofs and alarms at their worst step."""
 
-    def row(check: Check) -> str:
+    def row(check: ProofCheck) -> str:
         mark = {"good": "✓", "note": "!", "bad": "✗", "none": "–"}[check.state]
         value = (
             {"good": "yes", "none": "not measured"}.get(check.state, "no")

@@ -21,7 +21,7 @@ from zmq.sugar.context import Context
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
 from moe_trm.rollout.credentials import without_key
-from moe_trm.rollout.service import Reply, Request, Start
+from moe_trm.rollout.service import ControllerReply, Request, Start
 from moe_trm.runtime import wire
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import TrainBatch
@@ -161,7 +161,7 @@ class RolloutClient:
             self._process.wait(30.0 if kind is None else 0.0)
         self._socket.close()
 
-    def _ask(self, op: str, **fields: object) -> Reply:
+    def _ask(self, op: str, **fields: object) -> ControllerReply:
         self._send(op, **fields)
         return self._receive(op)
 
@@ -173,12 +173,12 @@ class RolloutClient:
         request = Request(self._key, op, **place)
         self._socket.send_multipart(wire.encode(request))
 
-    def _receive(self, op: str) -> Reply:
+    def _receive(self, op: str) -> ControllerReply:
         while not self._socket.poll(_POLL_MS):
             if self._process is not None:
                 self._process.check()
         frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
-        reply = wire.decode(frames, Reply)
+        reply = wire.decode(frames, ControllerReply)
         if reply.error:
             raise ControllerError(f"the controller refused '{op}'", got=reply.error, may_pass=reply.may_pass)
         return reply

@@ -128,7 +128,7 @@ class RolloutController:
         metrics = self._metrics(records) | plan_metrics(plan) | ages
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
-            await self._engine.lend_memory()
+            await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:

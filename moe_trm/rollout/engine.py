@@ -36,7 +36,7 @@ class RolloutEngine(Protocol):
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """As `load_weights`, by broadcast: every sender of `shares` is waiting or sending meanwhile. Raises `SyncError`."""
 
-    async def lend_memory(self) -> None:
+    async def release_memory(self) -> None:
         """Give the device memory to the learner until the next weights come; nothing may be in flight."""
 
     def metrics(self) -> dict[str, float]:

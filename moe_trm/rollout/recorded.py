@@ -92,7 +92,7 @@ class BundleEngine:
         """A recording receives nothing: nobody would answer the senders."""
         raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")
 
-    async def lend_memory(self) -> None:
+    async def release_memory(self) -> None:
         """It has none."""
 
     def metrics(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ class Request(msgspec.Struct, frozen=True):
     state: dict[str, Any] = {}
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ControllerReply(msgspec.Struct, frozen=True):
     """`error` is empty when the request succeeded; `may_pass` as of the error."""
 
     error: str = ""
@@ -132,14 +132,14 @@ class ControllerService:
                 raise ControllerError("unknown request", got=request.op, expected=sorted(self._handlers))
             reply = await self._handlers[request.op](self, request)
         except MoeTrmError as error:
-            reply = Reply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
+            reply = ControllerReply(error=f"{type(error).__name__}: {error}", may_pass=error.may_pass)
         except Exception as error:  # noqa: BLE001 - a rank that gets no answer would wait for ever
             traceback.print_exc()
-            reply = Reply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
+            reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
         await socket.send_multipart([identity, *wire.encode(reply)], copy=False)
 
-    async def _batch(self, request: Request) -> Reply:
+    async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
             self._once("batch", request.step, lambda: self._controller.plan(request.step, request.data_size))
         )
@@ -149,9 +149,9 @@ class ControllerService:
             if self._loading.done():
                 self._loading.result()
         shares = await planned
-        return Reply(batch=rank_share(shares[request.data_rank], request.layer_ids))
+        return ControllerReply(batch=rank_share(shares[request.data_rank], request.layer_ids))
 
-    async def _push(self, request: Request) -> Reply:
+    async def _push(self, request: Request) -> ControllerReply:
         shards = self._shards.setdefault(request.version, {})
         shards[request.rank] = request
         complete = self._pushed.setdefault(request.version, asyncio.Event())
@@ -160,7 +160,7 @@ class ControllerService:
         await complete.wait()
         self._pushed.pop(request.version, None)
         await self._once("push", request.version, lambda: self._start_load(request))
-        return Reply()
+        return ControllerReply()
 
     async def _start_load(self, request: Request) -> None:
         """Load, and prove. Where sampling overlaps training the ranks go on meanwhile: what fails here stops their next request."""
@@ -184,20 +184,20 @@ class ControllerService:
         entries = tuple(entry for shard in shards for entry in shard.entries)
         await self._controller.load_weights(finish_push(request.directory, entries, request.version, self._checkpoint))
 
-    async def _evaluate(self, request: Request) -> Reply:
+    async def _evaluate(self, request: Request) -> ControllerReply:
         await self._settled()
-        return Reply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
+        return ControllerReply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
-    async def _state(self, request: Request) -> Reply:
-        return Reply(state=self._controller.state())
+    async def _state(self, request: Request) -> ControllerReply:
+        return ControllerReply(state=self._controller.state())
 
-    async def _restore(self, request: Request) -> Reply:
+    async def _restore(self, request: Request) -> ControllerReply:
         self._controller.restore(request.state)
-        return Reply()
+        return ControllerReply()
 
-    async def _end(self, request: Request) -> Reply:
+    async def _end(self, request: Request) -> ControllerReply:
         self._stop.set()
-        return Reply()
+        return ControllerReply()
 
     async def _once(self, op: str, number: int, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         for key in [key for key in self._shared if key[0] == op and key[1] < number]:
@@ -206,7 +206,7 @@ class ControllerService:
             self._shared[op, number] = asyncio.ensure_future(work())
         return await asyncio.shield(self._shared[op, number])
 
-    _handlers: Mapping[str, Callable[[ControllerService, Request], Coroutine[Any, Any, Reply]]] = {
+    _handlers: Mapping[str, Callable[[ControllerService, Request], Coroutine[Any, Any, ControllerReply]]] = {
         "batch": _batch,
         "push": _push,
         "evaluate": _evaluate,

@@ -65,8 +65,8 @@ class WholeMinibatch:
         own[self.own[index]] = self.mask[self.own[index]]
         # Scattered in row-major order of the whole, in which this micro-batch's rows may be permuted.
         rank = self.own[index].argsort()
-        lent = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
-        current = self.current.masked_scatter(own, lent)
+        given = torch.cat([current_logprobs[:0, :].flatten(), *(current_logprobs[i][mask[i]] for i in rank.tolist())])
+        current = self.current.masked_scatter(own, given)
         ratios = self.ratios(current)
         return LossInputs(
             ratios,

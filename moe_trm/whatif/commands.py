@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moe_trm.config.schema import Config, CorrectionConfig, Loss, LossConfig, Preset, RuleConfig
 from moe_trm.errors import ConfigError
-from moe_trm.whatif.judge import Candidate, Outcome, judge
+from moe_trm.whatif.judge import Candidate, RuleOutcome, judge
 from moe_trm.whatif.recording import Recording, load
 
 AS_TRAINED = "as trained"
@@ -81,7 +81,7 @@ def candidates(
     return found
 
 
-def table(recording: Recording, outcomes: Sequence[Outcome]) -> str:
+def table(recording: Recording, outcomes: Sequence[RuleOutcome]) -> str:
     """The outcomes as text, and what the recording itself says."""
     width = max(len(outcome.name) for outcome in outcomes)
     lines = [f"{recording.source}, steps {min(recording.steps)} to {max(recording.steps)}; means over all tokens", ""]
@@ -101,9 +101,9 @@ def table(recording: Recording, outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "", f"verdict: {first.verdict or first.refused}"])
 
 
-def _judge(candidate: Candidate, recording: Recording) -> Outcome:
+def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:
     if candidate.loss.name == "oapl" and not recording.grouped:
-        return Outcome(
+        return RuleOutcome(
             candidate.name, refused="it compares the samples of a prompt, and the dump does not say which these are"
         )
     return judge(candidate, recording.config, recording.steps)

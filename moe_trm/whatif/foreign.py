@@ -29,7 +29,7 @@ _NUMPY: list[Any] = [np.ndarray, np.dtype, _RECONSTRUCT, *(type(np.dtype(kind)) 
 
 
 @dataclass(frozen=True)
-class Row:
+class ForeignRow:
     """One sample; `[S]` float32 tensors of its response, `mask` bool."""
 
     mask: Tensor
@@ -47,7 +47,7 @@ class Dump:
 
     framework: str
     step: int
-    rows: tuple[Row, ...]
+    rows: tuple[ForeignRow, ...]
     grouped: bool
 
 
@@ -84,7 +84,7 @@ def read(path: Path) -> Dump:
 
 def by_step(dumps: Sequence[Dump]) -> dict[int, list[ScoredUpdate]]:
     """One update per step, rows of all files of it together; a sample that several ranks wrote counts once."""
-    rows: dict[int, dict[tuple[int, int], Row]] = {}
+    rows: dict[int, dict[tuple[int, int], ForeignRow]] = {}
     for place, dump in enumerate(dumps):
         for number, row in enumerate(dump.rows):
             key = (0, row.sample_id) if row.sample_id >= 0 else (1 + place, number)
@@ -151,7 +151,7 @@ def _verl(path: Path, data: Mapping[str, Any]) -> Dump:
     return Dump("verl", int(digits or 0), tuple(rows), grouped=False)
 
 
-def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sample_id: int) -> Row:
+def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sample_id: int) -> ForeignRow:
     learner = torch.as_tensor(sample["log_probs"], dtype=torch.float32).flatten()
     mask = torch.as_tensor(_or(sample.get("loss_masks"), torch.ones(len(learner)))).flatten().bool()
     rollout = torch.as_tensor(sample["rollout_log_probs"], dtype=torch.float32).flatten()
@@ -167,16 +167,16 @@ def _row(path: Path, number: int, sample: Mapping[str, Any], reward: Any, *, sam
         )
     if not all(bool(values[mask].isfinite().all()) for values in (rollout, learner, advantages)):
         raise _lacking(path, f"sample {number} has values that are not finite", "Leave the sample out of the dump.")
-    return Row(mask, rollout, learner, advantages, float(reward), sample_id, -1)
+    return ForeignRow(mask, rollout, learner, advantages, float(reward), sample_id, -1)
 
 
-def _update(rows: Sequence[Row]) -> ScoredUpdate:
+def _update(rows: Sequence[ForeignRow]) -> ScoredUpdate:
     rows = sorted(rows, key=lambda row: -len(row.mask))
     batches = [_batch(rows[start : start + MICRO_BATCH_ROWS], start) for start in range(0, len(rows), MICRO_BATCH_ROWS)]
     return ScoredUpdate(tuple(batches), len(rows), int(sum(int(row.mask.sum()) for row in rows)))
 
 
-def _batch(rows: Sequence[Row], start: int) -> ScoredBatch:
+def _batch(rows: Sequence[ForeignRow], start: int) -> ScoredBatch:
     shape = len(rows), max(1, *(len(row.mask) for row in rows))
     mask = torch.zeros(shape, dtype=torch.bool)
     for number, row in enumerate(rows):

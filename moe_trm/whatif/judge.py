@@ -33,7 +33,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RuleOutcome:
     """What a candidate would have done.
 
     Attributes:
@@ -52,16 +52,16 @@ class Outcome:
     verdict: str = ""
 
 
-def judge(candidate: Candidate, config: Config, recorded: Steps) -> Outcome:
+def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
     """Apply `candidate` to every recorded update. `config` says the rest: calibration steps, lengths."""
     config = config.model_copy(update={"correction": candidate.correction, "loss": candidate.loss})
     try:
         return _judged(candidate.name, config, recorded)
     except ConfigError as error:
-        return Outcome(candidate.name, refused=error.what)
+        return RuleOutcome(candidate.name, refused=error.what)
 
 
-def _judged(name: str, config: Config, recorded: Steps) -> Outcome:
+def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
     objective, chosen = Objective(config), recipe(config)
     recording, weights, says, verdict = RecordedLearner(), EffectiveWeights(), Judge(), ""
     learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
@@ -89,7 +89,7 @@ def _judged(name: str, config: Config, recorded: Steps) -> Outcome:
         steps[step] = objective.take(learner)
         verdict = says.say(steps[step])["verdict"]
     pooled = summable.finalize(recording.total) | weights.summary()
-    return Outcome(name, "", steps, pooled, weights.histogram(), verdict)
+    return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict)
 
 
 def _slope(loss: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from moe_trm.quickstart.warmup import Recipe
+from moe_trm.quickstart.warmup import WarmupRecipe
 
 STEPS = 2
 CONFIG = """
@@ -34,7 +34,7 @@ train: {{steps: {steps}, export: false}}
 
 
 # A few seconds of supervised steps on one-digit sums: some samples are right and some wrong, so that there is a gradient.
-BRIEF = Recipe(
+BRIEF = WarmupRecipe(
     max_digits=1, steps=50, further_steps=1, max_steps=50, mixed_steps=5, extra_rounds=0, eval_size=16,
     enough=0.0, max_greedy=1.0, min_working=0.0,
 )  # fmt: skip

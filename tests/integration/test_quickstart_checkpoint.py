@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from moe_trm.models.tiny.checkpoint import make_checkpoint
 from moe_trm.quickstart import gsm8k
-from moe_trm.quickstart.warmup import Recipe, Warmup, WarmupError, main, warm_up
+from moe_trm.quickstart.warmup import Warmup, WarmupError, WarmupRecipe, main, warm_up
 from moe_trm.tasks.problems import Problem
 from moe_trm.tasks.tokens import Tokens
 
@@ -49,7 +49,7 @@ def test_checkpoint_is_deterministic_and_has_one_tensor_per_expert(tmp_path: Pat
 
 
 def test_warm_up_writes_a_checkpoint_and_what_it_did(tmp_path: Path) -> None:
-    recipe = Recipe(
+    recipe = WarmupRecipe(
         batch_size=8,
         steps=3,
         lr_warmup_steps=2,
@@ -72,7 +72,7 @@ def test_warm_up_writes_a_checkpoint_and_what_it_did(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_that_does_not_learn_fails_and_leaves_nothing(tmp_path: Path) -> None:
-    recipe = Recipe(
+    recipe = WarmupRecipe(
         batch_size=8, steps=2, further_steps=1, max_steps=3, lr_warmup_steps=1, eval_size=8, max_new_tokens=4
     )
     with pytest.raises(WarmupError, match="did not learn") as caught:
@@ -80,11 +80,11 @@ def test_a_warm_up_that_does_not_learn_fails_and_leaves_nothing(tmp_path: Path) 
     assert "after 3 steps" in str(caught.value)
     assert not (tmp_path / "a").exists()
     with pytest.raises(WarmupError, match="too long"):
-        warm_up(tmp_path / "a", recipe=Recipe(max_seconds=0.0))
+        warm_up(tmp_path / "a", recipe=WarmupRecipe(max_seconds=0.0))
 
 
 def test_accuracy_reads_the_answer_and_can_ban_the_direct_one() -> None:
-    warmup = Warmup(0, Recipe(max_new_tokens=6))
+    warmup = Warmup(0, WarmupRecipe(max_new_tokens=6))
 
     class Parrot:
         """Says `#3` and stops, whatever it is asked; a `1` first when `#` is banned."""

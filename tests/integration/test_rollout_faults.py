@@ -18,10 +18,10 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.sglang.supervisor import Server, start_server
-from moe_trm.rollout.sglang.watchdog import Keeper
+from moe_trm.rollout.sglang.watchdog import Watchdog
 from moe_trm.types import TrainBatch
-from tests.integration.doors import Door
 from tests.integration.jobs import still_running, write_config
+from tests.integration.proxy import Proxy
 from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
@@ -57,13 +57,13 @@ def config(checkpoint: Path, url: str | None = None) -> Config:
 def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
     fault: signal.Signals, brief_checkpoint: Path, tmp_path: Path
 ) -> None:
-    async def drill(keeper: Keeper) -> tuple[list[TrainBatch], float]:
-        controller = await build_controller(config(brief_checkpoint, keeper.url), KEY)
+    async def drill(watchdog: Watchdog) -> tuple[list[TrainBatch], float]:
+        controller = await build_controller(config(brief_checkpoint, watchdog.url), KEY)
         try:
             await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
             planning = asyncio.ensure_future(controller.plan(1, data_size=1))
             await until_busy(controller)
-            os.killpg(keeper.server.process.pid, fault)
+            os.killpg(watchdog.server.process.pid, fault)
             started = time.monotonic()
             while not controller._engine.metrics()["rollout/recoveries"]:
                 await asyncio.sleep(0.1)
@@ -77,10 +77,10 @@ def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
             await controller.close()
 
     started = time.monotonic()
-    with Keeper(config(brief_checkpoint), tmp_path / "rollout.log", KEY) as keeper:
+    with Watchdog(config(brief_checkpoint), tmp_path / "rollout.log", KEY) as watchdog:
         start_s = time.monotonic() - started
-        batches, seconds = asyncio.run(drill(keeper))
-        restarts = keeper.restarts
+        batches, seconds = asyncio.run(drill(watchdog))
+        restarts = watchdog.restarts
     print(f"{fault.name}: started in {start_s:.1f} s; back and proved {seconds:.1f} s after it was lost")
     assert restarts == 1
     trained = [sample for batch in batches for sample in sample_ids(batch)]
@@ -96,18 +96,18 @@ def test_a_server_lost_in_the_middle_of_a_batch_costs_no_sample(
 @pytest.mark.slow
 def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkpoint: Path, tmp_path: Path) -> None:
     async def drill(server: Server) -> tuple[TrainBatch, int]:
-        door = Door(server.url)
-        async with door.open() as url:
+        proxy = Proxy(server.url)
+        async with proxy.open() as url:
             controller = await build_controller(config(brief_checkpoint, url), KEY)
             try:
                 await controller.load_weights(make_push(tmp_path, brief_checkpoint, 0, "bfloat16"))
                 planning = asyncio.ensure_future(controller.plan(1, data_size=1))
                 await until_busy(controller)
-                door.shut.add("*")
+                proxy.shut.add("*")
                 await asyncio.sleep(5)
-                door.shut.clear()
+                proxy.shut.clear()
                 [batch] = await planning
-                return batch, door.refused
+                return batch, proxy.refused
             finally:
                 await controller.close()
 
@@ -140,14 +140,16 @@ def test_when_the_job_is_killed_in_the_middle_of_a_step_nothing_stays_and_the_sa
         assert job.poll() is None, (tmp_path / "job.log").read_text()
         time.sleep(0.1)
     everyone = psutil.Process(job.pid).children(recursive=True)
-    ports = {door.laddr.port for process in everyone for door in process.net_connections() if door.status == "LISTEN"}
+    ports = {
+        proxy.laddr.port for process in everyone for proxy in process.net_connections() if proxy.status == "LISTEN"
+    }
     names = " ".join(" ".join(process.cmdline()) for process in everyone)
     assert all(name in names for name in ("sglang", "launch.train", "moe_trm.rollout.service"))
     job.kill()
     job.wait()
     assert not still_running(everyone, 10)
     assert ports
-    assert not {door.laddr.port for door in psutil.net_connections() if door.status == "LISTEN"} & ports
+    assert not {proxy.laddr.port for proxy in psutil.net_connections() if proxy.status == "LISTEN"} & ports
 
     steps = len(metrics_of(run)) + 1
     again = subprocess.run([*command, f"train.steps={steps}"], capture_output=True, text=True, check=False)

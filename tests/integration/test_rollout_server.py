@@ -159,7 +159,7 @@ def test_an_engine_that_lent_its_memory_serves_the_next_push_as_before(
             await engine.load_weights(make_push(tmp_path, tiny_moe, version))
             record = await engine.generate(prompt, greedy, sample_id=0, group_id=0)
             answers.append(record.tokens.tolist())
-            await engine.lend_memory()
+            await engine.release_memory()
         await engine.load_weights(make_push(tmp_path, tiny_moe, 8))
         return answers
 

@@ -28,7 +28,7 @@ from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.sglang.fleet import Fleet
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import RolloutRecord, TrainBatch
-from tests.integration.doors import Door
+from tests.integration.proxy import Proxy
 from tests.integration.test_rollout_server import PARAMS, check_against_hf, make_push
 
 GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
@@ -134,7 +134,7 @@ def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
         await controller.load_weights(make_push(tmp_path, weights[version], version))
 
     async def run() -> list[TrainBatch]:
-        one, two = Door(rollout_server.url), Door(second_server.url)
+        one, two = Proxy(rollout_server.url), Proxy(second_server.url)
         async with one.open() as first, two.open() as second:
             address = request.getfixturevalue("router") if routed else None
             async with controlled(config(tiny_moe, [first, second], address), key) as controller:
@@ -142,7 +142,7 @@ def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
                 await push(controller, 0)
                 assert [server.version for server in fleet.servers] == [0, 0]
                 batches = await controller.plan(1, data_size=1)
-                assert min(door.passed["/generate"] for door in (one, two)) > NUM_CHECKS
+                assert min(proxy.passed["/generate"] for proxy in (one, two)) > NUM_CHECKS
                 # A push that does not reach the second server: the first one serves alone.
                 two.shut.add(LOAD)
                 await push(controller, 1)

@@ -24,7 +24,7 @@ from moe_trm.errors import BundleError, ControllerError, RecordRejected
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.rollout import service as service_module
 from moe_trm.rollout.client import RolloutClient
-from moe_trm.rollout.service import ControllerService, Reply, Request, Start
+from moe_trm.rollout.service import ControllerReply, ControllerService, Request, Start
 from moe_trm.runtime import wire
 from moe_trm.sampling_mask.codec import decode as decode_mask
 from routing import RouteError, decode
@@ -107,7 +107,7 @@ def test_a_thousand_malformed_requests_are_answered_with_errors(tmp_path: Path) 
         for number in range(ROUNDS):
             socket.send_multipart(FUZZERS[number % len(FUZZERS)](rng))
             assert socket.poll(10_000), f"request {number} was not answered"
-            assert wire.decode(socket.recv_multipart(), Reply).error
+            assert wire.decode(socket.recv_multipart(), ControllerReply).error
 
 
 def test_a_request_without_the_key_changes_nothing(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_request_without_the_key_changes_nothing(tmp_path: Path) -> None:
         for key in ("", "wrong", KEY[:-1], KEY + "x", "ключ"):
             for op in ("batch", "push", "evaluate", "state", "restore", "stop"):
                 socket.send_multipart(wire.encode(Request(key, op, version=1, step=1)))
-                assert "wrong controller key" in wire.decode(socket.recv_multipart(), Reply).error
+                assert "wrong controller key" in wire.decode(socket.recv_multipart(), ControllerReply).error
 
 
 def test_a_message_beyond_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_message_beyond_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch:
         socket.send_multipart(wire.encode(Request(KEY, "evaluate")))
         assert socket.poll(10_000)
         # The first answer is to the second request: the first never arrived.
-        assert wire.decode(socket.recv_multipart(), Reply).metrics["eval/accuracy"] == 0.5
+        assert wire.decode(socket.recv_multipart(), ControllerReply).metrics["eval/accuracy"] == 0.5
 
 
 def test_between_machines_only_encrypted_requests_are_heard(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_between_machines_only_encrypted_requests_are_heard(tmp_path: Path) -> N
 
 def test_malformed_replies_are_refused_by_a_rank() -> None:
     rng = random.Random(1)
-    good = [bytes(frame) for frame in wire.encode(Reply(metrics={"a": 1.0}, state={"b": [1, "c"]}))]
+    good = [bytes(frame) for frame in wire.encode(ControllerReply(metrics={"a": 1.0}, state={"b": [1, "c"]}))]
     refused = 0
     for number in range(ROUNDS):
         frames = garbage(rng) if number % 2 else list(good)
@@ -154,7 +154,7 @@ def test_malformed_replies_are_refused_by_a_rank() -> None:
             body[rng.randrange(len(body))] = rng.randrange(256)
             frames[0] = bytes(body[: rng.randrange(1, len(body) + 1)])
         try:
-            wire.decode(frames, Reply)
+            wire.decode(frames, ControllerReply)
         except ControllerError:
             refused += 1
     assert refused > ROUNDS / 2
@@ -163,7 +163,7 @@ def test_malformed_replies_are_refused_by_a_rank() -> None:
 def test_a_message_deeper_than_the_stack_is_refused() -> None:
     deep = msgspec.msgpack.encode({"state": {"a": msgspec.Raw(b"\x91" * 100_000 + b"\xc0")}})
     with pytest.raises(ControllerError, match="malformed"):
-        wire.decode([deep], Reply)
+        wire.decode([deep], ControllerReply)
 
 
 def test_a_bundle_with_names_that_climb_writes_and_reads_nothing_elsewhere(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class ServerConfig(Section):
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A server whose door answers but which generated nothing for so many seconds counts as hung. Longer than a weight push takes."""
+    """A server that answers requests but which generated nothing for so many seconds counts as hung. Longer than a weight push takes."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 

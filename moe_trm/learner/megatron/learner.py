@@ -121,10 +121,10 @@ class MegatronLearner(LearnerBase):
         self._optimizer.zero_grad()
         return result
 
-    def over_slices(self, values: Tensor) -> Tensor:
-        """See `Learner.over_slices`."""
-        return self._parts.over_slices(values.to(self._device))
+    def sum_over_slices(self, values: Tensor) -> Tensor:
+        """See `Learner.sum_over_slices`."""
+        return self._parts.sum_over_slices(values.to(self._device))
 
-    def over_stages(self, values: Tensor) -> Tensor:
-        """See `Learner.over_stages`."""
-        return self._parts.over_stages(values.to(self._device))
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        """See `Learner.sum_over_stages`."""
+        return self._parts.sum_over_stages(values.to(self._device))

@@ -82,11 +82,11 @@ class Parts:
         dist.broadcast(flat, group=self._stages, group_src=self._stages.size() - 1)
         return [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
 
-    def over_slices(self, values: Tensor) -> Tensor:
+    def sum_over_slices(self, values: Tensor) -> Tensor:
         """Sum over the ranks that hold other columns of the same rows and the same layers."""
         return _summed(values, self._slices)
 
-    def over_stages(self, values: Tensor) -> Tensor:
+    def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum over the ranks that hold other layers."""
         return _summed(values, (self._stages,))
 

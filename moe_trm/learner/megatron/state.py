@@ -32,7 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Share:
+class OptimizerShare:
     """Where a rank's parameter lies in the whole one: a box, whose flattened elements are the first of the flattened parameter.
 
     What is behind them is padding of the vocabulary.
@@ -151,7 +151,7 @@ class TrainingState:
                 parameter.copy_(flat.view(parameter.shape))
 
 
-def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> Share:
+def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> OptimizerShare:
     group, dim, box = tensor_group(name), convert.split_dim(name), list(parameter.shape)
     if convert.is_gated(name):
         # Rows are the second dimension then, columns the third.
@@ -164,7 +164,7 @@ def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> Share:
         shape[0] = int(hf["vocab_size"])
         offset[0] = min(offset[0], shape[0])
         box[0] = min(box[0], shape[0] - offset[0])
-    return Share(name, tuple(shape), tuple(offset), tuple(box))
+    return OptimizerShare(name, tuple(shape), tuple(offset), tuple(box))
 
 
 def _masters(optimizer: MegatronOptimizer) -> dict[Tensor, Master]:

@@ -1,4 +1,4 @@
-"""The one door to the model classes of transformers, whose import needs torchvision to import first."""
+"""The model classes of transformers, whose import needs torchvision to import first."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from moe_trm.errors import EngineLost
 from moe_trm.rollout.sglang.http import EngineHttp
 
 
-class Door:
+class Endpoint:
     """Requests for samples through one connection. Servers behind a router share one.
 
     Attributes:
@@ -28,7 +28,7 @@ class Door:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since a sample was last answered, or the first one asked for; 0 while none is owed."""
+        """Seconds since a sample was last answered, or the first one asked for; 0 while none is in flight."""
         return _now() - self._heard if self._asking else 0.0
 
     async def ask(self, request: Mapping[str, object]) -> bytes:

@@ -12,11 +12,11 @@ from moe_trm.errors import CheckpointError, EngineError, RecordRejected, SyncErr
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
+from moe_trm.rollout.sglang.continuation import continued
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
-from moe_trm.rollout.sglang.pieces import continued
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
 from moe_trm.rollout.sglang.served import ServedModel
@@ -69,9 +69,9 @@ class SglangEngine:
             return EngineHttp(url, api_key, timeout_s=rollout.timeout_s, max_attempts=rollout.max_attempts)
 
         self._router = Router(connect(rollout.router), api_key) if rollout.router else None
-        door = self._router.door if self._router is not None else None
+        endpoint = self._router.endpoint if self._router is not None else None
         self._fleet = Fleet(
-            [RemoteServer(connect(url), door) for url in rollout.addresses],
+            [RemoteServer(connect(url), endpoint) for url in rollout.addresses],
             self._load,
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
@@ -91,7 +91,7 @@ class SglangEngine:
         self._device = devices[0]
         if self._router is not None:
             await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers), every=True)
-            await self._check.through(self._router.door.http)
+            await self._check.through(self._router.endpoint.http)
         self._fleet.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -150,9 +150,9 @@ class SglangEngine:
         self._shares = version, shares
         await self._fleet.update(version)
 
-    async def lend_memory(self) -> None:
+    async def release_memory(self) -> None:
         """Every server in service releases its weights and cache; it takes the memory back around the next load."""
-        await asyncio.gather(*(server.lend_memory() for server in self._fleet.servers if not server.fenced))
+        await asyncio.gather(*(server.release_memory() for server in self._fleet.servers if not server.fenced))
 
     def metrics(self) -> dict[str, float]:
         """`rollout/reissued` samples asked for again, `rollout/recoveries` of servers, `rollout/servers` in service; totals since the start."""
@@ -166,14 +166,14 @@ class SglangEngine:
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it."""
-        await server.reclaim_memory("weights")
+        await server.resume_memory("weights")
         if self._shares is not None:
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
             await load_folder(server.http, push, expected)
             server.version = push.version
-        await server.reclaim_memory("kv_cache")
+        await server.resume_memory("kv_cache")
 
     async def _receive(self, server: RemoteServer, version: int, shares: Sequence[Share]) -> None:
         if server.fenced:

@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 WATCH_S = 2.0
 """Pause between two looks at the servers, and longest between two at one that is lost."""
 SILENCE_S = 5.0
-"""A server that owes answers and gave none for so long is asked whether it is there."""
+"""A server with samples in flight that answered none for so long is asked whether it is there."""
 DOOR_S = 10.0
 """Longest time in which a server that is there says so."""
 HEALTH_S = 30.0
@@ -47,7 +47,7 @@ class Fleet:
         load: see `Load`.
         interrupt: end what a server samples when it is given weights, instead of waiting for it.
         patience_s: longest time without any server, or without the router, before the run is given up.
-        router: chooses the server of each sample, if there is one; then all servers have its door.
+        router: chooses the server of each sample, if there is one; then all servers have its endpoint.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Fleet:
         await self._ready()
 
     async def fence_restarted(self) -> None:
-        """Look for servers that were started again while they owed nothing, and so serve other weights under another label."""
+        """Look for servers that were started again while nothing was in flight there, and so serve other weights under another label."""
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
@@ -197,7 +197,7 @@ class Fleet:
             await asyncio.sleep(WATCH_S)
             if self._router is not None:
                 self._router.forget()
-                if self._router.door.silent_s > SILENCE_S:
+                if self._router.endpoint.silent_s > SILENCE_S:
                     await self._router.give_up_if_stuck()
             await asyncio.gather(*(self._look(server) for server in self.servers))
 

@@ -14,7 +14,7 @@ import logging
 from typing import Any
 
 from moe_trm.errors import EngineLost
-from moe_trm.rollout.sglang.endpoint import Door
+from moe_trm.rollout.sglang.endpoint import Endpoint
 from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
 
 POLL_S = 0.05
@@ -37,11 +37,11 @@ class Router:
         api_key: of the servers, which the router needs for its own questions to them.
 
     Attributes:
-        door: where samples are asked for.
+        endpoint: where samples are asked for.
     """
 
     def __init__(self, http: EngineHttp, api_key: str | None) -> None:
-        self.door = Door(http)
+        self.endpoint = Endpoint(http)
         self._http, self._api_key = http, api_key
         self._told: frozenset[str] | None = None
         self._lost_at: float | None = None
@@ -62,7 +62,7 @@ class Router:
             await self._listed()
         except EngineLost as error:
             log.warning("router %s: %s (%s)", self._http.url, error.what, error.got)
-            self.door.give_up()
+            self.endpoint.give_up()
 
     async def choose_among(self, urls: frozenset[str], *, every: bool = False) -> None:
         """Return when the router gives samples to no server but these, and to at least one of them; it takes up the others when it can.

@@ -23,7 +23,7 @@ POLL_S = 0.5
 """Pause between two looks at the process."""
 LOOK_S = 5.0
 """Pause between two requests to the server."""
-DOOR_S = 10.0
+ANSWER_S = 10.0
 """A server process that does not even say which model it serves within this time is stopped or stuck."""
 HEALTH_S = 30.0
 """Longest wait for SGLang's own health check, which gives up after 20 s."""
@@ -31,7 +31,7 @@ HEALTH_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class Keeper:
+class Watchdog:
     """A running server and the thread that watches it. A context manager: leaving it ends both.
 
     Args:
@@ -51,7 +51,7 @@ class Keeper:
         self._config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
         self._ending, self._over = threading.Event(), threading.Event()
         self.restarts = 0
-        self._thread = threading.Thread(target=self._watch, name="rollout-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True)
         self._thread.start()
 
     @property
@@ -75,7 +75,7 @@ class Keeper:
             fix="The log tells why it ended. rollout.server.max_restarts is the limit.",
         )
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> Watchdog:
         return self
 
     def __exit__(
@@ -110,8 +110,8 @@ class Keeper:
 
     def _look(self, well: float) -> tuple[str | None, bool]:
         """What is wrong, if it is bad enough, and whether all is well."""
-        if not self._answers("/model_info", DOOR_S):
-            return f"gave no sign of life for {DOOR_S:g} s", False
+        if not self._answers("/model_info", ANSWER_S):
+            return f"gave no sign of life for {ANSWER_S:g} s", False
         if self._answers("/health", HEALTH_S):
             return None, True
         # A large weight update keeps the engine from generating; only a long standstill is a fault.

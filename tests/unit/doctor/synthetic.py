@@ -1,4 +1,4 @@
-"""Evidence as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, E experts."""
+"""Measurements as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, E experts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.doctor.evidence import Evidence
+from moe_trm.doctor.measurements import Measurements
 
 N, L, E = 2000, 3, 16
 
 
-def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
+def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Measurements:
     """Engines that differ by `noise` nats; `changed` replaces whole arrays."""
     rng = np.random.default_rng(seed)
     rollout = -rng.exponential(0.5, N)
@@ -27,9 +27,9 @@ def clean(seed: int = 0, noise: float = 1e-6, **changed: Any) -> Evidence:
         "flipped_layers": np.zeros(N, int),
         "touched": rng.random((N, L, E)) < 0.5,
     }
-    return Evidence(**(values | changed))
+    return Measurements(**(values | changed))
 
 
-def with_ratio(x: np.ndarray, **changed: Any) -> Evidence:
+def with_ratio(x: np.ndarray, **changed: Any) -> Measurements:
     """Engines that differ by `x`, whichever routes are used."""
     return clean(replayed=x, native=x, **changed)

@@ -36,14 +36,14 @@ def test_a_rollout_that_rounds_its_weights_is_no_fault(size: float) -> None:
 
 def test_what_rounding_does_not_explain_is_still_named() -> None:
     assert find_cause(clean(noise=1e-5), "fp8").cause == "none"
-    evidence = clean()
-    assert find_cause(with_ratio(0.4 * (evidence.full + evidence.entropy)), "fp8").cause == "temperature"
+    measurements = clean()
+    assert find_cause(with_ratio(0.4 * (measurements.full + measurements.entropy)), "fp8").cause == "temperature"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 0.95, 1.1, 1.4])
 def test_temperature_and_how_much(temperature: float) -> None:
-    evidence = clean()
-    x = (1 / temperature - 1) * (evidence.full + evidence.entropy) + noise(0.01)
+    measurements = clean()
+    x = (1 / temperature - 1) * (measurements.full + measurements.entropy) + noise(0.01)
     found = find_cause(with_ratio(x))
     assert found.cause == "temperature"
     assert f"at a {'lower' if temperature < 1 else 'higher'} temperature" in found.sentence
@@ -51,8 +51,8 @@ def test_temperature_and_how_much(temperature: float) -> None:
 
 def test_a_learner_without_the_mask() -> None:
     kept_mass = np.log(np.random.default_rng(3).uniform(0.7, 1.0, N))
-    evidence = clean()
-    found = find_cause(with_ratio(kept_mass + noise(0.01), full=evidence.rollout + kept_mass))
+    measurements = clean()
+    found = find_cause(with_ratio(kept_mass + noise(0.01), full=measurements.rollout + kept_mass))
     assert (found.cause, found.config) == ("mask", "sampling_mask.mode=keep")
 
 

@@ -54,5 +54,5 @@ def test_ranks_and_layers_are_those_of_the_parts() -> None:
     assert (base.data_rank, base.data_size, base.leads) == (1, 2, False)
     assert (base.moe_layer_ids, base.model_moe_layer_ids) == ((1, 2), (1, 2, 3, 4))
     values = torch.ones(3)
-    assert base.over_slices(values) is values
-    assert base.over_stages(values) is values
+    assert base.sum_over_slices(values) is values
+    assert base.sum_over_stages(values) is values

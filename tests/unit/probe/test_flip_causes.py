@@ -23,10 +23,10 @@ class OneRank:
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         return {name: float(value) for name, value in sums.items()}
 
-    def over_slices(self, values: Tensor) -> Tensor:
+    def sum_over_slices(self, values: Tensor) -> Tensor:
         return values
 
-    def over_stages(self, values: Tensor) -> Tensor:
+    def sum_over_stages(self, values: Tensor) -> Tensor:
         return values
 
 

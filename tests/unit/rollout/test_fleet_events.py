@@ -139,7 +139,7 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) ->
     https: list[Any] = [*fakes]
     router = Router(cast(EngineHttp, SimulatedRouter(fakes, chance)), "key") if routed else None
     fleet = Fleet(
-        [RemoteServer(http, router.door if router else None) for http in https],
+        [RemoteServer(http, router.endpoint if router else None) for http in https],
         load,
         interrupt=interrupt,
         patience_s=1e6,

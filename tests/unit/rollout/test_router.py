@@ -107,7 +107,7 @@ class Behind:
         router = Router(EngineHttp(self.router.url, KEY, timeout_s=5.0, max_attempts=1), KEY)
         connections = [EngineHttp(fake.url, KEY, timeout_s=5.0, max_attempts=1) for fake in self.fakes]
         self.fleet = Fleet(
-            [RemoteServer(http, router.door) for http in connections],
+            [RemoteServer(http, router.endpoint) for http in connections],
             self._load,
             interrupt=self.interrupt,
             patience_s=self.patience_s,

@@ -12,15 +12,15 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang import watchdog as keeper_module
-from moe_trm.rollout.sglang.watchdog import Keeper
+from moe_trm.rollout.sglang import watchdog as watchdog_module
+from moe_trm.rollout.sglang.watchdog import Watchdog
 from tests.unit.rollout.test_supervisor import config, wait_until_dead
 
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("DOOR_S", 1.0)):
-        monkeypatch.setattr(keeper_module, name, seconds)
+    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("ANSWER_S", 1.0)):
+        monkeypatch.setattr(watchdog_module, name, seconds)
 
 
 def settings(tmp_path: Path, **server: object) -> Config:
@@ -40,19 +40,19 @@ def until(happened: Callable[[], bool], patience_s: float = 20.0) -> None:
 def test_a_server_that_is_lost_is_started_again_on_its_port(
     fault: signal.Signals, tmp_path: Path, pids_file: Path
 ) -> None:
-    with Keeper(settings(tmp_path), tmp_path / "rollout.log", "key") as keeper:
-        url, first = keeper.url, keeper.server.process.pid
+    with Watchdog(settings(tmp_path), tmp_path / "rollout.log", "key") as watchdog:
+        url, first = watchdog.url, watchdog.server.process.pid
         lost = [int(pid) for pid in pids_file.read_text().split()]
         os.killpg(first, fault)
-        until(lambda: keeper.server.process.pid != first)
-        assert keeper.url == url
-        assert keeper.restarts == 1
+        until(lambda: watchdog.server.process.pid != first)
+        assert watchdog.url == url
+        assert watchdog.restarts == 1
         assert wait_until_dead(lost)
     assert wait_until_dead([int(pid) for pid in pids_file.read_text().split()])
 
 
 def test_after_its_last_restart_a_server_is_given_up(tmp_path: Path, pids_file: Path) -> None:
-    with Keeper(settings(tmp_path, max_restarts=0), tmp_path / "rollout.log", "key") as keeper:
-        os.killpg(keeper.server.process.pid, signal.SIGKILL)
+    with Watchdog(settings(tmp_path, max_restarts=0), tmp_path / "rollout.log", "key") as watchdog:
+        os.killpg(watchdog.server.process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="given up after 0 restarts"):
-            keeper.wait()
+            watchdog.wait()

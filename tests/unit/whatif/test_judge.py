@@ -14,7 +14,7 @@ from moe_trm.cli import main
 from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
 from moe_trm.recording.scores import CONFIG_FILE, ScoredBatch, ScoredUpdate, write_scores
 from moe_trm.whatif.gradient import EffectiveWeights
-from moe_trm.whatif.judge import Candidate, Outcome, judge
+from moe_trm.whatif.judge import Candidate, RuleOutcome, judge
 
 CONFIG = Config.model_validate({"model": {"checkpoint": "none"}})
 ENGINE_RATIOS = torch.tensor([[1.0, 4.0, 1.0, 0.0], [0.2, 1.0, 0.0, 0.0]])
@@ -40,7 +40,7 @@ def recorded(advantages: tuple[float, float] = (1.0, -1.0)) -> ScoredUpdate:
     return ScoredUpdate((batch,), num_sequences=2, num_tokens=5)
 
 
-def outcome(correction: dict[str, object], loss: dict[str, object] | None = None) -> Outcome:
+def outcome(correction: dict[str, object], loss: dict[str, object] | None = None) -> RuleOutcome:
     candidate = Candidate("it", CorrectionConfig.model_validate(correction), LossConfig.model_validate(loss or {}))
     return judge(candidate, CONFIG, {1: [recorded()]})
 

@@ -10,7 +10,7 @@ _CELL = struct.Struct("<Qd")
 SIZE = _CELL.size
 
 
-class Board:
+class CurrentCall:
     """One cell: the number of the call whose code runs, and since when (`time.monotonic`, which all processes of a machine share).
 
     Args:

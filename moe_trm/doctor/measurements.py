@@ -24,7 +24,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Measurements:
     """Scored tokens of the probe; log-probs are float64 nats.
 
     Attributes:
@@ -54,7 +54,7 @@ class Evidence:
         return int(self.touched.shape[1])
 
 
-def read_evidence(bundle: Path, probe: Path) -> Evidence:
+def read_measurements(bundle: Path, probe: Path) -> Measurements:
     """Join what one step recorded in `bundle` with what its probe saved.
 
     Raises:
@@ -79,8 +79,10 @@ def read_evidence(bundle: Path, probe: Path) -> Evidence:
     return join(parts)
 
 
-def of_sample(record: RolloutRecord, replayed: Array, native: Array, entropy: Array, flipped_layers: Array) -> Evidence:
-    """The evidence of one sample from what the learner made of its scored tokens, each `[N]`: see `Evidence`.
+def of_sample(
+    record: RolloutRecord, replayed: Array, native: Array, entropy: Array, flipped_layers: Array
+) -> Measurements:
+    """The measurements of one sample from what the learner made of its scored tokens, each `[N]`: see `Measurements`.
 
     Raises:
         BundleError: a record without routes.
@@ -88,7 +90,7 @@ def of_sample(record: RolloutRecord, replayed: Array, native: Array, entropy: Ar
     if record.routes is None:
         raise BundleError("the probe's rollouts hold no routes", expected="routes of every sample")
     places = np.flatnonzero(record.sampled)[record.scored] - 1
-    return Evidence(
+    return Measurements(
         group=np.full(len(places), record.group_id),
         position=places + 1,
         rollout=record.rollout_logprobs[record.scored].astype(np.float64),
@@ -101,10 +103,10 @@ def of_sample(record: RolloutRecord, replayed: Array, native: Array, entropy: Ar
     )
 
 
-def join(parts: Sequence[Evidence]) -> Evidence:
-    """The evidence of all samples together."""
-    return Evidence(
-        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Evidence)}
+def join(parts: Sequence[Measurements]) -> Measurements:
+    """The measurements of all samples together."""
+    return Measurements(
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Measurements)}
     )
 
 

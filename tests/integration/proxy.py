@@ -1,4 +1,4 @@
-"""A door in front of a real server, which counts what passes and can be shut for some requests or for all."""
+"""A proxy in front of a real server, which counts what passes and can be shut for some requests or for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 
-class Door:
+class Proxy:
     """Attributes: `shut`, paths that are answered with 502 (`*`: all); `passed`, answered requests by path; `refused`, their number."""
 
     def __init__(self, server_url: str) -> None:
