@@ -175,21 +175,22 @@ def _spawn(
     command: list[str], environment: dict[str, str], host: str, port: int, log_path: Path, api_key: str
 ) -> Server:
     # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
-    with tempfile.NamedTemporaryFile("ab", prefix="moe-trm-output-") as output:
+    with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        emptied = os.dup(output.fileno())
+        # The server appends, so that a file that was emptied begins anew.
+        written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=written,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
-        args=(process, source, emptied, log_path, api_key.encode()),
+        args=(process, source, written, log_path, api_key.encode()),
         daemon=True,
         name="rollout-log",
     )
@@ -198,13 +199,13 @@ def _spawn(
     return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
 
 
-def _pump(process: subprocess.Popen[bytes], source: FileIO, emptied: int, log_path: Path, secret: bytes) -> None:
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
     """Copy the server's output to the log without the key, which SGLang prints among its arguments.
 
     Args:
         process: the server; the copy ends after it.
         source: its output so far, a file without a name that only this user can read.
-        emptied: descriptor of the same file, which is emptied once much of it has been copied.
+        written: descriptor by which the server writes; the file is emptied once much of it has been copied.
         log_path: where the copy goes.
         secret: the key.
     """
@@ -215,13 +216,13 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, emptied: int, log_pa
             while data := source.read(COPIED_BYTES):
                 lines, newline, begun = (begun + data).rpartition(b"\n")
                 log.write((lines + newline).replace(secret, b"***"))
-            if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(emptied).st_size:
-                os.truncate(emptied, 0)
+            if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
+                os.truncate(written, 0)
                 source.seek(0)
             if not over:
                 time.sleep(POLL_S)
         log.write(begun.replace(secret, b"***"))
-    os.close(emptied)
+    os.close(written)
 
 
 def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
