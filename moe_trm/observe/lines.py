@@ -9,7 +9,6 @@ from typing import TextIO
 from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.observe.sinks import Sink
 
-
 NOTHING = "–"
 """Stands for the share of routes that were applied where none was replayed."""
 
