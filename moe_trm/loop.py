@@ -131,11 +131,15 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def replay_metrics(report: ReplayReport) -> dict[str, float]:
+    """`replay/*` and `routing/local_flip_rate*`; where nothing was replayed there is nothing to prove, and only that is told."""
+    counted = {"replay/token_layers": float(report.replayed), "replay/native_fraction": report.native_fraction}
+    applied, flips = report.applied_fraction, report.local_flip_rate
+    if applied is None or flips is None:
+        return counted
     return {
-        "replay/applied_fraction": report.applied_fraction,
-        "replay/token_layers": float(report.replayed),
-        "replay/native_fraction": report.native_fraction,
-        "routing/local_flip_rate": report.local_flip_rate,
+        "replay/applied_fraction": applied,
+        **counted,
+        "routing/local_flip_rate": flips,
         **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
     }
 

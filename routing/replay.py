@@ -113,9 +113,9 @@ class ReplayReport:
     native: int = 0
 
     @property
-    def applied_fraction(self) -> float:
-        """`matched / replayed`; 1.0 on every proved step, and when nothing was replayed."""
-        return self.matched / self.replayed if self.replayed else 1.0
+    def applied_fraction(self) -> float | None:
+        """`matched / replayed`: 1.0 on every proved step; None when nothing was replayed."""
+        return self.matched / self.replayed if self.replayed else None
 
     @property
     def native_fraction(self) -> float:
@@ -123,9 +123,12 @@ class ReplayReport:
         return self.native / (self.native + self.replayed) if self.native else 0.0
 
     @property
-    def local_flip_rate(self) -> float:
-        """`local_flips / replayed`; about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one."""
-        return self.local_flips / self.replayed if self.replayed else 0.0
+    def local_flip_rate(self) -> float | None:
+        """`local_flips / replayed`: about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one.
+
+        None when nothing was replayed.
+        """
+        return self.local_flips / self.replayed if self.replayed else None
 
     def __add__(self, other: ReplayReport) -> ReplayReport:
         """Counters of both. Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals."""

@@ -157,7 +157,7 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
         native=int(counters[:, NATIVE].sum()),
     )
-    worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
+    worst = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
     if worst > max_local_flip_rate:
         raise ReplayProofError(
             f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}. "

@@ -6,7 +6,8 @@ import math
 from importlib.metadata import version
 from pathlib import Path
 
-from moe_trm.checkpoint.folder import read_manifest
+from moe_trm.checkpoint.checkpoints import folder_of
+from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import ConfigError
 from moe_trm.functions.check import check_functions
@@ -17,17 +18,19 @@ from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.observe.trackers import check_trackers
+from moe_trm.recording.existing import check_not_anothers
 from moe_trm.rollout.sessions.function_sampler import ADAPTER as ROLLOUT_ADAPTER
 from moe_trm.rollout.sglang.supervisor import on_cpu
 from moe_trm.step.objective import Objective
 from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 
 
-def check_launch(config: Config, *, world_size: int) -> None:
+def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
     Looks at the checkpoint's config.json, tokenizer and names of tensors, whether the learner can train that model (Megatron-Core: in this
-    layout), and the names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
+    layout), and the names and thresholds of corrections and loss, functions of the user's own, the checkpoint to go on from, and whether
+    another run's recording is in the way. `restarted`: these ranks replace some of the same run that died.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":
@@ -43,6 +46,13 @@ def check_launch(config: Config, *, world_size: int) -> None:
     check_quantization(config)
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
+    if config.record.bundle and not restarted:
+        own = CheckpointFolder(folder_of(config, Path(config.run_dir) / config.name)).steps()
+        check_not_anothers(
+            Path(config.record.bundle),
+            (config.run_dir, config.name),
+            goes_on=bool(own) and config.checkpoint.resume != "never",
+        )
 
 
 def check_quantization(config: Config) -> None:

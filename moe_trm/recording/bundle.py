@@ -106,6 +106,13 @@ class BundleReader:
         except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
 
+    def logprobs(self, step: int) -> dict[int, np.ndarray]:
+        """`[S]` rollout log-probs of each record of one step by sample id; routes and masks are not decoded."""
+        path = self._existing(step)
+        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
+        parts = np.split(arrays["rollout_logprobs"], arrays["sampled_offsets"][1:-1])
+        return dict(zip(header.sample_ids, parts, strict=True))
+
     def _existing(self, step: int) -> Path:
         path = _path(self._folder, step)
         if not path.is_file():

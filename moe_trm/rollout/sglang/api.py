@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from moe_trm.errors import SyncError
@@ -17,6 +18,20 @@ class EngineApi(Protocol):
 
     async def post(self, path: str, body: Mapping[str, object]) -> Any:
         """Parsed JSON of a POST."""
+
+
+@asynccontextmanager
+async def paused(api: EngineApi) -> AsyncIterator[None]:
+    """The engine generates nothing inside: what it still runs, such as the token of a health check, goes back to its queue.
+
+    Weights are given inside, because the engine refuses to flush its prefix cache while anything runs.
+    Raises `EngineError`; the engine goes on however the block ends, if it can be reached.
+    """
+    await api.post("/pause_generation", {"mode": "retract"})
+    try:
+        yield
+    finally:
+        await api.post("/continue_generation", {})
 
 
 async def check_version(api: EngineApi, version: int) -> None:

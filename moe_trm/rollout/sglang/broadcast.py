@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_trm.errors import EngineError, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights
+from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
@@ -77,26 +77,27 @@ class DistributedPush:
             )
         )
         damaged: list[str] = []
-        await self._succeed("/begin_weight_update", {})
-        try:
-            for number, (group, bucket) in enumerate(requests):
-                last = number == len(requests) - 1
-                label = {"weight_version": str(version)} if last else {}
-                witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
-                await self._succeed(
-                    "/update_weights_from_distributed",
-                    {
-                        "names": [entry.name for entry in bucket],
-                        "dtypes": [entry.dtype for entry in bucket],
-                        "shapes": [list(entry.shape) for entry in bucket],
-                        "group_name": group,
-                        "flush_cache": last,
-                        **label,
-                    },
-                )
-                damaged += await witness
-        finally:
-            await self._succeed("/end_weight_update", {})
+        async with paused(self.api):
+            await self._succeed("/begin_weight_update", {})
+            try:
+                for number, (group, bucket) in enumerate(requests):
+                    last = number == len(requests) - 1
+                    label = {"weight_version": str(version)} if last else {}
+                    witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
+                    await self._succeed(
+                        "/update_weights_from_distributed",
+                        {
+                            "names": [entry.name for entry in bucket],
+                            "dtypes": [entry.dtype for entry in bucket],
+                            "shapes": [list(entry.shape) for entry in bucket],
+                            "group_name": group,
+                            "flush_cache": last,
+                            **label,
+                        },
+                    )
+                    damaged += await witness
+            finally:
+                await self._succeed("/end_weight_update", {})
         if damaged:
             raise SyncError(
                 "tensors changed between the learner's memory and the engine",

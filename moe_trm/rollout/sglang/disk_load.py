@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights
+from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.shard import read_tensors
@@ -60,7 +60,8 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
     """
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
-        answer = await api.post("/update_weights_from_disk", body)
+        async with paused(api):
+            answer = await api.post("/update_weights_from_disk", body)
     except EngineLost:
         raise
     except EngineError as error:

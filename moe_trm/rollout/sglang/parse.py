@@ -54,7 +54,8 @@ class MetaInfo(msgspec.Struct):
     """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
 
     finish_reason: FinishReason | None
-    prompt_tokens: int
+    prompt_tokens: int | None = None
+    """Missing in the answer of a request that was aborted while it waited in the queue."""
     output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
     weight_versions: list[VersionSpan] | None = None
     output_token_sampling_mask: list[list[Int32]] | None = None
@@ -144,7 +145,9 @@ def _finish_reason(answer: Answer, *, partial: bool) -> str:
         raise RecordRejected(
             "malformed", "unknown finish reason", got=reason and reason.type, expected="stop, length or abort"
         )
-    if reason.type == "abort" and not (partial and answer.output_ids):
+    # Aborted in the queue, the first time or after a retraction: without routes and counts, whatever it had sampled.
+    queued = answer.meta_info.prompt_tokens is None
+    if reason.type == "abort" and (queued or not (partial and answer.output_ids)):
         raise RecordRejected("aborted", "the engine aborted the request", got=reason.message or None)
     return reason.type
 

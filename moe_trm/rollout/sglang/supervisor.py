@@ -15,8 +15,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -30,6 +30,10 @@ from moe_trm.runtime.lifeline import Lifeline
 LOG_TAIL_LINES = 25
 POLL_S = 0.25
 """Pause between two looks at a process or a port that is not ready yet."""
+KEPT_OUTPUT_BYTES = 16 * 2**20
+"""Most of the server's output that is kept beside its log, apart from what has not been copied yet."""
+COPIED_BYTES = 2**20
+"""Most bytes of it that are copied at once."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
@@ -170,29 +174,55 @@ def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
 def _spawn(
     command: list[str], environment: dict[str, str], host: str, port: int, log_path: Path, api_key: str
 ) -> Server:
+    # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
+    with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
+        source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
+        # The server appends, so that a file that was emptied begins anew.
+        written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
     process = subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=written,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     lifeline = Lifeline(process.pid)
-    assert process.stdout is not None
     pump = threading.Thread(
-        target=_pump, args=(process.stdout, log_path, api_key.encode()), daemon=True, name="rollout-log"
+        target=_pump,
+        args=(process, source, written, log_path, api_key.encode()),
+        daemon=True,
+        name="rollout-log",
     )
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
 
 
-def _pump(source: IO[bytes], log_path: Path, secret: bytes) -> None:
-    """Copy the server's output to the log without the key, which SGLang prints among its arguments."""
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
+    """Copy the server's output to the log without the key, which SGLang prints among its arguments.
+
+    Args:
+        process: the server; the copy ends after it.
+        source: its output so far, a file without a name that only this user can read.
+        written: descriptor by which the server writes; the file is emptied once much of it has been copied.
+        log_path: where the copy goes.
+        secret: the key.
+    """
     with source, log_path.open("ab", buffering=0) as log:
-        for line in source:
-            log.write(line.replace(secret, b"***"))
+        begun, over = b"", False
+        while not over:
+            over = process.poll() is not None  # looked at before the last copy, which so misses nothing
+            while data := source.read(COPIED_BYTES):
+                lines, newline, begun = (begun + data).rpartition(b"\n")
+                log.write((lines + newline).replace(secret, b"***"))
+            if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
+                os.truncate(written, 0)
+                source.seek(0)
+            if not over:
+                time.sleep(POLL_S)
+        log.write(begun.replace(secret, b"***"))
+    os.close(written)
 
 
 def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
