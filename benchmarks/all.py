@@ -1,9 +1,11 @@
-"""Every benchmark in turn, and its table in benchmarks/RESULTS.md: `python -m benchmarks.all [--only NAME ...] [--out FILE]`.
+"""Runs every benchmark and writes the tables of benchmarks/RESULTS.md.
 
-Each runs as a process of its own and writes its rows as JSON to `--rows`; its table then takes the place of the block between
-`<!-- NAME -->` and `<!-- end NAME -->`, which is made at the end of the page where there is none. Everything else on the page stays. One that
-fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before. The hours-long
-`benchmarks.soak` and `benchmarks.resume_drill` are run by themselves.
+`python -m benchmarks.all [--only NAME ...] [--out FILE]`. Each benchmark is a process of its own and writes its rows as
+JSON to `--rows`. Its table then replaces the block between `<!-- NAME -->` and `<!-- end NAME -->`. A missing block is
+added at the end of the page; everything else on the page stays.
+
+A benchmark that fails leaves its block as it was and is named at the end. Benchmarks of a trained model need `make
+quickstart` first. `benchmarks.soak` and `benchmarks.resume_drill` take hours and are run separately.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one size: `hidden` `[T, H]`, `weight` `[V, H]`, `target` and `slope` `[T]`; `slope` stands for the loss behind the log-probs."""
+    """Inputs of one size: `hidden` `[T, H]`, `weight` `[V, H]`, `target` and `slope` `[T]`.
+
+    `slope` is the gradient of the loss with respect to the log-probs.
+    """
 
     hidden: Tensor
     weight: Tensor

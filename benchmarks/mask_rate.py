@@ -1,10 +1,12 @@
-"""How many rows each rule rejects, and which ones.
+"""Reject rate of every rule, overall and by kind of row.
 
-`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges a recorded run
-(`record.bundle`), or a short one that it makes itself on a checkpoint with the real engines. Rules that compare one score with one
-threshold are tried on a grid of thresholds, each chosen to reject a given share of rows (of tokens, for rules on tokens); presets and
-other rules as they are. A row counts as rejected when it lost a token. Beside the measured rate of TRM-Max stands 1 - (1 - p)^T, what
-tokens that violate independently with the measured probability p would reject.
+`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges
+a recorded run (`record.bundle`), or a short run that it makes itself on a checkpoint with the real engines.
+
+Rules that compare one score with one threshold are tried on a grid of thresholds. Each threshold is chosen to reject a
+given share of rows (of tokens, for rules on tokens). Presets and other rules are used as they are. A row counts as
+rejected when it lost a token. The measured rate of TRM-Max is shown beside 1 - (1 - p)^T: the rate if tokens violated
+independently with the measured probability p.
 """
 
 from __future__ import annotations
@@ -44,11 +46,13 @@ PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rule (or preset) at one setting does, pooled over all updates.
+    """Reject rates of one rule (or preset) at one setting, pooled over all updates.
 
     Attributes:
-        rule, setting: its name and thresholds; target: the reject rate they were chosen for, None where they were given.
-        rows, tokens: rejected shares; ess: effective sample size of the weights over all tokens, (sum w)^2 / (n sum w^2).
+        rule, setting: its name and thresholds; target: the reject rate they were chosen for, None where they were
+            given.
+        rows, tokens: rejected shares; ess: effective sample size of the weights over all tokens, (sum w)^2 / (n sum
+            w^2).
         deciles: rejected share of rows by decile of length, short to long; NaN where a decile is empty.
         positive, negative, correct, wrong: rejected share of rows by sign of the advantage, by reward above 0.
     """
@@ -68,7 +72,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows that TRM-Max rejects at one threshold, measured and as (1 - p)^T has it, overall and by decile of length."""
+    """Reject rate of TRM-Max at one threshold, measured and predicted by 1 - (1 - p)^T, overall and by length decile.
+
+    """
 
     max_kl: float
     violation_probability: float
@@ -115,7 +121,7 @@ class Strata:
 def rates(
     name: str, bound: Sequence[BoundRule], found: Sequence[Evidence], strata: Strata, target: float | None
 ) -> Rates:
-    """What the rules `bound` do together."""
+    """Rates of the rules `bound` applied together."""
     joint = corrections.compose(bound, whole_minibatch=True)
     decided = [joint(evidence) for evidence in found]
     lost = np.concatenate([(~one.keep & e.mask).any(1).numpy() for one, e in zip(decided, found, strict=True)])[

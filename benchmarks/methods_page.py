@@ -103,7 +103,7 @@ def _loss(name: str) -> str:
 
 
 def _cost(scope: str, *, moves: bool) -> str:
-    """What a method of that scope costs; `moves`: it reads a ratio that changes with every update."""
+    """Cost of a method of that scope. `moves`: it reads a ratio that changes with every update."""
     if scope == "batch":
         return GATHERED + (AGAIN if moves else "")
     return ROWS if scope == "sequence" else TOKENS

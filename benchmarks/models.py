@@ -1,8 +1,9 @@
-"""Which family works with which engine: `python -m benchmarks.models [--family NAME ...]` runs them and writes docs/models.md.
+"""Support table of model families and engines: runs the checks and writes docs/models.md.
 
-For each family a tiny random checkpoint is made. A real server samples two training steps from it in float32, with routes and sampling masks,
-while a learner trains and pushes; then each learner is examined on the recorded samples. What was found is kept in benchmarks/models.json,
-family by family, and the page is made from that file alone (`--page-only`).
+`python -m benchmarks.models [--family NAME ...]` makes a tiny random checkpoint for each family. A real server samples
+two training steps from it in float32, with routes and sampling masks, while a learner trains and pushes. Then each
+learner is tested on the recorded samples. The results are kept in benchmarks/models.json, family by family. The page is
+made from that file alone (`--page-only`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The processes of a job as the kernel shows them (Linux): memory, open files, sockets and threads, once a second until the job ends."""
+"""Memory, open files, sockets and threads of a job's processes, read from the kernel (Linux) once a second until the
+job ends.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ ROLES = {
     "sglang.launch_server": "SGLang server",
     "moe_trm": "moe-trm train",
 }
-"""What the module on a command line is called here."""
+"""Short name of a process, by the module on its command line."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def look(process: psutil.Process, step: int) -> Look:
 
 
 def role(words: Sequence[str]) -> str:
-    """What a process with this command line is."""
+    """Short name of the process with this command line."""
     line = " ".join(words)
     if found := next((name for module, name in ROLES.items() if module in words), None):
         return found

@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.route_flip`: flip rates by layer and by router margin, and k3 KL with and without replay."""
+"""Figure of `benchmarks.route_flip`: flip rates by layer and by router margin, and k3 KL with and without replay."""
 
 from __future__ import annotations
 

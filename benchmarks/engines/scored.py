@@ -1,6 +1,7 @@
-"""What an engine says of given tokens, and which engine in which setting.
+"""Scores of given tokens by one engine, and the engine's setting.
 
-Shape letters: T tokens of a sequence, L MoE layers, K experts per token. Row `r` has token `r`, its routes, and the log-prob of token `r + 1`.
+Shape letters: T tokens of a sequence, L MoE layers, K experts per token. Row `r` has token `r`, its routes, and the
+log-prob of token `r + 1`.
 """
 
 from __future__ import annotations
