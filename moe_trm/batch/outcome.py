@@ -62,7 +62,9 @@ def advantages_by_part(parts: Sequence[Mapping[str, float]], group_ids: Array, w
 
 
 def whiten_rows(values: Array, num_tokens: Array) -> Array:
-    """Row values whitened over all *tokens* of the batch, each token carrying its row's value: what `whiten` gives on the tokens.
+    """Row values whitened over all *tokens* of the batch; each token carries the value of its row.
+
+    Equals `whiten` on tokens.
 
     (x - m) / sqrt(v + 1e-8) with m = sum_i T_i x_i / M, v = sum_i T_i (x_i - m)^2 / (M - 1), M = sum_i T_i.
     """

@@ -1,4 +1,4 @@
-"""Which row is trained where: minibatches, data-parallel ranks, micro-batches. Deterministic in (seed, step)."""
+"""Plan of a step: minibatches, data-parallel ranks, micro-batches. Deterministic in (seed, step)."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ def plan_step(
 
 
 def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
-    """How well the step is cut, in padded tokens: a rank's micro-batches, the share that is padding, and by how much the most loaded rank
-    exceeds the mean in the least even minibatch (0: even)."""
+    """Balance of the step's plan, in padded tokens.
+
+    It has the micro-batches per rank, the share of padding, and the imbalance. The imbalance is the excess of the most
+    loaded rank over the mean in the least even minibatch (0: even).
+    """
     real = padded = 0
     uneven = 0.0
     for parts in zip(*plan, strict=True):

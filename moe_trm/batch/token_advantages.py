@@ -39,8 +39,8 @@ def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, mask: Array) 
 def gae(rewards: Array, values: Array, mask: Array, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Array, Array]:
     """Generalised advantage estimation: (advantages, returns), both `[N, T]`.
 
-    d_t = r_t + gamma V_next - V_t,  A_t = d_t + gamma lam A_next,  return = A + V; tokens that were not sampled pass V_next
-    and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
+    d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, return = A + V. Tokens that were not sampled pass
+    V_next and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
 
     When: a critic is trained.
     """
