@@ -1,4 +1,4 @@
-"""What the loop asks of checkpoints: where to go on from, and after every step whether to save, to export or to stop."""
+"""The loop's interface to checkpoints: where to resume, and after every step whether to save, to export or to stop."""
 
 from __future__ import annotations
 
@@ -179,5 +179,5 @@ class Checkpoints:
 
 
 def folder_of(config: Config, run_dir: Path) -> Path:
-    """Where the checkpoints of a run are."""
+    """Folder of a run's checkpoints."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"

@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the back of training: host copies are taken at once, files follow in a thread of every rank."""
+"""Checkpoint writing in the background: host copies are taken at once, a thread of every rank writes the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_trm.checkpoint.pieces import Piece, write_pieces
 
 
 class Written(msgspec.Struct):
-    """What one rank tells the others: its files, or why it has none."""
+    """Message of one rank to the others: its files, or the reason why it has none."""
 
     files: dict[str, FileEntry] = {}
     error: str = ""
