@@ -1,4 +1,4 @@
-"""Whether the functions that a configuration names can be loaded and called, asked before anything else is started."""
+"""Check that the functions a configuration names can be loaded and called, before anything else is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process executes right now, on memory that its parent can read even while the process is stuck or dead."""
+"""The call that a process executes now, in memory that its parent can read even while the process is stuck or dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ SIZE = _CELL.size
 
 
 class CurrentCall:
-    """One cell: the number of the call whose code runs, and since when (`time.monotonic`, which all processes of a machine share).
+    """One cell: the number of the running call and its start time (`time.monotonic`, shared by all processes of a
+    machine).
 
     Args:
         descriptor: of a file of `SIZE` bytes, open in both processes.

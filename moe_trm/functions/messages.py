@@ -1,4 +1,4 @@
-"""What goes over the pipes between a run and the process of a user's function: msgpack, each message behind its length. Never pickle."""
+"""Messages between a run and the process of a user's function, over pipes: length-prefixed msgpack, never pickle."""
 
 from __future__ import annotations
 

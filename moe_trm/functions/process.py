@@ -35,7 +35,7 @@ from moe_trm.functions.messages import (
 POLL_S = 0.1
 """Between two looks at the current."""
 GRACE_S = 2.0
-"""What a call gets beyond its limit to say itself that it is over."""
+"""Time beyond a call's limit in which the call may report its own timeout."""
 STARTUP_S = 120.0
 """Limit for importing the function's module."""
 
