@@ -1,4 +1,4 @@
-"""What every learner does in the same way: keeping, exporting and restoring weights, sums over ranks, and the proof of replay."""
+"""Parts shared by every learner: snapshots, export and restore of weights, sums over ranks, and the proof of replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the tensors of the model in its config.json, before any of them is loaded."""
+"""Check that a checkpoint holds the tensors of the model in its config.json, before any of them is loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Copies of a learner's weights in host memory, by name: the frozen reference, and the versions that sampled what is still in flight.
+"""Copies of a learner's weights in host memory, by name.
 
-Each rank keeps what it holds itself, so that a model of any size fits wherever its training state does. Values are kept bit for bit.
+They are the frozen reference, and the versions that sampled rollouts still in flight. Each rank keeps its own part, so
+a model of any size fits wherever its training state does. Values are kept bit for bit.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Snapshots:
         return tuple(self._held)
 
     def take(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes.
+        """Keep the present weights under `name`, in place of an older copy of that name. Returns their bytes.
 
-        `saved`: `save` saves it. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
+        `saved`: `save` saves the copy. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
         """
         self._held.pop(name, None)
         self._held[name] = self._copy()

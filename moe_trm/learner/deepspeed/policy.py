@@ -1,4 +1,6 @@
-"""The policy: a causal language model of transformers, untouched, ending in log-probs of given tokens instead of logits."""
+"""The policy: an unmodified causal language model of transformers that returns log-probs of given tokens, not logits.
+
+"""
 
 from __future__ import annotations
 

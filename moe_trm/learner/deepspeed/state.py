@@ -1,8 +1,10 @@
-"""A DeepSpeed learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any stage and number of ranks.
+"""Training state of a DeepSpeed learner as pieces of global tensors, saved and restored on any stage and number of
+ranks.
 
-`weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
-moments; `snapshot/VERSION/NAME` are older weights of the model itself. NAME is the parameter's in the model of transformers. No rank gathers
-anything: each saves what its part of the optimizer updates, or what it holds.
+The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
+model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
+weights of the model itself. NAME is the parameter's name in the model of transformers. No rank gathers anything: each
+saves what its part of the optimizer updates, or what it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer updates of one parameter.
+    """Part of one parameter that this rank's optimizer updates.
 
     Attributes:
         shape: of the whole parameter.

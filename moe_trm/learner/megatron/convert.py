@@ -100,12 +100,12 @@ class Names:
 
 
 def is_gated(name: str) -> bool:
-    """Whether the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts one by one."""
+    """True when the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts separately."""
     return re.search(r"\.linear_fc1\.(weight|bias)$", name) is not None
 
 
 def is_expert(name: str) -> bool:
-    """Whether the Megatron parameter `name` belongs to one routed expert (and so to the rank that owns it)."""
+    """True when the Megatron parameter `name` belongs to one routed expert (and so to the rank that owns it)."""
     in_layer = _LAYER.fullmatch(name)
     return in_layer is not None and _EXPERT.fullmatch(in_layer[2]) is not None
 
@@ -153,8 +153,12 @@ def join(name: str, parts: Sequence[Tensor], dim: int) -> Tensor:
 def pack(packing: Packing, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
     """HF tensors of a `Link` -> the Megatron parameter.
 
-    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`; `gated`: twice `[I, H]` -> `[2I, H]`; `transposed`:
-    `[I, H]` -> `[H, I]`; `alternating`: `[H, 2I]` -> `[2I, H]`. Biases alike without `H`.
+    - `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`.
+    - `gated`: twice `[I, H]` -> `[2I, H]`.
+    - `transposed`: `[I, H]` -> `[H, I]`.
+    - `alternating`: `[H, 2I]` -> `[2I, H]`.
+
+    Biases alike without `H`.
     """
     if packing == "copy":
         return tensors[0]

@@ -22,8 +22,8 @@ from routing.layout import Layout
 class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal softmax attention over right-padded rows, with grouped key/value heads.
 
-    Rows are padded on the right, so a real token never sees padding under the causal mask and no mask tensor is needed: the same
-    kernel runs with and without gradient, which keeps scoring and training passes bit-identical.
+    Rows are padded on the right, so under the causal mask a real token never sees padding. No mask tensor is needed.
+    The same kernel runs with and without gradient, so scoring and training passes are bit-identical.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class ContextAttention(CausalAttention):
 
 
 def everyones(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values `[S, B, G, D]` of all ranks that share the rows, the positions `[S]` of their columns, and `[C]` of this rank's."""
+    """Keys and values `[S, B, G, D]` of all ranks that share the rows, and the positions of columns.
+
+    Positions are `[S]` of all columns and `[C]` of this rank's.
+    """
     columns, rows = key.shape[:2]
     layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
     if group.size() > 1:

@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def cpu_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder layers this pipeline stage builds: Megatron's local layers with `RMSNorm` and attention in plain torch."""
+    """Decoder layers of this pipeline stage: Megatron's local layers with `RMSNorm` and attention in plain torch."""
     frequency = config.moe_layer_freq
     is_moe = frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(config.num_layers)]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -10,11 +10,18 @@ from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import expert_width, moe_layers
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""By recipe: `hybrid` has more range and less precision (e5m2) for gradients, `e4m3` is one format for everything, which block-wise scales allow."""
+"""FP8 format by recipe: `hybrid` uses e5m2 (more range, less precision) for gradients; `e4m3` is one format for
+everything.
+
+Block-wise scales allow the latter.
+"""
 
 
 def alignment(learner: LearnerConfig) -> int:
-    """What every dimension of a matrix product is a multiple of (Megatron-Core's `fp8_utils.get_fp8_align_size`); 1 without FP8."""
+    """Divisor that FP8 requires of every dimension of a matrix product; 1 without FP8.
+
+    It is Megatron-Core's `fp8_utils.get_fp8_align_size`.
+    """
     return {"none": 1, "mxfp8": 32}.get(learner.fp8, 16)
 
 

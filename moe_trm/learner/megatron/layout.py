@@ -1,4 +1,4 @@
-"""Which models and parallel layouts this learner accepts. Runs before anything is loaded and imports no torch."""
+"""Models and parallel layouts that this learner accepts. Runs before anything is loaded and imports no torch."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
-    """Expert groups that Megatron would choose by another rule than transformers, which adds up the best two scores of each."""
+    """Refuse expert groups that Megatron chooses by another rule than transformers, which adds the best two scores of
+    each.
+    """
     groups, top_k = int(hf_config.get("n_group") or 1), int(hf_config.get("num_experts_per_tok") or 0)
     if groups > 1 and top_k // int(hf_config["topk_group"]) != 2:
         raise CheckpointError(

@@ -200,7 +200,9 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
 
 
 def global_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of this rank's model: its parameters, and the biases by which routers choose, which are not trained."""
+    """This rank's tensors for a checkpoint: the parameters, and the routers' selection biases, which are not trained.
+
+    """
     yield from global_parameters(chunks)
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1

@@ -110,7 +110,7 @@ class Schedule:
 
 
 class _Step:
-    """What one run of the schedule takes in and leaves behind. A micro-batch without a number is padding and trains nothing."""
+    """Inputs and outputs of one run of the schedule. A micro-batch without a number is padding and trains nothing."""
 
     def __init__(
         self,
