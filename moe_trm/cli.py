@@ -1,4 +1,7 @@
-"""The `moe-trm` command. A subcommand's module is imported only when it is called, so that `moe-trm --help` answers at once."""
+"""The `moe-trm` command.
+
+A subcommand's module is imported only when it is called, so that `moe-trm --help` answers at once.
+"""
 
 from __future__ import annotations
 

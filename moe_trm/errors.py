@@ -53,7 +53,10 @@ class EngineError(MoeTrmError):
 
 
 class EngineLost(EngineError):
-    """The engine did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
+    """The engine did not answer, or answered with server errors (5xx) only.
+
+    The request may be repeated, here or elsewhere.
+    """
 
 
 class RecordRejected(MoeTrmError):
