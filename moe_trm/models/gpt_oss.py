@@ -1,6 +1,8 @@
-"""gpt-oss: biases everywhere, a router that is softmax over the chosen, attention with a sink per head and windows, a clamped activation, YaRN.
+"""gpt-oss.
 
-On disk the matrices of all experts of a layer are one tensor, transposed, with gate and up columns taking turns.
+Biases everywhere, a router with a softmax over the chosen experts, attention with a sink per head and windows, a
+clamped activation, YaRN. On disk the matrices of all experts of a layer are one tensor, transposed, with alternating
+gate and up columns.
 """
 
 from typing import Any

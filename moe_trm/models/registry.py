@@ -28,7 +28,10 @@ def find_family(hf_config: Mapping[str, Any]) -> Family | None:
 
 
 def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json. Raises `CheckpointError` when it is none of ours; `where` is the file, for the message."""
+    """The family of a config.json.
+
+    Raises `CheckpointError` when it is none of ours; `where` is the file, for the message.
+    """
     family = find_family(hf_config)
     if family is None:
         raise CheckpointError(
