@@ -40,7 +40,10 @@ FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
 
 
 class LivePanel(Sink):
-    """Redrawn twice a second from the first phase on; the last picture stays. What a step did not measure keeps its last value."""
+    """Redrawn twice a second from the first phase on; the last picture stays.
+
+    What a step did not measure keeps its last value.
+    """
 
     def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
         self._name, self._steps = name, steps

@@ -28,7 +28,10 @@ class Phases:
             self._seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` since the last call, and `time/learner_idle_share`: how much of the step was waiting for samples."""
+        """`time/<phase>_s` since the last call, and `time/learner_idle_share`: the share of the step spent waiting.
+
+        The learner waits for samples.
+        """
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         if {"wait", "step"} <= self._seconds.keys():
             taken["time/learner_idle_share"] = self._seconds["wait"] / self._seconds["step"]
