@@ -1,6 +1,7 @@
 """The quickstart: a tiny Mixture-of-Experts model, warmed up to do sums badly, learns by RL to show its working.
 
-`python -m moe_trm.quickstart` runs one seed; `--seeds 0 1 2` several; `--controls` adds the two runs that must not learn.
+`python -m moe_trm.quickstart` runs one seed; `--seeds 0 1 2` several; `--controls` adds the two runs that must not
+learn.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_met
 
 NUM_RANKS = 2
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
-"""What each learner needs beside the configuration."""
+"""Additional settings of each learner."""
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
 
 

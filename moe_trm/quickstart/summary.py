@@ -1,4 +1,4 @@
-"""What a finished run measured: its metrics, and the mismatch with and without replayed routes, pooled over probe steps."""
+"""Results of a finished run: its metrics, and the mismatch with and without replay, pooled over probe steps."""
 
 from __future__ import annotations
 
