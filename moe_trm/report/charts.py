@@ -1,7 +1,7 @@
-"""What the report draws, as data: sections of charts, each naming the metrics it shows.
+"""Charts of the report, as data: sections of charts, each naming the metrics it shows.
 
-A `*` in a metric's name stands for anything, and the part it stood for is the label. What a run did not measure is not drawn, nor is a
-chart of fewer than `least` metrics.
+A `*` in a metric's name matches anything, and the matched part is the label. Metrics that a run did not measure are not
+drawn, nor is a chart of fewer than `least` metrics.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Heat:
-    """One row for each metric that matches the first pattern that any does, one column for each step. `top` is the value of the darkest
-    colour; None: the largest.
+    """One row for each metric that matches the first pattern that any does, one column for each step.
+
+    `top` is the value of the darkest colour; None: the largest.
     """
 
     title: str

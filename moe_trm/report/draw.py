@@ -1,7 +1,7 @@
 """Charts as inline SVG. Colours are classes, so that one drawing serves light and dark; sizes fit a phone.
 
-Every curve, row and column carries the run and the metric it draws (`data-run`, `data-metric`), and every drawing its scales, so that
-the page's script can show exact values and a test can map each place back to a number of `metrics.jsonl`.
+Every curve, row and column names its run and metric (`data-run`, `data-metric`), and every drawing has its scales. So
+the page's script can show exact values, and a test can map each place back to a number of `metrics.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every page of ours is made of: one HTML document with its style, script and data inside. Nothing is fetched from anywhere."""
+"""Frame of every page: one HTML document with its style, script and data inside. Nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 

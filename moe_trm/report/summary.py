@@ -50,7 +50,7 @@ class ProofCheck:
 
 
 def checks(run: Run) -> list[ProofCheck]:
-    """What must hold at every step, and the alarms beside it."""
+    """Conditions that must hold at every step, and the alarms."""
     bound = run.config.get("replay", {}).get("max_local_flip_rate", 1.0)
     found = [
         _worst(run, "Replayed token-layers that used their recorded route", "replay/applied_fraction", min, lambda v: v == 1.0),

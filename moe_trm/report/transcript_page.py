@@ -1,4 +1,4 @@
-"""Transcripts as a page: every sampled token shaded by its log-ratio, what was rejected struck out, what was given marked."""
+"""Transcripts as a page: sampled tokens shaded by log-ratio, rejected tokens struck out, given tokens marked."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from moe_trm.report.summary import ProofCheck, Saying, checks, sayings
 
 
 def state(run: Run, *, many: bool) -> str:
-    """Where the run stands, and what a reader must know of its files."""
+    """Progress of the run, and remarks on its files."""
     planned = f" of {run.planned_steps}" if run.planned_steps is not None else ""
     when = run.rows[-1].get("time/unix_s")
     written = f", last written {_when(when)}" if when else ""
@@ -137,7 +137,7 @@ def transcripts(run: Run) -> str:
 
 
 def settings(run: Run) -> str:
-    """How to run it again, and every setting."""
+    """The command that repeats the run, and every setting."""
     if not run.config:
         return ""
     rows = "".join(
