@@ -36,7 +36,10 @@ KILL_PATIENCE_S = 5.0
 
 @dataclass
 class Server:
-    """A running server: its address, its key, and the process group that is stopped as a whole, at the latest when this process ends."""
+    """A running server: its address, its key, and its process group.
+
+    The group is stopped as a whole, at the latest when this process ends.
+    """
 
     url: str
     api_key: str
@@ -50,7 +53,10 @@ class Server:
         return self.process.poll()
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """End the server and every process it started: ask its main process, wait `grace_s` seconds, then kill the group. Safe to call twice."""
+        """End the server and every process it started. Safe to call twice.
+
+        Its main process is asked first; after `grace_s` seconds the group is killed.
+        """
         if self.poll() is None:
             # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
             self.process.terminate()
@@ -111,7 +117,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
 
 
 def on_cpu(settings: ServerConfig) -> bool:
-    """Whether the server runs without CUDA."""
+    """True when the server runs without CUDA."""
     return settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
 
 
@@ -158,7 +164,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
 def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
     """The server's environment.
 
-    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
+    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
+    wants triton and a C++ compiler.
     """
     child = without_key(parent)
     if cpu:
@@ -230,7 +237,10 @@ def _answers(url: str) -> bool:
 
 
 def _claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0). A taken port would let another server answer our health check."""
+    """The port itself when it is free (any free one for 0).
+
+    A taken port would let another server answer our health check.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
