@@ -1,4 +1,4 @@
-"""What a reward function gets to see of a sample."""
+"""Input of a reward function for one sample."""
 
 from __future__ import annotations
 

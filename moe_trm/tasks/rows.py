@@ -32,7 +32,8 @@ def read_rows(source: str | Path) -> Iterator[Row]:
             or `hf:NAME`, `hf:NAME:SPLIT`, `hf:NAME:CONFIGURATION:SPLIT` (split `train` when none is given).
 
     Raises:
-        ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by its number.
+        ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by
+            its number.
     """
     text = str(source)
     if text.startswith(HUB):
