@@ -45,8 +45,8 @@ def decode_payload(
         A validated record with the rows `start..T-2` and the digest of `tokens`.
 
     Raises:
-        RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many rows),
-            `layers`, `range`, `duplicate`.
+        RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many
+            rows), `layers`, `range`, `duplicate`.
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
