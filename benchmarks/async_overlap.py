@@ -74,7 +74,8 @@ def measure(folder: Path, steps: int, rollout_to_train: float) -> list[Row]:
 def summary(metrics: Sequence[Mapping[str, float]], rollout_s: float) -> dict[str, float]:
     """Means over the counted steps of one run.
 
-    The bound of each step is the longer of sampling and of that very step's training: on a machine that others use, both drift.
+    The bound of each step is the longer of sampling and of that very step's training: on a machine that others use,
+    both drift.
     """
     counted = metrics[1 + SKIPPED :]
     train_s = [row["time/step_s"] - row["time/wait_s"] for row in counted]

@@ -21,7 +21,10 @@ def document(parts: Sequence[str], width: int, height: int) -> str:
 def lines(
     panel: Panel, series: Mapping[str, Sequence[float]], dashed: Mapping[str, Sequence[float]] | None = None
 ) -> list[str]:
-    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap. Those of `dashed` share the colour of their name."""
+    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap.
+
+    Those of `dashed` share the colour of their name.
+    """
     parts = []
     for place, ((name, values), colour) in enumerate(zip(series.items(), MORE_COLOURS, strict=False)):
         parts += _line(panel, values, colour)

@@ -41,7 +41,7 @@ RULES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Slope:
-    """Change of the reject rate per doubling of length, in percentage points, with its 95% interval; and the rates by
+    """Change of the reject rate per doubling of length, in percentage points with a 95% interval; and the rates by
     length.
     """
 

@@ -72,8 +72,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Reject rate of TRM-Max at one threshold, measured and predicted by 1 - (1 - p)^T, overall and by length decile.
-
+    """Reject rate of TRM-Max at one threshold, measured and predicted by 1 - (1 - p)^T, overall and by decile of
+    length.
     """
 
     max_kl: float

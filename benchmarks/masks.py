@@ -23,8 +23,8 @@ def published_sizes(num_tokens: int, seed: int, largest: int = 4096) -> np.ndarr
 
 
 def synthetic_mask(sizes: np.ndarray, vocab_size: int, seed: int) -> tuple[SamplingMask, np.ndarray]:
-    """Sets of these sizes, uniform over the vocabulary, in ascending order; and the `[S]` sampled ids, uniform within
-    their sets.
+    """Sets of these sizes, uniform over the vocabulary and ascending; and the `[S]` sampled ids, uniform within their
+    sets.
     """
     rng = np.random.default_rng(seed)
     rows = []

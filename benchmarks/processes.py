@@ -1,6 +1,4 @@
-"""Memory, open files, sockets and threads of a job's processes, read from the kernel (Linux) once a second until the
-job ends.
-"""
+"""Memory, open files, sockets and threads of a job's processes, read from the kernel (Linux) once a second."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ class Look:
 
     Attributes:
         step: the last finished one.
-        memory: bytes that only this process keeps in use: its anonymous pages, and its share of shared memory. File pages, which the
-            kernel drops when it wants to, are left out.
+        memory: bytes that only this process keeps in use: its anonymous pages, and its share of shared memory. File
+            pages, which the kernel drops when it wants to, are left out.
         resident: bytes of its resident set, files and all.
         files, sockets, threads: how many are open.
     """

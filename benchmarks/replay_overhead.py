@@ -1,5 +1,5 @@
-"""Cost of replay: forward and backward of a small Megatron model with the rollout's routes and with its own, on the
-CPU.
+"""Cost of replay: forward and backward of a small Megatron model on the CPU, with the rollout's and with its own
+routes.
 
 `python -m benchmarks.replay_overhead --json FILE`. Native and replayed passes alternate in one process. Every figure is
 the median over pairs, by CPU time and by wall time. The proof is timed directly, inside the replayed passes: the second

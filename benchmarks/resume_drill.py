@@ -165,9 +165,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def books_balance(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """True when at least one row has ledger totals and issued = queued + in_flight + trained + rejected + dropped in
-    all of them.
-    """
+    """True when a row has ledger totals, and issued = queued + in_flight + trained + rejected + dropped in these."""
     places = ("queued", "in_flight", "trained", "rejected", "dropped")
     booked = [row for row in rows if "ledger/issued" in row]
     return bool(booked) and all(

@@ -22,8 +22,9 @@ SETTINGS = {
 
 
 def starting_checkpoint(given: Path | None, folder: Path) -> Path:
-    """The checkpoint to measure on: the given one, else the quickstart's if it exists, else a tiny random one made in
-    `folder`.
+    """The checkpoint to measure on: the given one, else the quickstart's if it exists, else a tiny random one.
+
+    The last is made in `folder`.
     """
     if given is not None:
         return given

@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recording(checkpoint: str, rounds: int) -> list[Row]:
-    """Tokens per second with and without capture, parsing and validation included; and the median of the paired ratios.
-
-    """
+    """Tokens per second with and without capture, parsing and validation included; and the median ratio of pairs."""
     config = Config.model_validate(
         {"model": {"checkpoint": checkpoint}, "rollout": {"top_p": 0.95, "server": {"port": 0}}}
     )

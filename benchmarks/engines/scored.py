@@ -38,7 +38,8 @@ class Scored:
     Attributes:
         logprobs: `[T - 1]` float32 over the vocabulary at temperature 1; NaN on prompt rows of engines that do not say.
         routes: of the `T - 1` forwarded tokens.
-        margins: `[T - 1, L]` float32 gap of router probability between the last chosen and the first rejected expert, or None.
+        margins: `[T - 1, L]` float32 gap of router probability between the last chosen and the first rejected expert,
+            or None.
         weights: `[T - 1, L, K]` float32 gate weights in the order of the routes, or None.
     """
 
