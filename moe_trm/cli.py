@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the chosen subcommand, with its `run`. Exits, as argparse does, after `--help` and on a wrong command line."""
+    """The arguments of the chosen subcommand, with its `run`.
+
+    Exits, as argparse does, after `--help` and on a wrong command line.
+    """
     parser = argparse.ArgumentParser(
         prog="moe-trm",
         description="Record, replay, split and correct the mismatch between rollout and learner in RL of MoE models.",

@@ -84,7 +84,10 @@ class BundleError(MoeTrmError):
 
 
 class ControllerError(MoeTrmError):
-    """The rollout controller died, refused a request, or broke the wire protocol. `may_pass` as of what ended or refused."""
+    """The rollout controller died, refused a request, or broke the wire protocol.
+
+    `may_pass` as of what ended or refused.
+    """
 
     def __init__(
         self,

@@ -41,7 +41,10 @@ def train(
     mode: ReplayMode,
     run_dir: Path,
 ) -> None:
-    """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
+    """Run `config.train.steps` steps, or what is left of them.
+
+    Raises on the first broken proof or failed push; nothing unproved is trained on.
+    """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.quantization)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)

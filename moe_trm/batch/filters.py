@@ -45,7 +45,8 @@ def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str 
 def without_overlong(records: Sequence[RolloutRecord], advantages: Array, batch: BatchConfig) -> Array:
     """`advantages` `[N]`, set to 0 on overlong samples under `batch.overlong=mask`.
 
-    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no other.
+    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no
+    other.
     """
     if batch.overlong != "mask":
         return advantages

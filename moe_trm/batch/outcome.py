@@ -1,7 +1,9 @@
-"""Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone. Shape letter: N rows.
+"""Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone.
 
-GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities) need more
-than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
+Shape letter: N rows.
+
+GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities)
+need more than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks. Pure integers.
+"""Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks.
 
-A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with expert parallelism in
-every micro-batch), so what counts is the most loaded one.
+Pure integers.
+
+A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with
+expert parallelism in every micro-batch), so what counts is the most loaded one.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ def plan_step(
 ) -> list[list[MiniBatch]]:
     """Cut one step's rows into `plan[data_rank][minibatch]`.
 
-    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see `batch.partition`. Else
-    rows are sorted by length and dealt to the ranks back and forth, so that ranks get like numbers of tokens and micro-batches like lengths.
-    Every rank gets the same number of micro-batches: the last ones may be empty.
+    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see
+    `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so that ranks get like
+    numbers of tokens and micro-batches like lengths. Every rank gets the same number of micro-batches: the last ones
+    may be empty.
 
     Raises:
         ControllerError: a row longer than `micro_batch_tokens`.

@@ -33,11 +33,12 @@ class Checkpoints:
         config: the run's configuration.
         run_dir: its folder, which all ranks must see.
         interruption: whether this process was asked to stop.
-        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest checkpoint, whatever
-            `checkpoint.resume` says.
+        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest
+            checkpoint, whatever `checkpoint.resume` says.
 
     Raises:
-        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be written.
+        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be
+            written.
     """
 
     def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:

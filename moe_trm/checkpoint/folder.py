@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: `step-NNNNNN/` each, complete or absent, the last few kept.
 
-A checkpoint is written into `step-NNNNNN.partial` and renamed when every file is on disk and `manifest.json` names each with its size and
-SHA-256. What a later start makes obsolete (steps after the one it begins at) is set aside into `superseded/`.
+A checkpoint is written into `step-NNNNNN.partial` and renamed when every file is on disk and `manifest.json` names each
+with its size and SHA-256. What a later start makes obsolete (steps after the one it begins at) is set aside into
+`superseded/`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 E = J(pi) - J(mu) - E_mu[R sum_t (w_t - 1)] for answers of T tokens. delta bounds the KL of every context, D_seq is the
 KL of a whole answer, Dbar_t the mean total variation at position t. KL is in nats. The theorems hold for the *maximum
 over all contexts*. A batch has sampled contexts only, so figures computed from it are estimates of a certificate, not a
-certificate. Source: Trust Region Masking (arXiv 2512.23075), checked here by enumeration.
+certificate.
+
+Source: Trust Region Masking (arXiv 2512.23075), checked here by enumeration.
 """
 
 from __future__ import annotations

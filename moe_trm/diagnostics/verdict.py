@@ -56,8 +56,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
 
 
 def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float, probs_pearson: float) -> str:
-    """Strength of the correction needed: `rejection`, `rejection and token_tis`, or `systems` (repair the engines
-    instead).
+    """Correction needed: `rejection`, `rejection and token_tis`, or `systems` (repair the engines instead).
 
     systems: more than 25% masked, effective sample size below 0.3, Pearson below 0.95, or chi2 above 4. rejection and
     token_tis: chi2 above 2, or at least 10% masked. rejection: all else. Source: ours, after the field's health ranges.

@@ -11,8 +11,9 @@ SIZE = _CELL.size
 
 
 class CurrentCall:
-    """One cell: the number of the running call and its start time (`time.monotonic`, shared by all processes of a
-    machine).
+    """One cell: the number of the running call and its start.
+
+    The clock is `time.monotonic`, which all processes of a machine share.
 
     Args:
         descriptor: of a file of `SIZE` bytes, open in both processes.
@@ -30,7 +31,10 @@ class CurrentCall:
         _CELL.pack_into(self._memory, 0, 0, 0.0)
 
     def read(self) -> tuple[int, float]:
-        """The call (0: none) and the second at which it began. A cell that is being written may be read half: look twice."""
+        """The call (0: none) and the second at which it began.
+
+        A cell that is being written may be read half: look twice.
+        """
         number, since = _CELL.unpack_from(self._memory)
         return int(number), float(since)
 

@@ -64,7 +64,10 @@ class FunctionHost:
             await self._process.close()
 
     async def _running(self) -> Process:
-        """The process, started where there is none. Starting one cannot be cancelled half-way, or nobody would end it."""
+        """The process, started where there is none.
+
+        Starting one cannot be cancelled half-way, or nobody would end it.
+        """
         if self._closed:
             raise FunctionFailed("crash", "the run is over")
         if self._process is not None and not self._process.ended:

@@ -40,11 +40,17 @@ STARTUP_S = 120.0
 """Limit for importing the function's module."""
 
 Answerer = Callable[[str, dict[str, Any]], Awaitable[Any]]
-"""`await answer(op, arguments)` serves what a call asks for. Raises `Refused`; any other error ends the call with it."""
+"""`await answer(op, arguments)` serves what a call asks for.
+
+Raises `Refused`; any other error ends the call with it.
+"""
 
 
 class FunctionFailed(MoeTrmError):
-    """A call did not end well. `reason`: `error`, `timeout`, `type` as in `messages.Failed`, or `crash` (its process ended)."""
+    """A call did not end well.
+
+    `reason`: `error`, `timeout`, `type` as in `messages.Failed`, or `crash` (its process ended).
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -139,7 +145,10 @@ class Process:
                 task.cancel()
 
     async def end(self, culprits: frozenset[int], reason: str, text: str = "") -> None:
-        """Kill the process, unless that has been done, and wait until it is gone. Calls of `culprits` fail; the others are told to begin again."""
+        """Kill the process, unless that has been done, and wait until it is gone.
+
+        Calls of `culprits` fail; the others are told to begin again.
+        """
         if not self.ended:
             self.ended = True
             _kill(self._process)

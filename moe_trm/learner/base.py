@@ -118,7 +118,10 @@ class LearnerBase:
         self._training.load(reader, counters)
 
     def _verify(self) -> None:
-        """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
+        """Prove every replayed forward since the last call; raises `ReplayProofError`.
+
+        The one device synchronisation of the proof.
+        """
         if self._replayer is not None:
             self._report += self._replayer.report(dist.group.WORLD)
 

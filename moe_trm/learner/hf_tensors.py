@@ -15,12 +15,15 @@ from moe_trm.models.tensors import EMBEDDING, OUTPUT, tensor_names
 
 
 def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that neither learner could train as it is. Only names are looked at, and a copy of tied weights.
+    """Refuse a checkpoint that neither learner could train as it is.
+
+    Only names are looked at, and a copy of tied weights.
 
     Of a family that `moe_trm.models` does not know, which DeepSpeed may still train, transformers says what is lacking.
 
     Raises:
-        CheckpointError: quantised weights; tensors that are missing, or that the model has no place for; a copy of tied weights that is none.
+        CheckpointError: quantised weights; tensors that are missing, or that the model has no place for; a copy of tied
+            weights that is none.
     """
     _check_precision(checkpoint, hf)
     family, where = find_family(hf), str(checkpoint.folder)

@@ -53,7 +53,10 @@ class UpdateResult:
 
 
 class Learner(Resumable, Protocol):
-    """A policy that trains. All calls are collective over the learner's ranks; every rank passes the same number of micro-batches."""
+    """A policy that trains.
+
+    All calls are collective over the learner's ranks; every rank passes the same number of micro-batches.
+    """
 
     data_rank: int
     data_size: int
@@ -75,8 +78,9 @@ class Learner(Resumable, Protocol):
     ) -> list[Scores]:
         """Forward without gradient.
 
-        `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a snapshot to score
-        under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
+        `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a
+        snapshot to score under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a
+        name that is not held.
         """
 
     def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
@@ -132,8 +136,9 @@ class Learner(Resumable, Protocol):
         """
 
     def sum_over_slices(self, values: Tensor) -> Tensor:
-        """Sum of `values` over the ranks with other columns of the same rows and the same layers; `values` where rows
-        are whole.
+        """Sum of `values` over the ranks with other columns of the same rows and the same layers.
+
+        It is `values` where rows are whole.
         """
 
     def sum_over_stages(self, values: Tensor) -> Tensor:

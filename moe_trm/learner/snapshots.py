@@ -33,7 +33,8 @@ class Snapshots:
     """Named copies of the parameters and buffers of `modules`.
 
     Args:
-        modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold them stay valid.
+        modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold
+            them stay valid.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -74,14 +75,19 @@ class Snapshots:
         return pieces
 
     def load(self, weights: Weights, reader: PieceReader) -> None:
-        """Take the copies that a checkpoint holds, on any layout. The model has the weights of one of them afterwards."""
+        """Take the copies that a checkpoint holds, on any layout.
+
+        The model has the weights of one of them afterwards.
+        """
         for name in sorted({tensor.split("/")[1] for tensor in reader.names(_SAVED)}):
             weights.load_weights(_SAVED + name, reader)
             self.take(name, saved=True)
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again. None: its own throughout.
+        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again.
+
+        None: its own throughout.
 
         Raises:
             LearnerError: no copy of that name.

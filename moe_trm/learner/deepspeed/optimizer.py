@@ -25,9 +25,7 @@ def freeze(causal: Any, learner: LearnerConfig) -> None:
 
 
 def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of a transformers model, with one group for each combination of settings that
-    occurs.
-    """
+    """AdamW over the trained parameters of a transformers model, with one group for each combination of settings."""
     members: dict[GroupSettings, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in causal.named_parameters():
         if parameter.requires_grad:

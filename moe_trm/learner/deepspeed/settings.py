@@ -53,9 +53,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def zero_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration: float32 gradients and norms, a loss scale that we set, manually counted micro-batches.
-
-    """
+    """DeepSpeed's configuration: float32 gradients and norms, our own loss scale, manually counted micro-batches."""
     settings = config.learner.deepspeed
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:

@@ -1,5 +1,4 @@
-"""Training state of a DeepSpeed learner as pieces of global tensors, saved and restored on any stage and number of
-ranks.
+"""Training state of a DeepSpeed learner as pieces of global tensors, for any stage and number of ranks.
 
 The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
 model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older

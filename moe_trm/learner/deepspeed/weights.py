@@ -1,6 +1,4 @@
-"""The model's tensors under ZeRO: whole and in Hugging Face form for export, and as each rank holds them for snapshots.
-
-"""
+"""The model's tensors under ZeRO: whole, in Hugging Face form, for export; and per rank, for snapshots."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tens
 
 
 def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Tensors of the checkpoint that the model's whole `tensor` called `name` holds; transformers fuses a layer's
-    experts.
-    """
+    """Tensors of the checkpoint in the model's whole `tensor` called `name`; transformers fuses a layer's experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})

@@ -1,7 +1,8 @@
 """Hugging Face tensors <-> Megatron-Core parameters, bitwise in both directions, one tensor at a time.
 
-A Megatron parameter is one HF tensor or a packing of several. `Names` names them for each family of `moe_trm.models`; `pack` and `unpack` are exact inverses.
-Shape letters: H hidden size, G key/value groups, D head dimension, I expert width.
+A Megatron parameter is one HF tensor or a packing of several. `Names` names them for each family of `moe_trm.models`;
+`pack` and `unpack` are exact inverses. Shape letters: H hidden size, G key/value groups, D head dimension, I expert
+width.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 def plain(name: str) -> str:
     """The parameter `name` as Megatron's plain layers call it.
 
-    Transformer Engine fuses a norm into the linear layer behind it, and its grouped layers number the weights of their experts. The tensors
-    are the same; everything here but this function knows the plain names only, so that checkpoints fit layers of either kind.
+    Transformer Engine fuses a norm into the linear layer behind it, and its grouped layers number the weights of their
+    experts. The tensors are the same; everything here but this function knows the plain names only, so that checkpoints
+    fit layers of either kind.
 
     >>> plain("decoder.layers.3.mlp.experts.linear_fc1.weight7")
     'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
@@ -136,7 +138,10 @@ def split_dim(name: str) -> int | None:
 
 
 def part(name: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """The part of the whole Megatron parameter `name` that rank `rank` of `size` holds. Gate and up rows are cut one by one."""
+    """The part of the whole Megatron parameter `name` that rank `rank` of `size` holds.
+
+    Gate and up rows are cut one by one.
+    """
     if is_gated(name):
         return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
     return tensor.chunk(size, dim)[rank]

@@ -1,7 +1,7 @@
 """Makes Megatron-Core run where there is no CUDA. The one module of this project that patches third-party state.
 
-Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the CPU. Every patch below names the
-line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
+Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the
+CPU. Every patch below names the line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Install the patches for this process; a second call does nothing.
 
-    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a thread-local torch mode).
+    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a
+    thread-local torch mode).
 
     Raises:
         ConfigError: CUDA is present, where Megatron must run unpatched.
@@ -165,7 +166,8 @@ def _install_tensor_type() -> None:
 class _CudaLiteralsToCpu(TorchFunctionMode):
     """Rewrites `device='cuda'` and `pin_memory=True` in torch calls.
 
-    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115; distributed/param_and_grad_buffer.py:768.
+    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115;
+    distributed/param_and_grad_buffer.py:768.
     """
 
     def __torch_function__(

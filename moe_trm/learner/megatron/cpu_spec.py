@@ -21,7 +21,8 @@ from moe_trm.learner.megatron.sink_attention import SinkAttention
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm that allows sequence parallelism.
 
-    Megatron's own torch norm refuses it. The flag on the weight makes `finalize_model_grads` sum its gradient over tensor-parallel ranks.
+    Megatron's own torch norm refuses it. The flag on the weight makes `finalize_model_grads` sum its gradient over
+    tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_options: Any) -> None:

@@ -1,7 +1,7 @@
 """Experts with biases in Megatron's local layers, which have two faults there.
 
-The last bias is added in place to what autograd holds for a view, and that is refused. And its gradient is summed over tensor-parallel ranks under
-sequence parallelism, as if they held the same expert.
+The last bias is added in place to what autograd holds for a view, and that is refused. And its gradient is summed over
+tensor-parallel ranks under sequence parallelism, as if they held the same expert.
 """
 
 from __future__ import annotations

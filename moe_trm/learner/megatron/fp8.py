@@ -10,10 +10,10 @@ from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import expert_width, moe_layers
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""FP8 format by recipe: `hybrid` uses e5m2 (more range, less precision) for gradients; `e4m3` is one format for
-everything.
+"""FP8 format by recipe.
 
-Block-wise scales allow the latter.
+`hybrid` uses e5m2 (more range, less precision) for gradients. `e4m3` is one format for everything, which block-wise
+scales allow.
 """
 
 
@@ -43,7 +43,8 @@ def check_shapes(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
     """Refuse a model whose matrices have no 8-bit product under these settings.
 
     Raises:
-        ConfigError: a width, as one rank holds it, that is no multiple of `alignment`, or more bfloat16 layers than there are.
+        ConfigError: a width, as one rank holds it, that is no multiple of `alignment`, or more bfloat16 layers than
+            there are.
     """
     multiple, parallel = alignment(learner), learner.parallel
     if learner.fp8 == "none":

@@ -100,8 +100,9 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
-    """Refuse expert groups that Megatron chooses by another rule than transformers, which adds the best two scores of
-    each.
+    """Refuse expert groups that Megatron chooses by another rule.
+
+    Transformers adds the best two scores of each group.
     """
     groups, top_k = int(hf_config.get("n_group") or 1), int(hf_config.get("num_experts_per_tok") or 0)
     if groups > 1 and top_k // int(hf_config["topk_group"]) != 2:

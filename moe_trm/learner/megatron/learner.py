@@ -32,7 +32,9 @@ from routing.replay import RouteSource
 
 
 class MegatronLearner(LearnerBase):
-    """`Learner` on Megatron-Core. Every call is collective over the ranks; build it with `build.build_megatron_learner`.
+    """`Learner` on Megatron-Core.
+
+    Every call is collective over the ranks; build it with `build.build_megatron_learner`.
 
     Args:
         chunks: this rank's part of the model, one chunk per virtual pipeline stage.

@@ -28,6 +28,9 @@ CUDA_ONLY = (
 
 
 def silence_known_notices() -> None:
-    """Ignore the `KNOWN` warnings in this process from now on; every other warning stays. Call it before Megatron is imported."""
+    """Ignore the `KNOWN` warnings in this process from now on; every other warning stays.
+
+    Call it before Megatron is imported.
+    """
     for message in KNOWN if torch.cuda.is_available() else (*KNOWN, CUDA_ONLY):
         warnings.filterwarnings("ignore", message=message)

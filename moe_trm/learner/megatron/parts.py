@@ -64,8 +64,8 @@ class Parts:
     def whole_rows(self, planes_PBC: Tensor, layout: Layout) -> Tensor:
         """`[P, B, C]` scores of this rank's columns -> `[P, B, R]`, the same bits on every rank.
 
-        The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients of parameters are
-        summed over the ranks.
+        The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients
+        of parameters are summed over the ranks.
         """
         if layout.cp_size == 1:
             return planes_PBC

@@ -57,8 +57,8 @@ class Schedule:
     ) -> tuple[list[Tensor], list[Recorded | None]]:
         """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
 
-        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers where they were
-        to be recorded.
+        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers
+        where they were to be recorded.
         """
         assert len(batches) == len(sources), "one route source per micro-batch"
         if not batches:

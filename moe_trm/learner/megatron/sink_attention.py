@@ -1,7 +1,7 @@
 """Attention with a sink per head and, in some layers, over a window, in plain torch.
 
-Megatron's own needs Transformer Engine for rows that context-parallel ranks share. Shape letters: S columns of whole rows, C columns of this rank,
-B rows, N query heads, D head dimension.
+Megatron's own needs Transformer Engine for rows that context-parallel ranks share. Shape letters: S columns of whole
+rows, C columns of this rank, B rows, N query heads, D head dimension.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerShare:
-    """Place of a rank's parameter in the whole one: a box whose flattened elements come first in the flattened
-    parameter.
+    """Place of a rank's parameter in the whole one: a box.
+
+    Its flattened elements come first in the flattened parameter.
 
     The elements after them are padding of the vocabulary.
     """
