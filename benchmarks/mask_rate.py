@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.mask_rate_figure import draw
+from benchmarks.mask_rate_results import Prediction, Rates
 from benchmarks.options import command_line
 from benchmarks.short_run import record_run, starting_checkpoint
 from benchmarks.table import Row, report
@@ -42,46 +42,6 @@ FIXED: Mapping[str, Mapping[str, float | str]] = {"ln_trm": {"delta": 0.01}}
 """Thresholds that are not calibrated and have no default."""
 PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
 """Rules that need thresholds by hand: the presets and the rules they are made of show them."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Reject rates of one rule (or preset) at one setting, pooled over all updates.
-
-    Attributes:
-        rule, setting: its name and thresholds; target: the reject rate they were chosen for, None where they were
-            given.
-        rows, tokens: rejected shares; ess: effective sample size of the weights over all tokens, (sum w)^2 / (n sum
-            w^2).
-        deciles: rejected share of rows by decile of length, short to long; NaN where a decile is empty.
-        positive, negative, correct, wrong: rejected share of rows by sign of the advantage, by reward above 0.
-    """
-
-    rule: str
-    setting: Mapping[str, float | str]
-    target: float | None
-    rows: float
-    tokens: float
-    ess: float
-    deciles: tuple[float, ...]
-    positive: float
-    negative: float
-    correct: float
-    wrong: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Reject rate of TRM-Max at one threshold, measured and predicted by 1 - (1 - p)^T, overall and by decile of
-    length.
-    """
-
-    max_kl: float
-    violation_probability: float
-    measured: float
-    predicted: float
-    measured_deciles: tuple[float, ...]
-    predicted_deciles: tuple[float, ...]
 
 
 def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
@@ -240,7 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = evidences(update for updates in recording.steps.values() for update in updates)
     strata = Strata(found)
     results, predicted = all_rates(found, strata), predictions(found, strata)
-    what = f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths {strata.length.min():.0f} to {strata.length.max():.0f}"
+    what = (
+        f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths "
+        f"{strata.length.min():.0f} to {strata.length.max():.0f}"
+    )
     details = {
         "grid": [vars(one) for one in results],
         "trm_max": [vars(one) for one in predicted],
