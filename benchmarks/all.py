@@ -52,7 +52,10 @@ BENCHMARKS = (
     ),
     Benchmark("mask_rate", "What every rule and preset rejects", "mask_rate"),
     Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
-    Benchmark("step", "A step, and what recording costs", "step", ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0")),
+    Benchmark(
+        "step", "A step, and what recording costs", "step",
+        ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
+    ),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
@@ -66,7 +69,11 @@ BENCHMARKS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when all that were asked for succeeded."""
     names = [one.name for one in BENCHMARKS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     parser.add_argument("--out", type=Path, default=RESULTS, help="the page (default: benchmarks/RESULTS.md)")
     parser.add_argument(

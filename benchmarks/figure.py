@@ -14,7 +14,10 @@ MORE_COLOURS = (*COLOURS, "#0891b2", "#65a30d", "#dc2626", "#64748b")
 
 def document(parts: Sequence[str], width: int, height: int) -> str:
     """The parts as one SVG document on white."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
+        'font-size="12">'
+    )
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 

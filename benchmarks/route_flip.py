@@ -163,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     cause = "weights" if args.versions else "engine, arithmetic or layout"
-    title = f"A: {a}\nB: {b}\nthey differ in: {cause}; {compared.num_tokens} tokens of {args.prompts} prompts, {time.perf_counter() - started:.0f} s"
+    title = (
+        f"A: {a}\nB: {b}\nthey differ in: {cause}; {compared.num_tokens} tokens of {args.prompts} prompts, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
     report(title, table(compared), args.json)
     if args.picture:
         args.picture.write_text(draw(compared, str(a), str(b)), encoding="utf-8")

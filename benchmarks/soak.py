@@ -83,8 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = statistics.median(row["time/step_s"] for row in metrics[1:])
     held = max(row["ledger/queued"] + row["ledger/in_flight"] for row in metrics[1:])
     title = (
-        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. Growth in MiB per 100 steps, "
-        "with its standard error, after the first quarter of the steps and over the second half; handles gained since the second quarter"
+        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. Growth in "
+        "MiB per 100 steps, "
+        "with its standard error, after the first quarter of the steps and over the second half; handles gained since "
+        "the second quarter"
     )
     raw = [{"process": name, "looks": [astuple(each) for each in seen]} for name, seen in looks]
     report(title, rows, args.json, {"look": [each.name for each in fields(Look)], "processes": raw})
