@@ -146,7 +146,8 @@ class HFReplayer:
             torch.distributed.all_reduce(other, group=group)
         if int(other):
             raise ReplayProofError(
-                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this model is not supported"
+                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this "
+                "model is not supported"
             )
         return judge(counters, self.max_local_flip_rate)
 
@@ -267,7 +268,8 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
             continue
         if not all(hasattr(gate_of(module), needed) for needed in ("top_k", "num_experts", "weight")):
             raise ReplayRefusedError(
-                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes cannot be replayed by hooks. Use transformers 5.0 or later."
+                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes "
+                "cannot be replayed by hooks. Use transformers 5.0 or later."
             )
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")

@@ -148,7 +148,8 @@ class MegatronReplayer:
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
             raise ReplayProofError(
-                f"MoE layers must be forwarded once inside `use`; forwards by layer: {wrong}. Another model was forwarded, or the model was rebuilt after the replayer was attached."
+                f"MoE layers must be forwarded once inside `use`; forwards by layer: {wrong}. Another model was "
+                "forwarded, or the model was rebuilt after the replayer was attached."
             )
 
     def report(self, group: ProcessGroup | None = None) -> ReplayReport:
@@ -184,7 +185,8 @@ class MegatronReplayer:
         if isinstance(source, ReplayRecords):
             check_records(source.records, input_ids, target_ids, valid, self.missing)
             for record in source.records:
-                # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another model.
+                # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
+                # model.
                 if record is not None and not set(record.layer_ids) <= set(self._model_layer_ids):
                     raise RouteError(
                         "layers",
@@ -271,5 +273,6 @@ class MegatronReplayer:
             )
             if not same or any(moe.router.router_replay is not self._taps.get(layer) for layer, moe in now):
                 raise ReplayProofError(
-                    "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something else took `router_replay`"
+                    "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something "
+                    "else took `router_replay`"
                 )

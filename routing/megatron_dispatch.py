@@ -56,6 +56,7 @@ class Dispatched:
     def _check(routing_map: Tensor | None, experts: Tensor) -> Tensor:
         if routing_map is None or routing_map.shape[0] != len(experts):
             raise ReplayProofError(
-                f"the dispatcher's routing map does not describe this rank's tokens: {None if routing_map is None else tuple(routing_map.shape)}, expected {len(experts)} rows"
+                "the dispatcher's routing map does not describe this rank's tokens: "
+                f"{None if routing_map is None else tuple(routing_map.shape)}, expected {len(experts)} rows"
             )
         return same_set(routing_map, experts)

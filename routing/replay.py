@@ -223,7 +223,10 @@ def check_records(
                 where=f"row {row}",
                 got=f"{int(record.coverage().sum())} of {record.num_rows} rows",
                 expected="routes of every row",
-                fix='Reject the sample, or attach the replayer with missing="native" to leave these tokens to the live router.',
+                fix=(
+                    'Reject the sample, or attach the replayer with missing="native" to leave these tokens to the '
+                    "live router."
+                ),
             )
         tokens = np.append(inputs[row, :length], targets[row, length - 1])
         try:

@@ -94,7 +94,8 @@ class ReplayPass:
         missing = [layer for layer in self.layer_ids if layer not in self._taken]
         if not self.records or missing:
             raise ReplayProofError(
-                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing {missing}"
+                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing "
+                f"{missing}"
             )
         # Tensors of inference mode cannot be saved for a later backward; a clone made outside of it can.
         return Recorded(
@@ -169,7 +170,8 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
             raise ReplayProofError(
-                f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for {row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
+                f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for "
+                f"{row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
             )
     report = ReplayReport(
         replayed=sum(row[DUE] for row in by_layer.values()),
@@ -181,7 +183,8 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
     worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
     if worst > max_local_flip_rate:
         raise ReplayProofError(
-            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
+            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound "
+            f"{max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
             "Rows or layers are misaligned, or the routes are of much older weights."
         )
     return report

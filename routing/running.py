@@ -38,7 +38,8 @@ class Running:
         running = self.backward if recompute else self.active
         if running is None:
             raise ReplayProofError(
-                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's own choice) or detach the replayer"
+                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's "
+                "own choice) or detach the replayer"
             )
         return running, recompute
 

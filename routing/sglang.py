@@ -65,7 +65,10 @@ def decode_payload(
             "wrong number of route rows in the payload",
             got=num_rows,
             expected=expected_rows,
-            fix=f"One row per forwarded token is needed: request them from row {start} on (routed_experts_start_len={start}).",
+            fix=(
+                f"One row per forwarded token is needed: request them from row {start} on "
+                f"(routed_experts_start_len={start})."
+            ),
         )
     experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
     for first, rows_TDK in _parts(payload, num_rows, num_layers, top_k):
