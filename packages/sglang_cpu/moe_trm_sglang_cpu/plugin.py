@@ -39,7 +39,8 @@ def _register_allocator() -> None:
     """The host buffers of `--enable-return-routed-experts`."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-    # A default dict whose fallback registers the buffer with CUDA: membership, not lookup, tells whether "cpu" is known.
+    # A default dict whose fallback registers the buffer with CUDA: membership, not lookup, tells whether "cpu" is
+    # known.
     if "cpu" not in ALLOC_MEMORY_FUNCS:
         ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
 
