@@ -37,7 +37,8 @@ _FUSED_NORMS = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CUT_ROWS = re.compile(
-    r"((word_embeddings|output_layer|linear_(q|q_up|kv_up)_proj)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)|core_attention\.softmax_offset)$"
+    r"((word_embeddings|output_layer|linear_(q|q_up|kv_up)_proj)\.weight|"
+    r"(linear_qkv|linear_fc1)\.(weight|bias)|core_attention\.softmax_offset)$"
 )
 _CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")

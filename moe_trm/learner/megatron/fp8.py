@@ -68,7 +68,10 @@ def check_shapes(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
                 where="learner.fp8",
                 got=f"{width} {what} on each rank, learner.fp8={learner.fp8}",
                 expected=f"a multiple of {multiple}",
-                fix="Share matrices between fewer ranks (learner.parallel.tensor, expert_tensor), or set learner.fp8=none.",
+                fix=(
+                    "Share matrices between fewer ranks (learner.parallel.tensor, expert_tensor), or set "
+                    "learner.fp8=none."
+                ),
             )
     at_most = num_layers // parallel.pipeline
     if learner.fp8 != "delayed" and learner.fp8_bfloat16_layers > at_most:

@@ -63,6 +63,7 @@ def transformer_engine_imports() -> bool:
     """True when `transformer_engine.pytorch` can be imported; called only where CUDA is present."""
     try:
         import transformer_engine.pytorch  # type: ignore[import-not-found]  # noqa: F401
-    except Exception:  # noqa: BLE001 - a broken installation raises RuntimeError or OSError, and any of them means "not usable"
+    # A broken installation raises RuntimeError or OSError.
+    except Exception:  # noqa: BLE001 (any error means "not usable")
         return False
     return True

@@ -114,7 +114,8 @@ class MegatronLearner(LearnerBase):
         self._optimizer.zero_grad()
         planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
         if not self._parts.on_last_stage:
-            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of them.
+            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of
+            # them.
             with torch.no_grad():
                 for index, scored in enumerate(planes):
                     loss(index, scored)

@@ -158,8 +158,8 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         name = convert.plain(local)
         dim = convert.split_dim(name)
         if dim is not None or convert.is_expert(name):
-            # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would count one rank's part only.
-            # It never marks an expert's last bias, although other ranks hold other experts.
+            # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would
+            # count one rank's part only. It never marks an expert's last bias, although other ranks hold other experts.
             parameter.tensor_model_parallel, parameter.partition_stride = True, 1
             parameter.partition_dim = -1 if dim is None else dim
     return chunk

@@ -151,6 +151,7 @@ class _Step:
             return None
         value = planes.new_zeros(()) if number is None else self._loss(number, planes)
         if not value.requires_grad:
-            # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
+            # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert
+            # exchange.
             value = value + 0.0 * planes.sum()
         return value, torch.zeros((), dtype=torch.int, device=self._device), {}
