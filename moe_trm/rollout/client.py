@@ -48,7 +48,8 @@ class ControllerProcess:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_trm.rollout.service"],
-                # It reads its key below; the functions of the user's own that it starts, and code that those run, are not to find one.
+                # It reads its key below; the functions of the user's own that it starts, and code that those run, are
+                # not to find one.
                 env=without_key(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -47,7 +47,7 @@ class Evaluator:
         | `accuracy` | mean reward of the greedy answers |
         | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
         | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
-        | `pass_at_<k>` | mean of the best of these k; for rewards of 0 and 1 the share of prompts solved at least once |
+        | `pass_at_<k>` | mean of the best of k; for rewards of 0 and 1 the share of prompts solved at least once |
         | `prompts` | held-out prompts |
         | `rejected/<reason>` | answers without a reward, which are left out |
         """

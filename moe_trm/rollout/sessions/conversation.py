@@ -121,13 +121,18 @@ class Conversation:
                 if not keep_changed:
                     raise RecordRejected(
                         "version_span",
-                        "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
+                        "weights changed while this sample was generated: its routes are not all those of the weights "
+                        "that sampled",
                         where=f"turn {number}",
                         got=f"versions {sorted(set(turn.versions.tolist()))}",
                         expected="one version in each answer",
-                        fix="Set pipeline.partial to what this run does at a push, keep others from updating the server, or set replay.missing=native.",
+                        fix=(
+                            "Set pipeline.partial to what this run does at a push, keep others from updating the "
+                            "server, or set replay.missing=native."
+                        ),
                     )
-                # The row that predicts the first token of the last version is that version's own; all rows before it may not be.
+                # The row that predicts the first token of the last version is that version's own; all rows before it
+                # may not be.
                 last = np.flatnonzero(sampled_T)[first + turn.recomputed]
                 routes = routes.uncover(slice(0, int(last) - 1))
             first += turn.num_sampled

@@ -49,7 +49,8 @@ def check_can_verify(server: Mapping[str, Any]) -> str:
     size, device = server.get("tp_size", 1), server.get("device", "cpu")
     if size != 1:
         raise SyncError(
-            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be predicted",
+            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be "
+            "predicted",
             got=f"tensor parallel size {size}",
             expected="1",
             fix="Set rollout.server.tensor_parallel=1, or sync.verify=false and accept unproved weights.",

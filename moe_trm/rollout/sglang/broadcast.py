@@ -107,7 +107,10 @@ class DistributedPush:
                 "tensors changed between the learner's memory and the engine",
                 got=", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""),
                 expected="the digests of the manifest",
-                fix="Do not train on its samples. Check that senders broadcast in the order they announced, then push again.",
+                fix=(
+                    "Do not train on its samples. Check that senders broadcast in the order they announced, then push "
+                    "again."
+                ),
             )
         await check_version(self.api, version)
         if verify:

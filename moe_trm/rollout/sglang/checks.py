@@ -150,7 +150,8 @@ class ServerCheck:
         plain, tempered = await self._spread(http, 1.0), await self._spread(http, self._temperature)
         if abs(tempered - plain) < abs(tempered - plain / self._temperature):
             raise EngineError(
-                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's temperature",
+                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's "
+                "temperature",
                 where=http.url,
                 got=f"a spread of {tempered:.4f} nats at temperature {self._temperature}, {plain:.4f} at 1",
                 expected=f"{plain / self._temperature:.4f}",
@@ -185,7 +186,10 @@ def _dropped(router: EngineHttp, got: str) -> EngineError:
         where=router.url,
         got=got,
         expected="the answer that a server gives",
-        fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not know. Without rollout.router samples are shared among rollout.urls as well.",
+        fix=(
+            "smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not "
+            "know. Without rollout.router samples are shared among rollout.urls as well."
+        ),
     )
 
 

@@ -146,7 +146,10 @@ def compare(expected: Mapping[str, str], reported: Mapping[str, str], where: str
         where=where,
         got="; ".join(parts),
         expected=f"{len(expected)} tensors with the checksums of the push",
-        fix="Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of the push folder.",
+        fix=(
+            "Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of "
+            "the push folder."
+        ),
     )
 
 

@@ -210,7 +210,8 @@ class Fleet:
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
     async def _look(self, server: RemoteServer) -> None:
-        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of another.
+        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of
+        # another.
         hidden = server.updating or (self._router is not None and server.in_flight)
         if (hidden or server.silent_s > SILENCE_S) and not server.fenced and not await server.alive(DOOR_S):
             self._fence(

@@ -128,7 +128,10 @@ class EngineHttp:
             where=f"{method} {self.url}{path}",
             got=f"{error} ({attempts} attempts)",
             expected="a running SGLang server",
-            fix="Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url or rollout.server.port.",
+            fix=(
+                "Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url "
+                "or rollout.server.port."
+            ),
         )
 
     def _refused(self, method: str, path: str, status: int, content: bytes) -> HttpStatusError:

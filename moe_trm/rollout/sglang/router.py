@@ -109,7 +109,10 @@ class Router:
                 where=self._http.url,
                 got=error.got,
                 expected="SGLang's router",
-                fix="Start it with `python -m launch.router CONFIG` and correct rollout.router, or leave rollout.router out.",
+                fix=(
+                    "Start it with `python -m launch.router CONFIG` and correct rollout.router, or leave "
+                    "rollout.router out."
+                ),
             ) from error
         return {str(worker["url"]).rstrip("/"): worker for worker in answer["workers"]}
 

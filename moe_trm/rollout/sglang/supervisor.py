@@ -58,7 +58,8 @@ class Server:
         Its main process is asked first; after `grace_s` seconds the group is killed.
         """
         if self.poll() is None:
-            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
+            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a
+            # diagnosis.
             self.process.terminate()
             _group_is_gone(self.process, grace_s)
         try:
@@ -148,7 +149,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             "--mem-fraction-static": 0.1,
         }
         if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
-            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu, which wants one cache for all layers.
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
+            # which wants one cache for all layers.
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
