@@ -30,7 +30,7 @@ def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str 
     | reason | when |
     |---|---|
     | `overlong` | every sample is dropped by itself |
-    | `zero_variance` | `batch.zero_variance=drop`, and every advantage would be 0: rewards are equal, or one sample is left |
+    | `zero_variance` | `batch.zero_variance=drop`, and the rewards are equal or one sample is left: advantages are 0 |
     | `empty` | no sample was accepted |
     """
     if not records:

@@ -66,7 +66,8 @@ class Checkpoints:
             print(f"going on after step {manifest.step} from {path}", flush=True)
             if manifest.step >= self._config.train.steps:
                 print(
-                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never to begin anew",
+                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never "
+                    "to begin anew",
                     flush=True,
                 )
             for change in differences(manifest.config, self._config.dump()):

@@ -46,7 +46,8 @@ class BackgroundWriter:
 
     def __init__(self, folder: CheckpointFolder, peers: Peers, keep: int) -> None:
         self._folder, self._peers, self._keep = folder, peers, keep
-        # One thread for all checkpoints: glibc gives a new thread another arena, and each would keep what a checkpoint took.
+        # One thread for all checkpoints: glibc gives a new thread another arena, and each would keep what a checkpoint
+        # took.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str] | None = None
 

@@ -20,7 +20,7 @@ def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
     | `acceptance/positive`, `acceptance/negative`, `acceptance/zero` | by sign of the row's summed advantage |
     | `acceptance/correct`, `acceptance/wrong` | reward above 0 or not, where rewards are known |
     | `acceptance/multi_turn` | rows with several turns, where turns are known |
-    | `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens` | share of *tokens* kept in the first turn and after it |
+    | `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens` | share of *tokens* kept, first turn and later |
 
     The edges are fixed, so that counts of different batches may be added. A rule that is neutral to length has about
     the same share everywhere.

@@ -72,7 +72,10 @@ def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     if not (rising(kept) and rising(gap)):
         return None
     evidence = {"correction/kept_fraction": kept[-1], "total/k3_kl": gap[-1]}
-    sentence = f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold no longer sees it."
+    sentence = (
+        f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold "
+        "no longer sees it."
+    )
     return Verdict("drift", sentence, evidence, "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]")
 
 
@@ -121,7 +124,10 @@ def _staleness(seen: Mapping[str, float]) -> Verdict | None:
     stale = evidence.get("staleness/k3_kl", 0.0)
     if stale <= 0.05 or stale <= evidence["engine/k3_kl"]:
         return None
-    sentence = f"The policy has moved away from the samples it trains on (staleness k3 {stale:.2g}, engine {evidence['engine/k3_kl']:.2g})."
+    sentence = (
+        f"The policy has moved away from the samples it trains on (staleness k3 {stale:.2g}, engine "
+        f"{evidence['engine/k3_kl']:.2g})."
+    )
     return Verdict("staleness", sentence, evidence, "learner.minibatches=1")
 
 

@@ -122,7 +122,7 @@ def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: CurrentC
             board.end()
         try:
             step, given = coroutine.send, (yield waits_for)
-        except BaseException as error:  # noqa: BLE001 (cancellation and errors of what it waits for belong to the coroutine)
+        except BaseException as error:  # noqa: BLE001 (cancellation and errors belong to the coroutine)
             step, given = coroutine.throw, error
 
 

@@ -28,7 +28,10 @@ class Judge:
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         found = mask_hides_gap(self._history) or verdict(self._history)
         if self._quantization and found.case == "precision":
-            own = f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 {metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
+            own = (
+                f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 "
+                f"{metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
+            )
             found = replace(found, sentence=own, config="")
         said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
         return said | ({"verdict/config": found.config} if found.config else {})

@@ -104,8 +104,10 @@ def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Seque
         worst = max(ratios, key=abs, default=0.0)
         kept = sum(value is True for value in each.keep)
         parts.append(
-            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage {each.row.advantage:.3g}, "
-            f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions {versions(record.versions)}, "
+            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
+            f"{each.row.advantage:.3g}, "
+            f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
+            f"{versions(record.versions)}, "
             f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"
         )
         parts.append("".join(_marked(each, texts)))

@@ -127,7 +127,8 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
 def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
     """Say what happened in plain words; 0 only when every run did what it should."""
     print(
-        "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, but mostly"
+        "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, "
+        "but mostly"
     )
     print("blurts an answer; what RL teaches it is to show its working.\n")
     print(f"{'run':<28}{'before':>8}{'after':>8}{'gain':>8}{'optimizer steps':>17}{'seconds':>9}   verdict")

@@ -55,7 +55,8 @@ class Panel:
 def draw(runs: Mapping[str, Rows], mismatch: Mapping[str, Interval]) -> str:
     """SVG document of the runs' `metrics.jsonl` rows by name, and of the pooled figures (`probe.pooled.pooled`)."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         *_learning(runs),
         *_mismatch(mismatch),
@@ -118,6 +119,7 @@ def text(
     x: float, y: float, content: str, *, anchor: str = "start", colour: str = INK, size: int = 12, weight: int = 400
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}">'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" '
+        f'font-weight="{weight}">'
         f"{escape(content)}</text>"
     )

@@ -166,7 +166,8 @@ class Warmup:
                 self._train_step(direct_share=recipe.direct_share, lr=recipe.mixed_lr * share)
             greedy, working = self.accuracy(problems), self.accuracy(problems, ban_direct=True)
             self._say(
-                f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is now the habit"
+                f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is "
+                "now the habit"
             )
             if greedy <= self.recipe.max_greedy and working >= self.recipe.min_working:
                 return

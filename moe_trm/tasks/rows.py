@@ -101,7 +101,10 @@ def _hub(source: str) -> Iterator[Row]:
             where=source,
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             expected="hf:NAME[:SPLIT] or hf:NAME:CONFIGURATION:SPLIT of a data set that is cached or can be reached",
-            fix="Without a network (HF_HUB_OFFLINE=1) load it once where there is one, or save it as parquet and name that file.",
+            fix=(
+                "Without a network (HF_HUB_OFFLINE=1) load it once where there is one, or save it as parquet and name "
+                "that file."
+            ),
         ) from error
     for number, fields in enumerate(data, 1):
         yield Row(f"{name}:{split}:{number}", f"{source}, row {number}", fields)
