@@ -152,8 +152,8 @@ def _length_bias() -> str:
     lines = [
         "## Length bias\n",
         "On independent noise no length deserves to be rejected more than another. The table has the rejected rows",
-        f"in percent by number of tokens, at thresholds that reject {length_bias.REJECTED:.0%} of all rows. The slope is",
-        "in percentage points per doubling of length, with its 95% interval (binomial counts at the calibrated",
+        f"in percent by number of tokens, at thresholds that reject {length_bias.REJECTED:.0%} of all rows. The slope",
+        "is in percentage points per doubling of length, with its 95% interval (binomial counts at the calibrated",
         "threshold): `python -m benchmarks.length_bias`.\n",
         "| rule | slope | " + " | ".join(str(length) for length in length_bias.LENGTHS) + " |",
         "|---|---|" + "---|" * len(length_bias.LENGTHS),
