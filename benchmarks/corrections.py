@@ -68,7 +68,7 @@ def load_verl(folder: Path | None) -> Callable[[Batch], Any] | None:
     if folder is None:
         return None
     if find_spec("moe_trm_sglang_cpu") is not None:
-        # verl imports model classes of transformers, which need this beside a CPU build of torch.
+        # verl imports model classes of transformers, which need this with a CPU build of torch.
         import_module("moe_trm_sglang_cpu.torchvision_ops").install()
     sys.path.append(str(folder))
     function = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask

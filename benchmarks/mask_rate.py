@@ -122,7 +122,7 @@ def all_rates(found: Sequence[Evidence], strata: Strata) -> list[Rates]:
 
 
 def predictions(found: Sequence[Evidence], strata: Strata) -> list[Prediction]:
-    """TRM-Max at the thresholds of the grid, beside what independent tokens would reject."""
+    """TRM-Max at the thresholds of the grid, and the prediction for independent tokens."""
     rule, results = corrections.get("trm_max"), []
     window = [corrections.scores(rule, evidence) for evidence in found]
     scores = np.concatenate([one.double().numpy() for one in window])

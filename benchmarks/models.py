@@ -74,7 +74,7 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
 
 
 def _live(config: Path, folder: Path) -> dict[str, Any]:
-    """Two steps with the real server, in processes of their own."""
+    """Two steps with the real server, in separate processes."""
     done = _run([sys.executable, "-m", "moe_trm", "train", str(config), "--nproc-per-node=1"])
     metrics = folder / "runs" / "models" / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
@@ -93,7 +93,7 @@ def _live(config: Path, folder: Path) -> dict[str, Any]:
 
 
 def _learner(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The learner `name` on the recorded samples, in a process of its own."""
+    """The learner `name` on the recorded samples, in a separate process."""
     backend = {**settings["learner"], "backend": name}
     config, out = folder / f"{name}.yaml", folder / f"{name}.json"
     own = {"learner": backend, "replay": {"mode": "R3", "max_local_flip_rate": 1.0}, "record": {}}

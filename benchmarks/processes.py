@@ -46,7 +46,7 @@ class Look:
 def watch(
     command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]
 ) -> list[tuple[str, list[Look]]]:
-    """Run `command` to its end; what every process of it is called, and what it looked like.
+    """Run `command` to its end. Returns the name and the measurements of each of its processes.
 
     Args:
         command: of the job.
