@@ -1,4 +1,4 @@
-"""The rollout server's API key: from the configuration, else from the environment, never in a file of ours."""
+"""The rollout server's API key: from the configuration, else from the environment, never in one of our files."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Evaluator:
     It draws no training prompt, and nothing of it reaches ledger or store.
 
     Args:
-        settings: what to measure beside the greedy answers.
+        settings: measurements in addition to the greedy answers.
         sampler: makes the answers.
         sets: held-out prompts by the name of their set, `""` for the main one.
         params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for

@@ -27,7 +27,7 @@ from moe_trm.types import Prompt
 log = logging.getLogger(__name__)
 
 NUM_TOLD = 3
-"""Rejections of each reason that are told in full, in the controller's log; the rest are only counted."""
+"""Rejections of each reason that are logged in full; the rest are only counted."""
 
 
 class Producer:

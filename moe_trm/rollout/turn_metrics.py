@@ -1,4 +1,4 @@
-"""Metrics of a step's samples that only some tasks have: named rewards, turns, and what tools said."""
+"""Metrics of a step's samples that only some tasks have: named rewards, turns, and tool outputs."""
 
 from __future__ import annotations
 

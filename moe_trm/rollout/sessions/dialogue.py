@@ -36,7 +36,7 @@ class TurnTokens(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sample: answers, and tokens in all (prompt, answers and what was appended)."""
+    """Of one sample: answers, and tokens in all (prompt, answers and appended tokens)."""
 
     turns: int
     tokens: int

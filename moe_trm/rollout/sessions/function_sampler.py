@@ -81,7 +81,7 @@ class FunctionSampler:
         return rewarded(record, read_reward(returned, self._task.reward_weights, "", prefix="rollout"))
 
     async def _run(self, prompt: Prompt, params: SamplingParams, *, bare: bool) -> tuple[Dialogue, Any]:
-        """The conversation that the function had, and what it returned."""
+        """The conversation of the function, and its result."""
         tokens = self._task.tokens
         dialogue: Dialogue
 

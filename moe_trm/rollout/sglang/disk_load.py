@@ -20,7 +20,7 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     """Read every tensor once and check it against the manifest.
 
     Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
-    file differs from what the writer had in memory.
+    file differs from the writer's memory.
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     damaged: list[str] = []

@@ -1,4 +1,4 @@
-"""One address that samples are asked for at, and what was asked there and has not been answered."""
+"""One address that samples are requested from, and its unanswered requests."""
 
 from __future__ import annotations
 

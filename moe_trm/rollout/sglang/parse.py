@@ -115,7 +115,7 @@ def parse_turn(
 
     Args:
         body: JSON as received.
-        context: ids that were sent: the prompt, and whatever followed it.
+        context: ids that were sent: the prompt, and the tokens after it.
         model: the sizes that ids are checked against.
         wanted: what the request asked for.
         start: first row of the routes that were asked for.
@@ -201,7 +201,7 @@ def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
 
 
 def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
-    """As float32. null becomes NaN and what float32 cannot hold becomes infinite; both are refused."""
+    """As float32. null becomes NaN, and values out of range become infinite; both are refused."""
     with np.errstate(over="ignore"):
         array = np.array(values, np.float64).astype(np.float32)
     wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)

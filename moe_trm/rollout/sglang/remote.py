@@ -1,4 +1,4 @@
-"""One rollout server as the controller sees it: what it was asked, and which weights it is known to serve."""
+"""One rollout server as the controller sees it: its open requests, and the version of its weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RemoteServer:
             await self._endpoint.wait(ABORT_PAUSE_S)
 
     def fence(self) -> None:
-        """Take it out of service and give up what is in flight."""
+        """Take it out of service and drop its requests in flight."""
         self.fenced = True
         self.released = False  # one that comes back was started anew
         self._endpoint.give_up()

@@ -1,4 +1,4 @@
-"""SGLang's own router in front of the servers: it chooses who samples, and is told among whom.
+"""SGLang's own router in front of the servers: it chooses a server for each sample, from a list that it gets.
 
 Only samples go through it. Weights, proofs and health are matters of each server: a request that a load balancer gives
 to one of them reaches no other.

@@ -84,7 +84,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
-        cancelled: give up waiting, and end the server again, once this is set.
+        cancelled: stop waiting, and end the server, once this is set.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist.
