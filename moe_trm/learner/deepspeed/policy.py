@@ -16,7 +16,7 @@ from moe_trm.learner.scoring import Scoring, score_hidden
 class ScoringHead(nn.Module):
     """Final hidden states to scores.
 
-    A module of its own, so that ZeRO-3 gathers the output weight for it, forward and backward.
+    A separate module, so that ZeRO-3 gathers the output weight for it, forward and backward.
     """
 
     def __init__(self, weight_VH: nn.Parameter) -> None:

@@ -65,7 +65,7 @@ class TrainingState:
         self._model, self._zero, self._optimizer = model, engine.optimizer, optimizer
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
-        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         pieces = [whole(f"{_random()}/{name}", state) for name, state in _random_states().items()]
         for name, _, fragment in self._fragments():
             if fragment is not None:
@@ -121,7 +121,7 @@ class TrainingState:
         return state
 
     def _fragments(self) -> Iterator[tuple[str, nn.Parameter, Fragment | None]]:
-        """The trained parameters, with what this rank updates of each; None where it is nothing."""
+        """The trained parameters, with the part that this rank updates; None where it updates nothing."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, self._fragment(parameter)

@@ -1,4 +1,4 @@
-"""Weights out of Megatron in Hugging Face form: each rank yields what it owns, and no rank gathers the model."""
+"""Export of Megatron's weights in Hugging Face form: each rank yields its own tensors, none gathers the model."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class TrainingState:
         self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
-        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         masters = _masters(self._optimizer.megatron)
         pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
         for name, parameter in global_parameters(self._chunks):
