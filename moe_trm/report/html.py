@@ -11,7 +11,7 @@ from moe_trm.report.scale import short
 
 
 def document(title: str, body: str, data: object) -> str:
-    """A complete page; `data` is the JSON that the script reads and that a test compares with what was measured."""
+    """A complete page; `data` is the JSON that the script reads and that a test compares with the metrics."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

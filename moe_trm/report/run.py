@@ -1,4 +1,4 @@
-"""A run directory, read: its configuration, its steps, and what could not be read."""
+"""Reader of a run directory: its configuration, its steps, and its unreadable files."""
 
 from __future__ import annotations
 

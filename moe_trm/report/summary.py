@@ -1,4 +1,4 @@
-"""The few things to look at first: key figures, proofs and alarms, and what the verdicts said."""
+"""Summary of a run: key figures, proofs, alarms and verdicts."""
 
 from __future__ import annotations
 

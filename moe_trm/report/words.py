@@ -30,7 +30,7 @@ def state(run: Run, *, many: bool) -> str:
 
 
 def verdict_now(run: Run, *, many: bool) -> str:
-    """The latest verdict and what to try."""
+    """The latest verdict and its advice."""
     said = sayings(run)
     if not said:
         return ""
