@@ -1,4 +1,4 @@
-"""A reward function of the user's own, or math-verify, in processes of its own (`moe_trm.functions`)."""
+"""A user's reward function, or math-verify, in separate processes (`moe_trm.functions`)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reward:
-    """A sample's reward, and what it is the weighted sum of when it has named parts."""
+    """A sample's reward, and its parts by name when it is a weighted sum."""
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)

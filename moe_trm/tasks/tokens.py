@@ -51,7 +51,7 @@ class Tokens:
         self.stop_token_ids = self._stop_tokens(config)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Text as ids, with whatever the tokenizer itself puts in front (a beginning token)."""
+        """Text as ids, with the tokens that the tokenizer itself puts in front (a beginning token)."""
         return tuple(self._tokenizer.encode(text))
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
