@@ -1,4 +1,4 @@
-"""The live panel on a terminal: where the step is, what it measured, and what that means."""
+"""The live panel on a terminal: the step's phase, its metrics, and the verdict."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from moe_trm.observe.sinks import Sink
 
 
 class Phases:
-    """Wall-clock seconds by phase name; `take` reads and clears them. `sinks` are told when a phase begins."""
+    """Wall-clock seconds by phase name; `take` reads and clears them. `sinks` are notified when a phase begins."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)

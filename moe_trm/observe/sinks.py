@@ -42,7 +42,7 @@ class Sink:
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl`: one object per step, written at once so that a killed run keeps what it did.
+    """`metrics.jsonl`: one object per step, written at once so that a killed run keeps its metrics.
 
     Non-finite values become null.
 

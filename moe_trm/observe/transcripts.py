@@ -18,7 +18,7 @@ from moe_trm.types import TrainRow
 
 
 class Decoder(Protocol):
-    """Text of each token: what it adds to the tokens before it, special tokens included."""
+    """Text that each token adds to the tokens before it, special tokens included."""
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]: ...
 
