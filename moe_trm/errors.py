@@ -1,4 +1,4 @@
-"""Typed errors. Each tells what is wrong, where, what was got and expected, and what to do about it."""
+"""Typed errors. Each names the fault, the place, the value found, the value expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class LearnerError(MoeTrmError):
 
 
 class SyncError(MoeTrmError):
-    """A weight push is incomplete or wrong: the engine's own checksums differ from what the learner sent."""
+    """A weight push is incomplete or wrong: the engine's checksums differ from those of the sent tensors."""
 
     may_pass = True
 
@@ -104,4 +104,4 @@ class ControllerError(MoeTrmError):
 
 
 class RunError(MoeTrmError):
-    """A folder that holds no run, a run that has nothing to show yet, or one that cannot write down what it does."""
+    """A folder without a run, a run without results yet, or a run that cannot write its files."""

@@ -99,7 +99,7 @@ def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:
 def remax(rewards: Array, greedy_rewards: Array) -> Array:
     """ReMax: reward minus that of the greedy answer to the same prompt, both `[N]`. Source: ReMax (arXiv 2310.10505).
 
-    When: one sample for each prompt, and a greedy answer beside it can be afforded.
+    When: one sample for each prompt, and the cost of a greedy answer is acceptable.
     """
     return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
 

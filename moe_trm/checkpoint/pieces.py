@@ -96,7 +96,7 @@ class PieceReader:
 
         Args:
             name: as the ranks named it.
-            shape: what it must have; None accepts any.
+            shape: the required shape; None accepts any.
 
         Raises:
             CheckpointError: no such tensor, another shape, or elements that no rank saved.

@@ -69,7 +69,7 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
 
 @dataclass(frozen=True)
 class Span:
-    """Smallest and largest of some log-ratios, 0-d float64, and what need not be looked for among them."""
+    """Smallest and largest of some log-ratios, 0-d float64."""
 
     bottom: Tensor
     top: Tensor

@@ -9,7 +9,7 @@ from moe_trm.functions.host import FunctionHost
 
 
 def check_functions(named: Mapping[str, tuple[str, str]]) -> None:
-    """Load each function once, in a process of its own that ends at once.
+    """Load each function once, in a separate process that ends at once.
 
     Args:
         named: by configuration key, the name of the function and of its adapter.

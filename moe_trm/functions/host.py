@@ -56,7 +56,7 @@ class FunctionHost:
                 continue
 
     async def close(self) -> None:
-        """End the process, and what it does."""
+        """End the process and its calls."""
         self._closed = True
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)

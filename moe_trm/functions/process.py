@@ -147,7 +147,7 @@ class Process:
     async def end(self, culprits: frozenset[int], reason: str, text: str = "") -> None:
         """Kill the process, unless that has been done, and wait until it is gone.
 
-        Calls of `culprits` fail; the others are told to begin again.
+        Calls of `culprits` fail; the others are repeated.
         """
         if not self.ended:
             self.ended = True
@@ -227,7 +227,7 @@ async def _message(process: asyncio.subprocess.Process) -> FromProcess | None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """The process and whatever it started."""
+    """The process and all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

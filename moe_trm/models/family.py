@@ -41,7 +41,7 @@ class Required:
 
 
 def expert_matrices(gate: str, up: str, down: str) -> Callable[[int], Mapping[str, Link]]:
-    """Experts whose matrices are tensors of their own; in their names `{}` stands for the expert's number."""
+    """Experts with separate tensors; in their names `{}` stands for the expert's number."""
     return lambda number: {
         "linear_fc1.weight": Link((gate.format(number), up.format(number)), "gated"),
         "linear_fc2.weight": Link((down.format(number),)),
@@ -58,7 +58,7 @@ class Family:
     Attributes:
         name: as people write it in a file name.
         architecture: in config.json.
-        attention: layer tensors beside the feed-forward part, from config.json.
+        attention: layer tensors outside the feed-forward part, from config.json.
         router: `mlp.router.*` of Megatron and shared experts, from config.json; empty for dense families.
         expert: tensors of one routed expert from its number, by Megatron's names inside the expert.
         megatron: keywords for Megatron's configuration that other families have not, from config.json.

@@ -29,7 +29,7 @@ def _expert(number: int) -> dict[str, Link]:
 
 def _megatron(hf: HfConfig) -> dict[str, Any]:
     alpha, window = float(hf.get("swiglu_alpha", 1.702)), hf.get("sliding_window", 128)
-    # Without a list of its own, transformers begins with a window and takes turns.
+    # Without this list, transformers alternates layers with and without a window, the first with one.
     kinds = hf.get("layer_types") or [
         ("sliding_attention", "full_attention")[layer % 2] for layer in range(int(hf["num_hidden_layers"]))
     ]

@@ -125,7 +125,7 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
 
 
 def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
-    """Say what happened in plain words; 0 only when every run did what it should."""
+    """Print the result in plain words. Returns 0 only when every run did what it should."""
     print(
         "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, "
         "but mostly"

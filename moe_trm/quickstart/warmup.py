@@ -263,7 +263,7 @@ class Warmup:
 
 
 def warm_up(folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None) -> WarmupReport:
-    """Make the quickstart's start in `folder`: a checkpoint, and what was done as `warmup.json`.
+    """Make the quickstart's start in `folder`: a checkpoint, and its report `warmup.json`.
 
     Raises `WarmupError`.
     """

@@ -51,7 +51,7 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -
 
 
 def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:
-    """Complete a push folder whose shards are written, and delete all but the last two pushes beside it.
+    """Complete a push folder whose shards are written, and delete all pushes but the last two.
 
     Args:
         directory: the push folder, named `vNNNNNN`.

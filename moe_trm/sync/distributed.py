@@ -53,7 +53,7 @@ class Sender:
 
 
 def announce(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
-    """The manifest of what `Sender.send` will broadcast, digested from memory after the cast."""
+    """The manifest of the broadcast of `Sender.send`, digested from memory after the cast."""
     dtypes = ((name, tensor, pushed_dtype(name, dtype)) for name, tensor in tensors)
     return tuple(
         TensorEntry(name, "", own, tuple(tensor.shape), tensor_digest(tensor.detach().to("cpu", DTYPES[own])))
