@@ -37,9 +37,7 @@ class Groups:
         return self.sum(values) / self.size
 
     def centered(self, values: Array) -> Array:
-        """Values minus the mean of their group; exactly 0 in a group of equal values, where rounding could leave a
-        rest.
-        """
+        """Values minus the mean of their group; exactly 0 in a group of equal values, despite rounding."""
         return np.where(self.spread(values) == 0, 0.0, values - self.mean(values))
 
     def spread(self, values: Array) -> Array:
@@ -61,8 +59,8 @@ def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Arr
 
     Without `normalize_std`, A_i = R_i - mean_g, as in Dr.GRPO.
 
-    A group of equal rewards gets 0. A group of one has nothing to compare with: mean 0 and std 1, so A = R. Source:
-    GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783).
+    A group of equal rewards gets 0. A group of one has nothing to compare with: mean 0 and std 1, so A = R.
+    Source: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783).
 
     When: the default, with groups of 8 or more.
     """

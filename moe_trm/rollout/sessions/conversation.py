@@ -47,9 +47,7 @@ class Conversation:
 
     @property
     def known_rows(self) -> int:
-        """Rows whose routes are known: all but that of the last sampled token, and those of the tokens appended after
-        it.
-        """
+        """Rows whose routes are known: all but those of the last sampled token and of the tokens after it."""
         return self._routes.num_rows if self._routes is not None else 0
 
     def append(self, token_ids: Sequence[int]) -> None:
