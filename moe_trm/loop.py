@@ -1,8 +1,9 @@
-"""The algorithm on one page. Every learner rank runs it; collective calls are in the same order on all of them.
+"""The algorithm on one page. Every learner rank runs it; all ranks make collective calls in the same order.
 
-Synchronous training: the engine serves exactly the learner's weights while it samples, so the behaviour pass is the proximal pass
-(age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping `pipeline.mode` the controller samples
-what later steps train while this one does, and a push returns as soon as the engine has been given its files.
+Synchronous training: the engine serves exactly the learner's weights while it samples. So the behaviour pass is the
+proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping
+`pipeline.mode` the controller samples for later steps while this step trains, and a push returns as soon as the engine
+has its files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def train(
     mode: ReplayMode,
     run_dir: Path,
 ) -> None:
-    """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
+    """Run `config.train.steps` steps, or what is left of them.
+
+    Raises on the first broken proof or failed push; nothing unproved is trained on.
+    """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.quantization)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)

@@ -35,14 +35,17 @@ async def paused(api: EngineApi) -> AsyncIterator[None]:
 
 
 async def check_version(api: EngineApi, version: int) -> None:
-    """Raise `SyncError` unless the engine labels its weights `version`. Necessary, and proof of nothing: see `check_weights`."""
+    """Raise `SyncError` unless the engine labels its weights `version`.
+
+    Necessary, and proof of nothing: see `check_weights`.
+    """
     served = (await api.get("/model_info"))["weight_version"]
     if served != str(version):
         raise SyncError("the engine labels its weights with another version", got=served, expected=str(version))
 
 
 async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
-    """Raise `SyncError` naming tensors unless every rank of the engine has loaded exactly the tensors behind `expected`."""
+    """Raise `SyncError` naming tensors unless every engine rank has loaded exactly the tensors behind `expected`."""
     answer = await api.post("/weights_checker", {"action": "checksum"})
     ranks = answer.get("ranks") or []
     if not ranks:
@@ -54,11 +57,15 @@ async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
 
 
 def check_can_verify(server: Mapping[str, Any]) -> str:
-    """The device whose hash the engine uses; `server` is its `/server_info`. Raises `SyncError` when its checksums cannot be predicted."""
+    """The device whose hash the engine uses; `server` is its `/server_info`.
+
+    Raises `SyncError` when its checksums cannot be predicted.
+    """
     size, device = server.get("tp_size", 1), server.get("device", "cpu")
     if size != 1:
         raise SyncError(
-            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be predicted",
+            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be "
+            "predicted",
             got=f"tensor parallel size {size}",
             expected="1",
             fix="Set rollout.server.tensor_parallel=1, or sync.verify=false and accept unproved weights.",

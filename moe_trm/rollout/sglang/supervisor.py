@@ -40,7 +40,10 @@ KILL_PATIENCE_S = 5.0
 
 @dataclass
 class Server:
-    """A running server: its address, its key, and the process group that is stopped as a whole, at the latest when this process ends."""
+    """A running server: its address, its key, and its process group.
+
+    The group is stopped as a whole, at the latest when this process ends.
+    """
 
     url: str
     api_key: str
@@ -54,9 +57,13 @@ class Server:
         return self.process.poll()
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """End the server and every process it started: ask its main process, wait `grace_s` seconds, then kill the group. Safe to call twice."""
+        """End the server and every process it started. Safe to call twice.
+
+        Its main process is asked first; after `grace_s` seconds the group is killed.
+        """
         if self.poll() is None:
-            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
+            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a
+            # diagnosis.
             self.process.terminate()
             _group_is_gone(self.process, grace_s)
         try:
@@ -81,7 +88,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
-        cancelled: give up waiting, and end the server again, once this is set.
+        cancelled: stop waiting, and end the server, once this is set.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist.
@@ -115,7 +122,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
 
 
 def on_cpu(settings: ServerConfig) -> bool:
-    """Whether the server runs without CUDA."""
+    """True when the server runs without CUDA."""
     return settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
 
 
@@ -146,7 +153,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             "--mem-fraction-static": 0.1,
         }
         if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
-            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu, which wants one cache for all layers.
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
+            # which wants one cache for all layers.
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
@@ -162,7 +170,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
 def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
     """The server's environment.
 
-    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
+    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
+    wants triton and a C++ compiler.
     """
     child = without_key(parent)
     if cpu:
@@ -260,7 +269,10 @@ def _answers(url: str) -> bool:
 
 
 def _claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0). A taken port would let another server answer our health check."""
+    """The port itself when it is free (any free one for 0).
+
+    A taken port would let another server answer our health check.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
