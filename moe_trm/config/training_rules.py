@@ -68,12 +68,11 @@ def _corrections(config: Config) -> Iterator[Problem]:
             got=str(names.count(name)),
             expected="once",
         )
-    preset = config.correction.preset or ""
-    if preset.startswith("bypass_") and config.replay.mode == "R2":
+    if config.correction.bypass and config.replay.mode == "R2":
         yield Problem(
             "replay.mode",
             "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
-            got=f"R2 with correction.preset={preset}",
+            got=f"R2 with correction.preset={config.correction.preset}",
             expected="R3 or none",
         )
 
@@ -175,10 +174,11 @@ def _parallel(config: Config) -> Iterator[Problem]:
             got=f"{parallel.virtual_pipeline} chunks on 1 stage",
             expected="learner.parallel.pipeline of at least 2",
         )
-    if parallel.tensor > 1 and parallel.expert_tensor == 1 and parallel.expert == 1:
+    if parallel.tensor % parallel.expert_tensor:
         yield Problem(
-            "learner.parallel.tensor",
-            "tensor parallelism with whole experts on every rank trains wrongly on Megatron-Core before 0.17",
-            got=f"tensor {parallel.tensor}, expert_tensor 1, expert 1",
-            expected=f"expert_tensor={parallel.tensor} or expert={parallel.tensor}",
+            "learner.parallel.expert_tensor",
+            "ranks that share an expert's matrices must forward micro-batches of one length, and data-parallel ranks have different ones",
+            got=f"{parallel.expert_tensor} with learner.parallel.tensor={parallel.tensor}",
+            expected=f"a divisor of {parallel.tensor}",
+            fix="use learner.parallel.expert",
         )

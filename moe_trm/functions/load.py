@@ -17,6 +17,7 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function called `package.module:function` or `path/to/file.py:function`.
 
     Modules are looked for in the working directory first, as `python -m` does; a file's own folder is importable to it.
+    As with any import, a file is run once in a process.
 
     Args:
         name: as in the configuration.
@@ -57,9 +58,16 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(path)
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == spec.origin:
+        return loaded
     sys.path.insert(0, str(path.resolve().parent))
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs: dataclasses and annotations look their own module up.
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
     return module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -39,7 +39,7 @@ class RuleConfig(Section):
     """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
 
 
-Preset = Literal[
+DecoupledPreset = Literal[
     "disabled",
     "decoupled_token_is",
     "decoupled_seq_is",
@@ -51,6 +51,8 @@ Preset = Literal[
     "decoupled_k3_rs",
     "decoupled_k3_rs_seq_tis",
     "decoupled_k3_rs_token_tis",
+]
+BypassPreset = Literal[
     "bypass_ppo_clip",
     "bypass_ppo_clip_geo_rs",
     "bypass_ppo_clip_k3_rs",
@@ -60,6 +62,7 @@ Preset = Literal[
     "bypass_pg_geo_rs_seq_tis",
     "bypass_pg_geo_rs_token_tis",
 ]
+Preset = Literal[DecoupledPreset, BypassPreset]
 
 
 class CorrectionConfig(Section):
@@ -73,6 +76,11 @@ class CorrectionConfig(Section):
     """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
     calibration_steps: Positive = 5
     """Steps over which rules with a `target_reject_rate` only measure."""
+
+    @property
+    def bypass(self) -> bool:
+        """Whether the preset has two policies instead of three: rules and loss read the total ratio, and the proximal policy plays no part."""
+        return self.preset in get_args(BypassPreset)
 
 
 Loss = Literal[
