@@ -1,7 +1,7 @@
 """Rollout engines as settings see them: a table of capabilities, which rules and checks ask instead of names.
 
-Importing this module imports no torch. An engine of the user's own is named by `package.module:function` or
-`path/to/file.py:function` and brings its capabilities along; its code is read when they are asked for.
+Importing this module imports no torch. An engine of the user's own is named by `package.module:Engine` or
+`path/to/file.py:Engine` and brings its capabilities along; its code is read when they are asked for.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def traits_of(engine: str) -> EngineTraits:
     """The capabilities of the engine that `rollout.engine` names.
 
     Raises:
-        ConfigError: no such engine, or a function of the user's own that cannot be loaded or has no `traits`.
+        ConfigError: no such engine, or one of the user's own that cannot be loaded or has no `traits`.
     """
     if engine in ENGINES:
         return ENGINES[engine]
-    expected = f"{', '.join(ENGINES)}, package.module:function or path/to/file.py:function"
+    expected = f"{', '.join(ENGINES)}, package.module:Engine or path/to/file.py:Engine"
     if ":" not in engine:
         raise ConfigError("no such rollout engine", where=KEY, got=engine, expected=expected)
     traits = getattr(load_function(engine, key=KEY), "traits", None)

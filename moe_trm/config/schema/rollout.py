@@ -44,7 +44,7 @@ class RolloutConfig(Section):
 
     engine: str = "sglang"
     """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
-    `package.module:function` or `path/to/file.py:function`: an engine of your own (docs/pipeline.md)."""
+    `package.module:Engine` or `path/to/file.py:Engine`: an engine of your own (docs/pipeline.md)."""
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
     urls: tuple[str, ...] = ()
