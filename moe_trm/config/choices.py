@@ -3,11 +3,12 @@
 | setting | decided by | when |
 |---|---|---|
 | `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
-| `learner.transformer_engine` | CUDA and an installation of Transformer Engine | at launch, on the machine that trains |
-| `rollout.server.device` | CUDA | at launch, on the machine that starts the server |
+| `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
+| `rollout.server.device` | CUDA | at launch, where the server is started |
 
 What a machine decides stays `auto` until there: a configuration is read and shown on other machines than it runs on.
-`observe.panel` and `checkpoint.resume` keep their `auto`: no rule reads them, and they look at a terminal and at a folder.
+`observe.panel` and `checkpoint.resume` keep their `auto`: no rule reads them.
+They look at a terminal and at a folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Choice:
 
 
 def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
-    """`config` with every `auto` that other settings decide as a value, and the choices that were made. Twice is as once."""
+    """`config` with every `auto` that other settings decide as a value, and the choices made. Twice is as once."""
     mode, reason = replay_mode(config)
     if config.replay.mode == mode:
         return config, ()
@@ -80,8 +81,8 @@ def settle_here(
 def replay_mode(config: Config) -> tuple[ReplayMode, str]:
     """The replay mode to run with, and why.
 
-    `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none; N = 2 or 3 at age 0: R2;
-    N >= 4, or any age: R3.
+    `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none;
+    N = 2 or 3 at age 0: R2; N >= 4, or any age: R3.
     """
     mode, max_age = config.replay.mode, config.pipeline.staleness_limit
     updates = config.learner.minibatches * config.learner.epochs
@@ -103,14 +104,14 @@ def replay_mode(config: Config) -> tuple[ReplayMode, str]:
 
 
 def wants_routes(config: Config) -> bool:
-    """Whether the rollout engine is asked for the experts of every token: to replay them, or for the probe."""
+    """True where the rollout engine is asked for the experts of every token: to replay them, or for the probe."""
     return replay_mode(config)[0] == "R3" or config.probe.every > 0
 
 
 def layers_switch(
     learner: LearnerConfig, *, cuda: bool, transformer_engine: Callable[[], bool]
 ) -> tuple[Literal["on", "off"], str]:
-    """Whether Megatron's layers are Transformer Engine's, and why. Arguments as of `settle_here`."""
+    """`on` where Megatron's layers are Transformer Engine's, else `off`, and why. Arguments as of `settle_here`."""
     if learner.transformer_engine != "auto":
         return learner.transformer_engine, "as configured"
     if not cuda:
@@ -121,7 +122,7 @@ def layers_switch(
 
 
 def server_device(server: ServerConfig, *, cuda: bool) -> tuple[Literal["cpu", "cuda"], str]:
-    """Where the rollout server computes, and why."""
+    """The rollout server's device, and why."""
     if server.device != "auto":
         return server.device, "as configured"
     return ("cuda", "there is a CUDA device") if cuda else ("cpu", "no CUDA device")

@@ -21,12 +21,13 @@ class EngineTraits:
     """The capabilities of a rollout engine.
 
     Attributes:
-        has_weights: it samples from weights that the learner pushes: pushes are proved, held-out prompts can be asked, its memory lent.
+        has_weights: it samples from weights that the learner pushes. Pushes are proved, evaluations ask it.
         samples_live: it samples anew; else it gives back the recording in `rollout.bundle`.
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
         takes_broadcasts: weights can reach it by `sync.method=distributed`.
-        has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of `rollout.server`, which the run starts.
+        has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of
+            `rollout.server`, which the run starts.
         packages: distributions that must be installed where the run starts it.
     """
 

@@ -1,8 +1,8 @@
 """Rules between settings: combinations that cannot work are refused, settings without effect are told.
 
-Each subject has a file of its own; this one asks them all, after every `auto` has become a value (`moe_trm.config.choices`).
-Only values are looked at here, never files or devices: those are checked by whoever opens them. A rule that needs the model or an
-installed version is in the learner's own check.
+Each subject has a file of its own; this one asks them all, after every `auto` has become a value (`choices.py`).
+Only values are looked at here, never files or devices: those are checked by whoever opens them.
+A rule that needs the model or an installed version is in the learner's own check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from moe_trm.config.schema import Config, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why this configuration cannot work; empty when it can. An engine that is not known is taken for the default one in the rest."""
+    """Why this configuration cannot work; empty when it can.
+
+    An engine that is not known is taken for the default one in the rest.
+    """
     config, choices = settle(config)
     unknown = [*engine_rules.unknown(config)]
     if unknown:

@@ -68,11 +68,12 @@ def _corrections(config: Config) -> Iterator[Problem]:
             got=str(names.count(name)),
             expected="once",
         )
-    if config.correction.bypass and config.replay.mode == "R2":
+    preset = config.correction.preset or ""
+    if preset.startswith("bypass_") and config.replay.mode == "R2":
         yield Problem(
             "replay.mode",
             "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
-            got=f"R2 with correction.preset={config.correction.preset}",
+            got=f"R2 with correction.preset={preset}",
             expected="R3 or none",
         )
 
@@ -177,7 +178,8 @@ def _parallel(config: Config) -> Iterator[Problem]:
     if parallel.tensor % parallel.expert_tensor:
         yield Problem(
             "learner.parallel.expert_tensor",
-            "ranks that share an expert's matrices must forward micro-batches of one length, and data-parallel ranks have different ones",
+            "ranks that share an expert's matrices must forward micro-batches of one length, "
+            "and those of data-parallel ranks differ",
             got=f"{parallel.expert_tensor} with learner.parallel.tensor={parallel.tensor}",
             expected=f"a divisor of {parallel.tensor}",
             fix="use learner.parallel.expert",

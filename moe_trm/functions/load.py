@@ -17,7 +17,6 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     """The function called `package.module:function` or `path/to/file.py:function`.
 
     Modules are looked for in the working directory first, as `python -m` does; a file's own folder is importable to it.
-    As with any import, a file is run once in a process.
 
     Args:
         name: as in the configuration.
@@ -30,6 +29,8 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _by_name(place)
         function = getattr(module, attribute)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             "the function cannot be loaded",
@@ -55,19 +56,26 @@ def _by_name(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """The module in `path`, executed once. It is called after its file unless another module has that name."""
+    resolved = path.resolve()
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if getattr(loaded, "__file__", None) == str(resolved):
+            return loaded
+        name = str(resolved)
+        if name in sys.modules:
+            return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(path)
-    loaded = sys.modules.get(path.stem)
-    if loaded is not None and getattr(loaded, "__file__", None) == spec.origin:
-        return loaded
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(resolved.parent))
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs: dataclasses and annotations look their own module up.
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]
+        del sys.modules[name]
         raise
     return module

@@ -71,12 +71,11 @@ def candidates(
     for text in rules:
         found.append(Candidate(f"rules {text}", _without_preset(config, rules=_parse_rules(text)), config.loss))
     for name in presets:
-        correction = CorrectionConfig.model_validate({"preset": name})
-        loss = LossConfig(aggregation=config.loss.aggregation) if correction.bypass else config.loss
-        found.append(Candidate(f"preset {name}", correction, loss))
+        loss = LossConfig(aggregation=config.loss.aggregation) if name.startswith("bypass_") else config.loss
+        found.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
     for name in losses:
         correction = config.correction
-        if correction.bypass:
+        if correction.preset is not None and correction.preset.startswith("bypass_"):
             correction = _without_preset(config, rules=config.correction.rules)
         found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -39,7 +39,7 @@ class RuleConfig(Section):
     """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
 
 
-DecoupledPreset = Literal[
+Preset = Literal[
     "disabled",
     "decoupled_token_is",
     "decoupled_seq_is",
@@ -51,8 +51,6 @@ DecoupledPreset = Literal[
     "decoupled_k3_rs",
     "decoupled_k3_rs_seq_tis",
     "decoupled_k3_rs_token_tis",
-]
-BypassPreset = Literal[
     "bypass_ppo_clip",
     "bypass_ppo_clip_geo_rs",
     "bypass_ppo_clip_k3_rs",
@@ -62,7 +60,6 @@ BypassPreset = Literal[
     "bypass_pg_geo_rs_seq_tis",
     "bypass_pg_geo_rs_token_tis",
 ]
-Preset = Literal[DecoupledPreset, BypassPreset]
 
 
 class CorrectionConfig(Section):
@@ -76,11 +73,6 @@ class CorrectionConfig(Section):
     """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
     calibration_steps: Positive = 5
     """Steps over which rules with a `target_reject_rate` only measure."""
-
-    @property
-    def bypass(self) -> bool:
-        """Whether the preset has two policies instead of three: rules and loss read the total ratio, and the proximal policy plays no part."""
-        return self.preset in get_args(BypassPreset)
 
 
 Loss = Literal[

@@ -111,5 +111,5 @@ class RolloutConfig(Section):
 
     @property
     def starts_server(self) -> bool:
-        """Whether the run starts the server of `server`."""
+        """True where the run starts the server of `server`."""
         return self.traits.has_servers and not self.attached

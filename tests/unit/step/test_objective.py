@@ -289,8 +289,10 @@ def test_every_preset_works_by_name(name: str) -> None:
     got = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
     for rule, _ in corrections.presets[name].rules:
         assert f"correction/{rule}/kept_fraction" in got["metrics"]
+    reads_total = corrections.presets[name].bypass
     again = outcome(config(correction={"preset": name}), ranks=1, micro_batch_rows=4)
     assert again["metrics"] == got["metrics"]
+    assert reads_total == name.startswith("bypass_")
 
 
 @pytest.mark.parametrize("name", losses.names())
