@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from moe_trm.config import load
-from moe_trm.doctor.preflight import check_launch, smallest_world
+from moe_trm.doctor.preflight import check_launch, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
 
@@ -43,10 +42,10 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
 
     Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
     """
-    config = load(config_path, list(overrides))
+    config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
     check_launch(config, world_size=ranks)
-    if config.rollout.engine == "bundle" or config.rollout.attached:
+    if not config.rollout.starts_server:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 
     from moe_trm.rollout.sglang.watchdog import Watchdog

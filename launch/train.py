@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from launch.hosts import Host
 from moe_trm.checkpoint.checkpoints import Checkpoints
-from moe_trm.config import load
+from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import Config
-from moe_trm.doctor.preflight import check_launch
+from moe_trm.doctor.preflight import check_launch, load_here
 from moe_trm.errors import REFUSED, MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
@@ -37,7 +38,6 @@ from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
-from moe_trm.step.passes import resolve_mode
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
@@ -57,18 +57,21 @@ def main(argv: list[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
-        config = load(args.config, args.overrides)
+        config, choices = load_here(args.config, args.overrides)
         restarted = args.restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
-        run(config, interruption, restarted=restarted)
+        run(config, interruption, choices, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status if isinstance(error, MoeTrmError) else REFUSED
     return 0
 
 
-def run(config: Config, interruption: Interruption, *, restarted: bool = False) -> None:
-    """One rank's life: rendezvous, learner, controller, loop. `restarted`: it replaces one that died."""
+def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = (), *, restarted: bool = False) -> None:
+    """One rank's life: rendezvous, learner, controller, loop.
+
+    `choices`: what `auto` became, to be told; `restarted`: this rank replaces one that died.
+    """
     silence_known_notices()
     from moe_trm.learner.build import build_learner  # imports Megatron-Core, which gives its notices
 
@@ -81,11 +84,7 @@ def run(config: Config, interruption: Interruption, *, restarted: bool = False) 
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )
     torch.manual_seed(config.seed)
-    mode, why = resolve_mode(
-        config.replay.mode,
-        minibatches=config.learner.minibatches * config.learner.epochs,
-        max_age=config.pipeline.staleness_limit,
-    )
+    mode, _ = replay_mode(config)
     run_dir = Path(config.run_dir) / config.name
     checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
     with ExitStack() as stack:
@@ -94,7 +93,9 @@ def run(config: Config, interruption: Interruption, *, restarted: bool = False) 
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
             sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
-            print(f"run {run_dir}: {world_size} learner ranks, replay {mode} ({why})", flush=True)
+            print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
+            for choice in choices:
+                print(f"  {choice.key}: {choice}", flush=True)
         learner = build_learner(config)
         rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host))
         pusher = build_pusher(config, store, rank, learner, rollouts, run_dir, host)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
@@ -22,7 +22,6 @@ from moe_trm.rollout.client import RolloutClient
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.best import Best
 from moe_trm.step.objective import Objective
-from moe_trm.step.passes import ReplayMode
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference

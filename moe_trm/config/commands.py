@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_trm.config.choices import MACHINE
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import resolve
@@ -58,8 +59,13 @@ def _show(path: str, overrides: list[str], *, as_json: bool) -> int:
     else:
         flat = _flat(resolved.config)
         width = max(len(key) + len(as_yaml(value)) for key, value in flat.items()) + 4
+        remarks = {
+            **{key: f", {text}" for key, text in MACHINE.items() if flat[key] == "auto"},
+            **{choice.key: f", {choice}" for choice in resolved.choices},
+        }
         for key, value in flat.items():
-            print(f"{f'{key}: {as_yaml(value)}':<{min(width, 70)}} # {_source(key, resolved.sources)}")
+            source = _source(key, resolved.sources) + remarks.get(key, "")
+            print(f"{f'{key}: {as_yaml(value)}':<{min(width, 70)}} # {source}")
     for warning in resolved.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0

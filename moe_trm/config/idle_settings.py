@@ -13,21 +13,23 @@ PROJECTS = {"wandb", "mlflow", "trackio"}
 def idle_settings(config: Config) -> Iterator[str]:
     """Keys that were set while another setting makes them idle."""
     rollout, task = config.rollout, config.task
+    engine, traits = f"rollout.engine={rollout.engine}", rollout.traits
     exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
     plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
-        ("rollout", "colocate", rollout.engine == "bundle", "rollout.engine=bundle holds no memory"),
+        ("rollout", "colocate", not traits.has_weights, f"{engine} holds no memory"),
         *(
             ("pipeline", key, config.pipeline.staleness_limit == 0, "no sample is older than the learner's weights")
             for key in ("behavior", "snapshot_gib")
         ),
         ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
-        ("pipeline", "partial", rollout.engine == "bundle", "a recording is never interrupted"),
-        ("rollout", "bundle_delay_s", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
-        ("rollout", "urls", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
-        ("rollout", "url", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
-        ("rollout", "router", rollout.engine == "bundle", "rollout.engine=bundle reads a recording"),
-        ("rollout", "bundle", rollout.engine == "sglang", "rollout.engine=sglang samples anew"),
+        ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
+        ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
+        *(
+            ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
+            for key in ("urls", "url", "router")
+        ),
+        ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
         ("probe", "save", config.probe.save and config.probe.every == 0, "probe.every=0 probes nothing"),
         ("sampling_mask", "violation", config.sampling_mask.mode == "off", "sampling_mask.mode=off records no masks"),
@@ -36,13 +38,13 @@ def idle_settings(config: Config) -> Iterator[str]:
             ("task", key, not task.reads_prompts, f"task.name={task.name} makes its own prompts")
             for key in ("prompts", "eval_prompts", "eval_sets", "template", "chat")
         ),
-        ("train", "eval_every", rollout.engine == "bundle", "a recorded run has no weights to evaluate"),
+        ("train", "eval_every", not traits.has_weights, f"{engine} has no weights to evaluate"),
         *(
             ("eval", key, config.eval.samples == 0, "eval.samples=0 samples nothing")
             for key in ("temperature", "top_p")
         ),
         *(
-            ("eval", key, not task.has_evaluation or rollout.engine == "bundle", "nothing is evaluated")
+            ("eval", key, not task.has_evaluation or not traits.has_weights, "nothing is evaluated")
             for key in ("samples", "max_new_tokens", "keep_best", "best_metric")
         ),
         ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
@@ -56,8 +58,8 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
-        ("sync", "verify", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
-        ("sync", "method", rollout.engine == "bundle", "rollout.engine=bundle serves no weights"),
+        ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),
+        ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
         *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "where")),
         *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
@@ -103,10 +105,10 @@ def idle_settings(config: Config) -> Iterator[str]:
             yield f"{section}.{key} has no effect: {reason}"
     # The dtype of an attached server still matters: weights are pushed in it.
     started = rollout.server.model_fields_set - {"dtype"}
-    if started and (rollout.attached or rollout.engine == "bundle"):
+    if started and not rollout.starts_server:
         reason = (
             f"rollout.url={', '.join(rollout.addresses)} points at a running server"
-            if rollout.attached
-            else "rollout.engine=bundle starts no server"
+            if traits.has_servers
+            else f"{engine} starts no server"
         )
         yield f"{', '.join(f'rollout.server.{key}' for key in sorted(started))} has no effect: {reason}"

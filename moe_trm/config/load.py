@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from moe_trm.config import rules
+from moe_trm.config.choices import Choice, settle
 from moe_trm.config.fields import default_of, lookup
 from moe_trm.config.problems import Problem, from_validation, refuse
 from moe_trm.config.schema import Config
@@ -32,18 +33,20 @@ class Resolved:
     """A configuration and how it came about.
 
     Attributes:
-        config: the validated values.
+        config: the validated values, every `auto` that settings decide as the value it stands for.
         sources: `file` or `override` by dotted key, for every value that was set; what is not here is a default.
         warnings: settings that have no effect, or not the one they seem to have.
+        choices: what each such `auto` became, and why.
     """
 
     config: Config
     sources: Mapping[str, str]
     warnings: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read, override, validate. Settings without effect are logged as warnings.
+    """Read, override, validate, settle. Settings without effect are logged as warnings.
 
     Args:
         path: YAML file.
@@ -53,10 +56,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: no such file, or not YAML.
         InvalidConfigError: unknown keys, bad values, malformed overrides and impossible combinations, all of them at once.
     """
+    return load_with_choices(path, overrides)[0]
+
+
+def load_with_choices(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
+    """As `load`, with what every `auto` became and why. Same errors."""
     resolved = resolve(path, overrides)
     for warning in resolved.warnings:
         _log.warning("config: %s", warning)
-    return resolved.config
+    return resolved.config, resolved.choices
 
 
 def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
@@ -81,7 +89,8 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         refuse(where, problems + from_validation(error) + _refusals_of_the_rest(data, error))
         raise
     refuse(where, problems + rules.refusals(config))
-    return Resolved(config, sources, tuple(rules.warnings(config)))
+    settled, choices = settle(config)
+    return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 
 
 def _refusals_of_the_rest(data: dict[str, Any], error: ValidationError) -> list[Problem]:

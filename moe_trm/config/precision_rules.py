@@ -22,14 +22,15 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
     yield from _fp8(config.learner)
-    if rollout.quantization is None or rollout.engine == "bundle":
+    if rollout.quantization is None or not rollout.traits.has_weights:
         return
-    if rollout.server.device == "cpu" and not rollout.attached:
+    if rollout.server.device == "cpu" and rollout.starts_server:
         yield Problem(
             "rollout.quantization",
             "SGLang's quantised kernels need CUDA (on a CPU they ask for AMX and operators that its wheel lacks)",
             got=f"{rollout.quantization} with rollout.server.device=cpu",
             expected="none on a CPU",
+            fix="set rollout.quantization=null, or rollout.url to a server that runs elsewhere",
         )
     if config.sync.verify:
         yield Problem(
@@ -86,7 +87,7 @@ def surprises(config: Config) -> Iterator[str]:
             yield f"rollout.quantization={rollout.quantization} with replay.mode=none: rounded routers choose other experts more often, and nothing brings them together; R3 does"
     if learner.fp8 == "delayed":
         yield "learner.fp8=delayed takes its scales from earlier passes: the first update does not repeat the scoring pass bit for bit, and update/first_nonzero_fraction is not 0; tensorwise does"
-    if learner.fp8 != "none" and rollout.quantization is None and rollout.engine == "sglang":
+    if learner.fp8 != "none" and rollout.quantization is None and rollout.traits.samples_live:
         yield f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, which the rollout does not share; rollout.quantization=fp8 rounds there too"
     idle = [
         ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
@@ -96,7 +97,7 @@ def surprises(config: Config) -> Iterator[str]:
         if is_idle and key in learner.model_fields_set:
             yield f"learner.{key} has no effect: {reason}"
     halves = {learner.dtype, rollout.server.dtype}
-    if halves == {"bfloat16", "float16"} and rollout.engine == "sglang":
+    if halves == {"bfloat16", "float16"} and rollout.traits.samples_live:
         yield f"learner.dtype={learner.dtype} with rollout.server.dtype={rollout.server.dtype} aligns nothing: the engines differ by bfloat16's rounding; float16 on both sides is eight times finer"
     if "loss_scale" in learner.model_fields_set and learner.dtype != "float16":
         yield f"learner.loss_scale has no effect: learner.dtype={learner.dtype} needs none"

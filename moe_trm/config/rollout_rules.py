@@ -18,14 +18,15 @@ def refusals(config: Config) -> list[Problem]:
 
 def _rollout(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
-    if rollout.engine == "bundle" and not rollout.bundle:
+    repeats = not rollout.traits.samples_live
+    if repeats and not rollout.bundle:
         yield Problem(
             "rollout.bundle",
-            "rollout.engine=bundle repeats a recorded run and needs its folder",
+            f"rollout.engine={rollout.engine} repeats a recorded run and needs its folder",
             got="none",
             expected="a folder that a run with record.bundle wrote",
         )
-    if rollout.engine == "bundle" and rollout.bundle and rollout.bundle == config.record.bundle:
+    if repeats and rollout.bundle and rollout.bundle == config.record.bundle:
         yield Problem(
             "record.bundle",
             "a run cannot record into the bundle it reads",

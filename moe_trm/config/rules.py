@@ -1,22 +1,52 @@
 """Rules between settings: combinations that cannot work are refused, settings without effect are told.
 
-Each subject has a file of its own; this one asks them all. Only values are looked at here, never files or devices: those are checked by whoever opens them.
+Each subject has a file of its own; this one asks them all, after every `auto` has become a value (`choices.py`).
+Only values are looked at here, never files or devices: those are checked by whoever opens them.
+A rule that needs the model or an installed version is in the learner's own check.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from moe_trm.config import deepspeed_rules, precision_rules, rollout_rules, task_rules, training_rules
+from moe_trm.config import (
+    deepspeed_rules,
+    engine_rules,
+    precision_rules,
+    rollout_rules,
+    task_rules,
+    training_rules,
+)
+from moe_trm.config.choices import Choice, settle
 from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.problems import Problem
 from moe_trm.config.rollout_rules import MASK_LIMIT
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why this configuration cannot work; empty when it can."""
+    """Why this configuration cannot work; empty when it can.
+
+    An engine that is not known is taken for the default one in the rest.
+    """
+    config, choices = settle(config)
+    unknown = [*engine_rules.unknown(config)]
+    if unknown:
+        rollout = config.rollout.model_copy(update={"engine": RolloutConfig().engine})
+        config = config.model_copy(update={"rollout": rollout})
+    return [*unknown, *explained(_refusals(config), choices)]
+
+
+def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Problem]:
+    """The problems, those of a setting that was chosen by `auto` with the choice and its reason."""
+    reasons = {choice.key: f" ({choice})" for choice in choices}
+    return [replace(problem, got=problem.got + reasons.get(problem.key, "")) for problem in problems]
+
+
+def _refusals(config: Config) -> list[Problem]:
     return [
+        *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
@@ -28,6 +58,7 @@ def refusals(config: Config) -> list[Problem]:
 
 def warnings(config: Config) -> list[str]:
     """Settings that were written down but change nothing, and combinations that do not do what they seem to."""
+    config, _ = settle(config)
     return [
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config),

@@ -175,10 +175,12 @@ def _parallel(config: Config) -> Iterator[Problem]:
             got=f"{parallel.virtual_pipeline} chunks on 1 stage",
             expected="learner.parallel.pipeline of at least 2",
         )
-    if parallel.tensor > 1 and parallel.expert_tensor == 1 and parallel.expert == 1:
+    if parallel.tensor % parallel.expert_tensor:
         yield Problem(
-            "learner.parallel.tensor",
-            "tensor parallelism with whole experts on every rank trains wrongly on Megatron-Core before 0.17",
-            got=f"tensor {parallel.tensor}, expert_tensor 1, expert 1",
-            expected=f"expert_tensor={parallel.tensor} or expert={parallel.tensor}",
+            "learner.parallel.expert_tensor",
+            "ranks that share an expert's matrices must forward micro-batches of one length, "
+            "and those of data-parallel ranks differ",
+            got=f"{parallel.expert_tensor} with learner.parallel.tensor={parallel.tensor}",
+            expected=f"a divisor of {parallel.tensor}",
+            fix="use learner.parallel.expert",
         )

@@ -9,10 +9,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from moe_trm.config import load
 from moe_trm.doctor.checks import Check
 from moe_trm.doctor.examine import Examination, examine
-from moe_trm.doctor.preflight import smallest_world
+from moe_trm.doctor.preflight import load_here, smallest_world
 
 SIGNS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "-   "}
 
@@ -28,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing failed, 1 otherwise."""
-    config = load(args.config, args.overrides)
+    config, _ = load_here(args.config, args.overrides)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="moe-trm-doctor-") as scratch:
         folder = args.keep or Path(scratch)

@@ -56,7 +56,7 @@ def _python() -> Check:
 
 
 def _packages(config: Config) -> Iterator[Check]:
-    needed = {"sglang"} if config.rollout.engine == "sglang" and not config.rollout.attached else set()
+    needed = set() if config.rollout.attached else {*config.rollout.traits.packages}
     needed |= {"torch", "transformers", "safetensors"} | (
         {"megatron-core"} if config.learner.backend == "megatron" else {"deepspeed"}
     )
@@ -100,7 +100,7 @@ def _memory(size: int) -> Check:
 
 def _shared_memory(config: Config, size: int) -> Check:
     folder = Path(config.sync.dir) if config.sync.dir else Path("/dev/shm")
-    if config.sync.method == "distributed" or config.rollout.engine == "bundle":
+    if config.sync.method == "distributed" or not config.rollout.traits.has_weights:
         return Check("weight pushes", "skip", "they use no files")
     if not folder.is_dir():
         return Check(
@@ -136,7 +136,7 @@ def _disk(config: Config, size: int) -> Check:
 
 def _port(config: Config) -> Check:
     server = config.rollout.server
-    if config.rollout.engine == "bundle" or config.rollout.attached:
+    if not config.rollout.starts_server:
         return Check("port", "skip", "no server is started")
     if server.port == 0:
         return Check("port", "ok", "any free one")

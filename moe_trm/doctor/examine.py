@@ -103,7 +103,7 @@ def _tokenizer(config: Config) -> str:
 def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     seen, measurements = probed.metrics, probed.measurements
     yield _requests(seen, len(measurements))
-    if config.rollout.engine == "sglang":
+    if config.rollout.traits.has_weights:
         yield _push(config)
     yield Check(
         "replay",
@@ -123,7 +123,7 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     )
     yield _truncation(config, seen)
     status: Status = HARMLESS.get(finding.cause, "fail")
-    if finding.cause == "routing" and config.replay.mode in ("R3", "auto"):
+    if finding.cause == "routing" and config.replay.mode == "R3":
         status = "ok"
     yield Check(f"cause: {finding.cause}", status, finding.sentence, finding.config if status != "ok" else "")
 

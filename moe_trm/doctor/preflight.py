@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from moe_trm.checkpoint.checkpoints import folder_of
 from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
+from moe_trm.config import load_with_choices
+from moe_trm.config.choices import Choice, settle_here
+from moe_trm.config.problems import refuse
+from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
-from moe_trm.errors import ConfigError
 from moe_trm.functions.check import check_functions
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
-from moe_trm.learner.megatron.layers import layers_here
+from moe_trm.learner.megatron.layers import layers_here, transformer_engine_imports
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
 from moe_trm.rollout.sessions.function_sampler import ADAPTER as ROLLOUT_ADAPTER
-from moe_trm.rollout.sglang.supervisor import on_cpu
 from moe_trm.step.objective import Objective
 from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
+
+
+def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
+    """The configuration with nothing left at `auto` that a rule reads, and every choice that was made.
+
+    Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what contradicts the machine's choices.
+    """
+    config, of_settings = load_with_choices(path, overrides)
+    settled, of_machine = settle_here(
+        config, cuda=torch.cuda.is_available(), transformer_engine=transformer_engine_imports
+    )
+    refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
+    return settled, of_settings + of_machine
 
 
 def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
@@ -43,7 +61,6 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     Objective(config)
     check_trackers(config)
     check_functions(own_functions(config))
-    check_quantization(config)
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
     if config.record.bundle and not restarted:
@@ -55,26 +72,12 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
         )
 
 
-def check_quantization(config: Config) -> None:
-    """Raise `ConfigError` where the server to start would round its weights and has no CUDA to do it with."""
-    rollout = config.rollout
-    starts = rollout.engine == "sglang" and not rollout.attached
-    if rollout.quantization is not None and starts and on_cpu(rollout.server):
-        raise ConfigError(
-            "SGLang has no quantised kernels for this machine",
-            where="rollout.quantization",
-            got=f"{rollout.quantization}, no CUDA device",
-            expected="none, or a CUDA device",
-            fix="Set rollout.quantization=null, or rollout.url to a server that runs elsewhere.",
-        )
-
-
 def own_functions(config: Config) -> dict[str, tuple[str, str]]:
     """Functions of the user's own that this run calls, and their adapters, by configuration key."""
     named = {}
     if config.task.reward is not None and ":" in config.task.reward:
         named["task.reward"] = (config.task.reward, REWARD_ADAPTER)
-    if config.rollout.function is not None and config.rollout.engine != "bundle":
+    if config.rollout.function is not None and config.rollout.traits.samples_live:
         named["rollout.function"] = (config.rollout.function, ROLLOUT_ADAPTER)
     return named
 

@@ -68,9 +68,9 @@ def zero_update(config_path: str, overrides: Sequence[str], config: Config, fold
     """
     bundle = folder / "bundle"
     words = [*overrides, *NEUTRAL, f"run_dir={folder}", f"record.bundle={bundle}"]
-    if config.rollout.engine == "sglang":
+    if config.rollout.traits.samples_live:
         words += _prompts(config, folder)
-        if not config.rollout.attached:
+        if config.rollout.starts_server:
             words.append("rollout.server.port=0")
     log = folder / "job.log"
     with log.open("wb") as output:

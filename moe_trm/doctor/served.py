@@ -23,7 +23,7 @@ MEANS_THE_SAME = ("_name_or_path", "dtype", "torch_dtype", "transformers_version
 
 def attached(config: Config) -> Iterator[Check]:
     """Checks of every server that the run attaches to; none where it starts its own from the same folder."""
-    if config.rollout.engine == "bundle" or not config.rollout.attached:
+    if not (config.rollout.traits.has_servers and config.rollout.attached):
         return
     for url in config.rollout.addresses:
         yield attempt(f"tokenizer of {url}", lambda url=url: asyncio.run(_with(config, url, _tokenizer)))  # type: ignore[misc]

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.cast_share import cast_share, narrower_dtype
 from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.probe.route_metrics import route_metrics
 from moe_trm.ratios import k3_sum
 from moe_trm.step.anchors import snapshot_name
-from moe_trm.step.passes import Anchored, ReplayMode
+from moe_trm.step.passes import Anchored
 from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
 from routing.replay import Record, ReplayRecords

@@ -8,6 +8,7 @@ from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
+from moe_trm.functions.load import load_function
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
@@ -23,17 +24,7 @@ from moe_trm.types import SamplingParams
 async def build_controller(config: Config, api_key: str | None) -> RolloutController:
     """Task, engine and controller; returns when the engine has answered."""
     task = build_task(config.task, config.model.checkpoint, config.seed)
-    engine: RolloutEngine
-    if config.rollout.engine == "bundle":
-        assert config.rollout.bundle is not None
-        engine = BundleEngine(
-            config.rollout.bundle,
-            prompts_grow=config.rollout.function is not None,
-            waits=config.pipeline.mode != "sync",
-            delay_s=config.rollout.bundle_delay_s,
-        )
-    else:
-        engine = SglangEngine(config, api_key)
+    engine = build_engine(config, api_key)
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     try:
         await task.start()
@@ -46,13 +37,30 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     return RolloutController(config, engine, task, params, sampler)
 
 
+def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
+    """The engine that `rollout.engine` names, not started. Raises `ConfigError` for one that cannot be loaded."""
+    name = config.rollout.engine
+    if name == "sglang":
+        return SglangEngine(config, api_key)
+    if name == "bundle":
+        assert config.rollout.bundle is not None
+        return BundleEngine(
+            config.rollout.bundle,
+            prompts_grow=config.rollout.function is not None,
+            waits=config.pipeline.mode != "sync",
+            delay_s=config.rollout.bundle_delay_s,
+        )
+    engine: RolloutEngine = load_function(name, key="rollout.engine")(config, api_key)
+    return engine
+
+
 async def _sampler(
     rollout: RolloutConfig, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> Sampler:
     """How one sample is made. A function of the user's own is loaded here; raises `ConfigError` when that fails."""
     if rollout.function is None:
         return SingleTurn(engine, task, params)
-    if rollout.engine == "bundle":
+    if not engine.traits.samples_live:
         return RecordedSampler(engine, task, params)
     host = FunctionHost(rollout.function, adapter=ADAPTER, key="rollout.function", limit_s=rollout.function_timeout_s)
     await host.start()

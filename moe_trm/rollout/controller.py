@@ -132,8 +132,8 @@ class RolloutController:
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics of the weights the engine has now on the held-out prompts. Empty without them, and on a recorded run, whose engine has no weights."""
-        return {} if self._config.rollout.engine == "bundle" else await self._evaluator.measure()
+        """Metrics of the weights the engine has now on the held-out prompts. Empty without them, and where the engine has no weights."""
+        return await self._evaluator.measure() if self._engine.traits.has_weights else {}
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs of the controller, as plain data. Samples in flight or waiting are given up and issued again."""

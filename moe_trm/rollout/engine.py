@@ -1,16 +1,25 @@
-"""What the controller needs of a rollout engine. Implementations: `sglang` (a real server) and `bundle` (a recorded run)."""
+"""The controller's side of a rollout engine: one protocol over engine-neutral types.
+
+The types are those of `moe_trm.types` and `moe_trm.sync.manifest`.
+Implementations: `sglang` (real servers), `bundle` (a recorded run), and engines of the user's own (docs/pipeline.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from moe_trm.config.engines import EngineTraits
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 
 
 class RolloutEngine(Protocol):
     """One policy that samples, at one weight version at a time."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        """Its capabilities: a class attribute, since settings are judged by them before there is an engine."""
 
     async def start(self) -> None:
         """Wait until the engine answers and check that it serves the expected model. Raises `EngineError`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from moe_trm.config.engines import ENGINES
 from moe_trm.errors import BundleError, RecordRejected
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.sampler import SingleTurn, rewarded
@@ -27,6 +28,8 @@ class BundleEngine:
         waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """
+
+    traits = ENGINES["bundle"]
 
     def __init__(self, folder: str, *, prompts_grow: bool = False, waits: bool = False, delay_s: float = 0.0) -> None:
         self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from moe_trm.batch.collate import collate
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.step.passes import Anchored, ReplayMode, anchor_source, behavior_source, update_source
+from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source
 from moe_trm.types import TokenBatch, TrainBatch
 
 GIB = 2**30
@@ -54,7 +54,7 @@ class Anchors:
         self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery
         # A live engine samples anew after a resumption; a recording gives again what older weights sampled.
-        self._saved = config.rollout.engine == "bundle"
+        self._saved = not config.rollout.traits.samples_live
         self._kept: list[int] = []
 
     def score(self, learner: Learner, batch: TrainBatch) -> list[Anchored]:

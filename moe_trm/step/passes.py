@@ -1,4 +1,4 @@
-"""Whose routes each pass uses: the table of replay modes, and how `auto` chooses among them.
+"""Routes of each pass: the table of replay modes.
 
 | mode | behaviour pass | proximal pass | update passes and their recompute | native probe |
 |---|---|---|---|---|
@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch import Tensor
 
-from moe_trm.config.schema import Recovery
+from moe_trm.config.schema import Recovery, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
-
-ReplayMode = Literal["none", "R2", "R3"]
 
 
 @dataclass(frozen=True)
@@ -79,34 +76,6 @@ def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> T
     age = (version - batch.versions).clamp(min=0).to(current_logprobs)
     rollout = batch.rollout_logprobs.to(current_logprobs)
     return rollout + age / (age + 1) * (current_logprobs.detach() - rollout)
-
-
-def resolve_mode(
-    mode: Literal["none", "R2", "R3", "auto"], *, minibatches: int, max_age: int
-) -> tuple[ReplayMode, str]:
-    """The replay mode to run with, and why in one sentence.
-
-    `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none; N = 2 or 3 at age 0: R2;
-    N >= 4, or any age: R3.
-    """
-    if mode != "auto":
-        return mode, f"replay.mode={mode} as configured"
-    if max_age > 0:
-        return (
-            "R3",
-            f"auto chose R3: samples may be {max_age} versions old, so the learner's own routes are not those that sampled",
-        )
-    if minibatches >= 4:
-        return (
-            "R3",
-            f"auto chose R3: {minibatches} optimizer steps per rollout batch move the routers far from the rollout's",
-        )
-    if minibatches >= 2:
-        return (
-            "R2",
-            f"auto chose R2: {minibatches} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough",
-        )
-    return "none", "auto chose none: one optimizer step per fresh rollout batch is on-policy"
 
 
 def behavior_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:

@@ -29,7 +29,7 @@ from tests.integration.learner_support.tiny import (
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 PLAIN, EP2, EP2_PLAIN, DP2 = "train:distributed=0", "train:expert=2", "train:expert=2:distributed=0", "train:expert=1"
-TIED, DENSE = "train:model=tied", "train:model=dense:mode=none"
+TIED, DENSE, DENSE_TP2 = "train:model=tied", "train:model=dense:mode=none", "train:model=dense:mode=none:tensor=2"
 RECOMPUTE, BF16 = "train:recompute=full", "train:dtype=bfloat16"
 
 MISFITS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,15 @@ def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return run_ranks(
-        tmp_path_factory.mktemp("two"), checkpoint, 2, EP2_PLAIN, EP2, DP2, "edges:expert=2", "replay:expert=2"
+        tmp_path_factory.mktemp("two"),
+        checkpoint,
+        2,
+        EP2_PLAIN,
+        EP2,
+        DP2,
+        DENSE_TP2,
+        "edges:expert=2",
+        "replay:expert=2",
     )
 
 
@@ -221,6 +229,11 @@ def test_two_ranks_train_like_one(one: Ranks, two: Ranks, run: str) -> None:
     assert worst_relative(two.exported(run, "after"), one.exported(PLAIN, "after")) < 1e-6
     norms = [float(ranks.saved(name, "facts")["grad_norm"]) for ranks, name in ((one, PLAIN), (two, run))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_tensor_parallel_ranks_train_a_dense_model_like_one(one: Ranks, two: Ranks) -> None:
+    assert same_bits(two.exported(DENSE_TP2, "before"), one.exported(DENSE, "before"))
+    assert worst_relative(two.exported(DENSE_TP2, "after"), one.exported(DENSE, "after")) < 1e-6
 
 
 def test_reduced_gradients_are_plain_sums(one: Ranks, two: Ranks) -> None:

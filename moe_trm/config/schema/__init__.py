@@ -33,6 +33,7 @@ from moe_trm.config.schema.pipeline import (
 from moe_trm.config.schema.replay import (
     ProbeConfig,
     ReplayConfig,
+    ReplayMode,
     SamplingMaskConfig,
 )
 from moe_trm.config.schema.rollout import (
@@ -76,6 +77,7 @@ __all__ = [
     "RecordConfig",
     "Recovery",
     "ReplayConfig",
+    "ReplayMode",
     "RolloutConfig",
     "RuleConfig",
     "SamplingMaskConfig",

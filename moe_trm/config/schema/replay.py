@@ -8,6 +8,9 @@ from pydantic import BeforeValidator
 
 from moe_trm.config.schema.section import Count, Fraction, Section, bare_off
 
+ReplayMode = Literal["none", "R2", "R3"]
+"""Whose routes a run replays, once `auto` is decided."""
+
 
 class SamplingMaskConfig(Section):
     """Whether the learner scores tokens over the support that the rollout really sampled from."""
@@ -22,7 +25,9 @@ class ReplayConfig(Section):
     """Whose expert routes the learner uses."""
 
     mode: Literal["none", "R2", "R3", "auto"] = "R3"
-    """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`), or chosen from off-policiness (`auto`)."""
+    """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`).
+    `auto` becomes one of them on loading. With samples of any age, or from 4 optimizer steps per rollout batch, it is R3;
+    with 2 or 3 it is R2; with 1 it is none. `moe-trm config show` says which and why."""
     max_local_flip_rate: Fraction = 0.3
     """The run stops when replayed expert sets differ from the live router's own choice more often than this: a sign of misaligned rows."""
     missing: Literal["reject", "native"] = "reject"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from moe_trm.config.engines import EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
 
 
@@ -41,8 +42,9 @@ class ServerConfig(Section):
 class RolloutConfig(Section):
     """Who samples, and how."""
 
-    engine: Literal["sglang", "bundle"] = "sglang"
-    """`sglang`: a real server. `bundle`: recorded responses, so that a run can be repeated bit for bit."""
+    engine: str = "sglang"
+    """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
+    `package.module:Engine` or `path/to/file.py:Engine`: an engine of your own (docs/pipeline.md)."""
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
     urls: tuple[str, ...] = ()
@@ -101,3 +103,13 @@ class RolloutConfig(Section):
     def attached(self) -> bool:
         """Whether the servers are started by somebody else."""
         return bool(self.urls or self.url)
+
+    @property
+    def traits(self) -> EngineTraits:
+        """The capabilities of `engine`. Raises `ConfigError` for one that is not known or cannot be loaded."""
+        return traits_of(self.engine)
+
+    @property
+    def starts_server(self) -> bool:
+        """True where the run starts the server of `server`."""
+        return self.traits.has_servers and not self.attached

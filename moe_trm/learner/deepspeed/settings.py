@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.dense import check_routes
 from moe_trm.models.hf_config import num_experts
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -42,14 +43,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 expected="logits that are hidden states times output weight",
                 fix="Use another model: log-probs would be wrong.",
             )
-    if config.replay.mode != "none" and not num_experts(hf_config):
-        raise ConfigError(
-            "routing replay needs a mixture of experts",
-            where="replay.mode",
-            got=f"{config.replay.mode} with {hf_config.get('architectures')}, which has no experts",
-            expected="none",
-            fix="Set replay.mode=none or use a MoE checkpoint.",
-        )
+    check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
 
 
 def zero_config(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from moe_trm.config.choices import layers_switch
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import ConfigError
 
@@ -34,24 +35,24 @@ def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: boo
     Raises:
         ConfigError: a setting needs Transformer Engine, which cannot be used here.
     """
-    wanted, usable = learner.transformer_engine, cuda and transformer_engine
-    if not usable and (wanted == "on" or learner.fp8 != "none"):
-        raise ConfigError(
-            "Transformer Engine cannot be used here",
-            where="learner.transformer_engine" if wanted == "on" else "learner.fp8",
-            got="transformer_engine.pytorch does not import" if cuda else "no CUDA device",
-            expected="a CUDA device and a working Transformer Engine",
-            fix="Set learner.transformer_engine=auto and learner.fp8=none"
-            + (", or install transformer-engine[pytorch] for this CUDA version." if cuda else "."),
-        )
-    if usable and wanted != "off":
+    switch, _ = layers_switch(learner, cuda=cuda, transformer_engine=lambda: transformer_engine)
+    if switch == "on":
+        if not (cuda and transformer_engine):
+            raise ConfigError(
+                "Transformer Engine cannot be used here",
+                where="learner.transformer_engine",
+                got="transformer_engine.pytorch does not import" if cuda else "no CUDA device",
+                expected="a CUDA device and a working Transformer Engine",
+                fix="Set learner.transformer_engine=auto and learner.fp8=none"
+                + (", or install transformer-engine[pytorch] for this CUDA version." if cuda else "."),
+            )
         return "transformer_engine"
     layers: Layers = "local" if cuda else "cpu"
     if layers == "local" and learner.parallel.context > 1:
         raise ConfigError(
             "context parallelism on CUDA needs Transformer Engine",
             where="learner.parallel.context",
-            got=f"{learner.parallel.context} with learner.transformer_engine={wanted}"
+            got=f"{learner.parallel.context} with learner.transformer_engine={switch}"
             + ("" if transformer_engine else ", and transformer_engine.pytorch does not import"),
             expected="Transformer Engine, or 1",
             fix="Install transformer-engine for this CUDA version, or share sequences with learner.parallel.tensor.",

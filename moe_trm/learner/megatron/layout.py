@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.dense import check_routes
 from moe_trm.learner.megatron.fp8 import check_shapes
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.models.registry import family_of
@@ -15,7 +16,7 @@ from moe_trm.models.registry import family_of
 def check_layout(
     config: Config, megatron_version: str, hf_config: Mapping[str, Any], *, world_size: int | None = None
 ) -> None:
-    """Refuse what cannot work, or is not known to work, with the reason.
+    """Refuse what this model or this Megatron-Core cannot do, or is not known to do, with the reason.
 
     Args:
         config: the whole run.
@@ -93,14 +94,7 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             expected=1,
             fix="Use learner.parallel.expert.",
         )
-    if config.replay.mode != "none" and not moe_layers(hf_config):
-        raise ConfigError(
-            "routing replay needs a mixture of experts",
-            where="replay.mode",
-            got=f"{config.replay.mode} with {family.architecture}, which has no MoE layer",
-            expected="none",
-            fix="Set replay.mode=none or use a MoE checkpoint.",
-        )
+    check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
 
 
 def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
@@ -123,7 +117,6 @@ def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: bool) -> None:
-    where = "learner.parallel"
     if (
         is_moe
         and parallel.expert_tensor < parallel.tensor
@@ -132,32 +125,10 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
     ):
         raise ConfigError(
             "this Megatron-Core does not reduce expert gradients over tensor-parallel ranks",
-            where=where,
-            got=(
-                f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core "
-                f"{megatron_version}"
-            ),
+            where="learner.parallel",
+            got=f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core {megatron_version}",
             expected="expert_tensor equal to tensor, or expert > 1, or Megatron-Core 0.17",
             fix="Gradients would be silently wrong. Change the layout or upgrade.",
-        )
-    if parallel.tensor % parallel.expert_tensor:
-        raise ConfigError(
-            "ranks that share an expert's matrices must forward micro-batches of one length",
-            where="learner.parallel.expert_tensor",
-            got=f"expert_tensor={parallel.expert_tensor}, tensor={parallel.tensor}",
-            expected=f"a divisor of {parallel.tensor}",
-            fix=(
-                "Megatron gathers the same number of tokens from each of them, and data-parallel ranks have different "
-                "ones. Use learner.parallel.expert."
-            ),
-        )
-    if parallel.virtual_pipeline is not None and parallel.pipeline < 2:
-        raise ConfigError(
-            "virtual pipeline stages need a pipeline",
-            where=where,
-            got=f"virtual_pipeline={parallel.virtual_pipeline}, pipeline={parallel.pipeline}",
-            expected="pipeline >= 2",
-            fix="Remove learner.parallel.virtual_pipeline.",
         )
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from moe_trm.config.choices import wants_routes
+from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, EngineError, RecordRejected, SyncError
+from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
@@ -33,27 +35,21 @@ class SglangEngine:
         api_key: the servers' bearer token.
 
     Raises:
-        CheckpointError: `model.checkpoint` cannot be read, or is a dense model while routes are wanted.
+        CheckpointError: `model.checkpoint` cannot be read.
     """
+
+    traits = ENGINES["sglang"]
 
     def __init__(self, config: Config, api_key: str | None) -> None:
         rollout, server = config.rollout, config.rollout.server
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
         self._wanted = Wanted(
-            routes=config.replay.mode in ("R3", "auto") or config.probe.every > 0,
+            routes=wants_routes(config),
             mask=config.sampling_mask.mode == "keep",
             violation=config.sampling_mask.violation,
             missing=config.replay.missing,
             partial=config.pipeline.partial == "interrupt",
         )
-        if self._wanted.routes and not self._model.moe_layer_ids:
-            raise CheckpointError(
-                "a dense model has no routes to record",
-                where=config.model.checkpoint,
-                got=self._model.architecture,
-                expected="a Mixture-of-Experts model",
-                fix="Set replay.mode=none and probe.every=0, or choose another checkpoint.",
-            )
         self._dtype, self._verify = server.dtype, config.sync.verify
         self._check = ServerCheck(
             self._model,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.models.hf_config import read_hf_config
@@ -123,7 +124,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
 
 def on_cpu(settings: ServerConfig) -> bool:
     """True when the server runs without CUDA."""
-    return settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
+    return server_device(settings, cuda=torch.cuda.is_available())[0] == "cpu"
 
 
 def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:

@@ -39,6 +39,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
         {
             "model": {"checkpoint": checkpoint},
             "replay": {"mode": options.get("mode", "R3"), "max_local_flip_rate": float(options.get("flips", 1.0))},
+            "probe": {"every": 0},
             "rollout": {"temperature": TEMPERATURE},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {

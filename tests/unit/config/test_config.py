@@ -163,7 +163,10 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["rollout.group_size=1"], "rollout.group_size"),
         (["correction.rules=[{name: opsm}, {name: opsm}]"], "correction.rules"),
         (["learner.parallel.virtual_pipeline=2"], "learner.parallel.virtual_pipeline"),
-        (["learner.parallel.tensor=2"], "learner.parallel.tensor"),
+        (["learner.parallel.expert_tensor=2"], "learner.parallel.expert_tensor"),
+        (["learner.parallel.tensor=4", "learner.parallel.expert_tensor=3"], "learner.parallel.expert_tensor"),
+        (["rollout.engine=sglnag"], "rollout.engine"),
+        (["rollout.engine=nowhere.py:engine"], "rollout.engine"),
     ],
 )
 def test_impossible_combinations_are_refused(file: Path, overrides: list[str], key: str) -> None:

@@ -75,7 +75,7 @@ def test_models_whose_logits_are_changed_are_refused() -> None:
 
 def test_replay_of_a_dense_model_is_refused() -> None:
     dense = {"architectures": ["Qwen3ForCausalLM"]}
-    check_model(config({}, replay={"mode": "none"}), dense)
+    check_model(config({}, replay={"mode": "none"}, probe={"every": 0}), dense)
     with pytest.raises(ConfigError, match="mixture of experts"):
         check_model(config({}), dense)
 

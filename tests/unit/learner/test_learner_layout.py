@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
+from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, moe_layers, read_hf_config
 
@@ -32,9 +34,12 @@ DENSE: dict[str, Any] = {**MOE, "architectures": ["Qwen3ForCausalLM"], "num_expe
 
 
 def config(mode: str = "R3", **parallel: int) -> Config:
-    return Config.model_validate(
-        {"model": {"checkpoint": "model"}, "replay": {"mode": mode}, "learner": {"parallel": parallel}}
-    )
+    probe = {"every": 0 if mode == "none" else 10}
+    return config_of(replay={"mode": mode}, learner={"parallel": parallel}, probe=probe)
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"checkpoint": "model"}, **sections})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +65,6 @@ def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) 
 @pytest.mark.parametrize(
     ("parallel", "reason"),
     [
-        ({"virtual_pipeline": 2}, "need a pipeline"),
-        ({"expert_tensor": 2}, "micro-batches of one length"),
         ({"expert": 3}, "8 experts, 3 ranks"),
         ({"tensor": 3, "expert": 2}, "4 attention heads, 3 ranks"),
         ({"tensor": 4, "expert_tensor": 4}, "2 key/value heads, 4 ranks"),
@@ -85,6 +88,22 @@ def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron() -> N
         check_layout(config(tensor=2), version, MOE)
 
 
+def test_the_version_gate_is_reached_through_the_settings(tmp_path: Path) -> None:
+    """Whole experts on tensor-parallel ranks: no rule between settings stands in the way of a Megatron-Core that sums their gradients."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {checkpoint: model}\nlearner: {parallel: {tensor: 2, expert_tensor: 1}}\n")
+    run = load(path)
+    check_layout(run, "0.17.0", MOE, world_size=2)
+    with pytest.raises(ConfigError, match="does not reduce expert gradients"):
+        check_layout(run, "0.16.1", MOE, world_size=2)
+
+
+def test_tensor_parallelism_of_a_dense_model_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {checkpoint: model}\nreplay: {mode: none}\nprobe: {every: 0}\n")
+    check_layout(load(path, ["learner.parallel.tensor=2"]), "0.16.1", DENSE, world_size=2)
+
+
 @pytest.mark.parametrize(
     ("parallel", "ranks", "product"),
     [
@@ -98,10 +117,22 @@ def test_ranks_must_divide_into_groups(parallel: dict[str, int], ranks: int, pro
     assert re.search(product, caught.value.where)
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3", "auto"])
-def test_replay_on_a_dense_model_is_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"{mode} with Qwen3ForCausalLM"):
+@pytest.mark.parametrize(("mode", "said"), [("R2", "R2"), ("R3", "R3"), ("auto", "R2 (2 optimizer steps")])
+def test_replay_of_a_dense_model_is_refused_in_every_learner(mode: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="needs a mixture of experts") as caught:
         check_layout(config(mode), "0.16.1", DENSE)
+    assert said in str(caught.value.got)
+    with pytest.raises(ConfigError, match="needs a mixture of experts"):
+        check_model(config(mode), DENSE)
+
+
+def test_a_dense_model_needs_neither_a_replay_that_auto_left_out_nor_a_probe() -> None:
+    settings = {"replay": {"mode": "auto"}, "learner": {"minibatches": 1}}
+    for check in (lambda run: check_layout(run, "0.16.1", DENSE), lambda run: check_model(run, DENSE)):
+        check(config_of(probe={"every": 0}, **settings))
+        with pytest.raises(ConfigError, match="mixture of experts") as caught:
+            check(config_of(probe={"every": 3}, **settings))
+        assert caught.value.where == "probe.every"
 
 
 def test_a_mixture_whose_layers_are_all_dense_is_dense() -> None:

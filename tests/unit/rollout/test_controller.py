@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
 from moe_trm.rollout.client import RolloutClient
@@ -64,6 +65,8 @@ class FakeTask:
 
 class FakeEngine:
     """Random valid records; rejects what it is told to reject."""
+
+    traits = EngineTraits()
 
     def __init__(self, reject: frozenset[int] = frozenset(), refuse_push: bool = False) -> None:
         self.reject, self.refuse_push, self.version, self.pushes = reject, refuse_push, 0, []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from moe_trm.config.choices import settle
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.sglang.engine import SglangEngine
@@ -193,11 +194,15 @@ def test_a_router_that_drops_a_field_is_refused(dropped: set[str], tmp_path: Pat
     assert "smg" in caught.value.fix
 
 
-def test_a_dense_model_is_refused_only_where_routes_are_wanted(tmp_path: Path) -> None:
-    dense = {key: value for key, value in HF.items() if "expert" not in key}
-    with pytest.raises(CheckpointError, match="dense model"):
-        SglangEngine(config(tmp_path, dense), None)
-    SglangEngine(config(tmp_path, dense, replay={"mode": "none"}, probe={"every": 0}), None)
+def test_the_engine_is_told_what_auto_became(tmp_path: Path) -> None:
+    """One optimizer step per fresh batch replays nothing: without a probe no routes are asked for."""
+
+    def asked(minibatches: int, every: int) -> bool:
+        sections = {"learner": {"minibatches": minibatches}, "probe": {"every": every}, "replay": {"mode": "auto"}}
+        engine = SglangEngine(settle(config(tmp_path, **sections))[0], None)
+        return "return_routed_experts" in engine.generate_request((1, 2), SamplingParams())
+
+    assert [asked(1, 0), asked(1, 5), asked(2, 0), asked(4, 0)] == [False, True, False, True]
 
 
 def test_moe_layers_are_read_from_the_checkpoint(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_trm.batch.collate import collate
-from moe_trm.step.passes import ReplayMode, anchor_source, resolve_mode, update_source
+from moe_trm.step.passes import anchor_source, update_source
 from moe_trm.types import MicroBatch, TrainRow
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords
 from tests.unit.records import make_record
@@ -25,17 +25,3 @@ def test_the_table_of_replay_modes() -> None:
 def test_r2_without_a_recording_is_a_bug_of_ours_and_stops() -> None:
     with pytest.raises(AssertionError, match="R2"):
         update_source("R2", BATCH, None)
-
-
-@pytest.mark.parametrize(
-    ("minibatches", "max_age", "expected"),
-    [(1, 0, "none"), (2, 0, "R2"), (3, 0, "R2"), (4, 0, "R3"), (8, 0, "R3"), (1, 1, "R3"), (2, 3, "R3")],
-)
-def test_auto_follows_off_policiness_and_age(minibatches: int, max_age: int, expected: ReplayMode) -> None:
-    mode, why = resolve_mode("auto", minibatches=minibatches, max_age=max_age)
-    assert mode == expected
-    assert str(max_age or minibatches) in why or minibatches == 1
-
-
-def test_a_configured_mode_is_kept() -> None:
-    assert resolve_mode("R2", minibatches=8, max_age=4)[0] == "R2"

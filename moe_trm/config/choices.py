@@ -1,0 +1,128 @@
+"""The one place where `auto` becomes a value, with the reason in a sentence. Imports no torch.
+
+| setting | decided by | when |
+|---|---|---|
+| `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
+| `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
+| `rollout.server.device` | CUDA | at launch, where the server is started |
+
+What a machine decides stays `auto` until there: a configuration is read and shown on other machines than it runs on.
+`observe.panel` and `checkpoint.resume` keep their `auto`: no rule reads them.
+They look at a terminal and at a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_trm.config.schema import Config, LearnerConfig, ReplayMode, ServerConfig
+
+MACHINE = {
+    "learner.transformer_engine": "chosen at launch: on where there are CUDA and Transformer Engine",
+    "rollout.server.device": "chosen at launch: cuda where there is one",
+}
+"""Settings that the machine decides, and what decides, for whoever shows an `auto`."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One `auto` that became a value.
+
+    Attributes:
+        key: dotted.
+        value: what it became.
+        reason: why, in one sentence.
+    """
+
+    key: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"auto -> {self.value}: {self.reason}"
+
+
+def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
+    """`config` with every `auto` that other settings decide as a value, and the choices made. Twice is as once."""
+    mode, reason = replay_mode(config)
+    if config.replay.mode == mode:
+        return config, ()
+    replay = config.replay.model_copy(update={"mode": mode})
+    return config.model_copy(update={"replay": replay}), (Choice("replay.mode", mode, reason),)
+
+
+def settle_here(
+    config: Config, *, cuda: bool, transformer_engine: Callable[[], bool]
+) -> tuple[Config, tuple[Choice, ...]]:
+    """`config` with every `auto` that the machine decides as a value, and the choices that were made. Twice is as once.
+
+    Settings of a learner or a server that this run does not have stay as they are.
+
+    Args:
+        config: as it was loaded.
+        cuda: whether this machine has a device.
+        transformer_engine: whether Transformer Engine can be imported; asked only where that decides.
+    """
+    choices = []
+    learner, rollout = config.learner, config.rollout
+    if learner.transformer_engine == "auto" and learner.backend == "megatron":
+        switch, reason = layers_switch(learner, cuda=cuda, transformer_engine=transformer_engine)
+        choices.append(Choice("learner.transformer_engine", switch, reason))
+        learner = learner.model_copy(update={"transformer_engine": switch})
+    if rollout.server.device == "auto" and rollout.starts_server:
+        device, reason = server_device(rollout.server, cuda=cuda)
+        choices.append(Choice("rollout.server.device", device, reason))
+        rollout = rollout.model_copy(update={"server": rollout.server.model_copy(update={"device": device})})
+    return config.model_copy(update={"learner": learner, "rollout": rollout}), tuple(choices)
+
+
+def replay_mode(config: Config) -> tuple[ReplayMode, str]:
+    """The replay mode to run with, and why.
+
+    `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none;
+    N = 2 or 3 at age 0: R2; N >= 4, or any age: R3.
+    """
+    mode, max_age = config.replay.mode, config.pipeline.staleness_limit
+    updates = config.learner.minibatches * config.learner.epochs
+    if mode != "auto":
+        return mode, "as configured"
+    if max_age > 0:
+        return (
+            "R3",
+            f"samples may be {max_age} versions old, so the learner's own routes are not those that sampled",
+        )
+    if updates >= 4:
+        return "R3", f"{updates} optimizer steps per rollout batch move the routers far from the rollout's"
+    if updates >= 2:
+        return (
+            "R2",
+            f"{updates} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough",
+        )
+    return "none", "one optimizer step per fresh rollout batch is on-policy"
+
+
+def wants_routes(config: Config) -> bool:
+    """True where the rollout engine is asked for the experts of every token: to replay them, or for the probe."""
+    return replay_mode(config)[0] == "R3" or config.probe.every > 0
+
+
+def layers_switch(
+    learner: LearnerConfig, *, cuda: bool, transformer_engine: Callable[[], bool]
+) -> tuple[Literal["on", "off"], str]:
+    """`on` where Megatron's layers are Transformer Engine's, else `off`, and why. Arguments as of `settle_here`."""
+    if learner.transformer_engine != "auto":
+        return learner.transformer_engine, "as configured"
+    if not cuda:
+        return "off", "no CUDA device"
+    if not transformer_engine():
+        return "off", "transformer_engine.pytorch does not import"
+    return "on", "there are CUDA and a working Transformer Engine"
+
+
+def server_device(server: ServerConfig, *, cuda: bool) -> tuple[Literal["cpu", "cuda"], str]:
+    """The rollout server's device, and why."""
+    if server.device != "auto":
+        return server.device, "as configured"
+    return ("cuda", "there is a CUDA device") if cuda else ("cpu", "no CUDA device")

@@ -1,0 +1,45 @@
+"""Rules between the rollout engine's capabilities and what the run wants of it. See `moe_trm.config.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_trm.config.choices import wants_routes
+from moe_trm.config.engines import KEY, traits_of
+from moe_trm.config.problems import Problem
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+
+
+def unknown(config: Config) -> Iterator[Problem]:
+    """The reason why nothing is known of this engine, if there is one."""
+    try:
+        traits_of(config.rollout.engine)
+    except ConfigError as error:
+        yield Problem(KEY, error.what, got=str(error.got), expected=str(error.expected), fix=error.fix)
+
+
+def refusals(config: Config) -> Iterator[Problem]:
+    """What this engine cannot do for this run."""
+    name, traits = config.rollout.engine, config.rollout.traits
+    if wants_routes(config) and not traits.records_routes:
+        yield Problem(
+            KEY,
+            "this engine records no routes",
+            got=f"{name} with replay.mode={config.replay.mode} and probe.every={config.probe.every}",
+            expected="replay.mode=none or R2, and probe.every=0",
+        )
+    if config.sampling_mask.mode == "keep" and not traits.records_masks:
+        yield Problem(
+            "sampling_mask.mode",
+            "this engine records no sampling masks",
+            got=f"keep with rollout.engine={name}",
+            expected="off",
+        )
+    if config.sync.method == "distributed" and traits.has_weights and not traits.takes_broadcasts:
+        yield Problem(
+            "sync.method",
+            "this engine takes no broadcasts",
+            got=f"distributed with rollout.engine={name}",
+            expected="disk",
+        )

@@ -1,0 +1,72 @@
+"""Rollout engines as settings see them: a table of capabilities, which rules and checks ask instead of names.
+
+Importing this module imports no torch. An engine of the user's own is named by `package.module:Engine` or
+`path/to/file.py:Engine` and brings its capabilities along; its code is read when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moe_trm.errors import ConfigError
+from moe_trm.functions.load import load_function
+
+KEY = "rollout.engine"
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """The capabilities of a rollout engine.
+
+    Attributes:
+        has_weights: it samples from weights that the learner pushes. Pushes are proved, evaluations ask it.
+        samples_live: it samples anew; else it gives back the recording in `rollout.bundle`.
+        records_routes: its records can have the experts of every token.
+        records_masks: its records can have the support that each token was sampled from.
+        takes_broadcasts: weights can reach it by `sync.method=distributed`.
+        has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of
+            `rollout.server`, which the run starts.
+        packages: distributions that must be installed where the run starts it.
+    """
+
+    has_weights: bool = True
+    samples_live: bool = True
+    records_routes: bool = True
+    records_masks: bool = True
+    takes_broadcasts: bool = False
+    has_servers: bool = False
+    packages: tuple[str, ...] = ()
+
+
+ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
+    {
+        "sglang": EngineTraits(takes_broadcasts=True, has_servers=True, packages=("sglang",)),
+        "bundle": EngineTraits(has_weights=False, samples_live=False),
+    }
+)
+"""The engines of this repository. `moe_trm.rollout.build` makes them."""
+
+
+def traits_of(engine: str) -> EngineTraits:
+    """The capabilities of the engine that `rollout.engine` names.
+
+    Raises:
+        ConfigError: no such engine, or one of the user's own that cannot be loaded or has no `traits`.
+    """
+    if engine in ENGINES:
+        return ENGINES[engine]
+    expected = f"{', '.join(ENGINES)}, package.module:Engine or path/to/file.py:Engine"
+    if ":" not in engine:
+        raise ConfigError("no such rollout engine", where=KEY, got=engine, expected=expected)
+    traits = getattr(load_function(engine, key=KEY), "traits", None)
+    if not isinstance(traits, EngineTraits):
+        raise ConfigError(
+            "this engine does not say what it can do",
+            where=KEY,
+            got=f"{engine} with traits={traits!r}",
+            expected="an attribute `traits`, an EngineTraits",
+            fix="see `An engine of your own` in docs/pipeline.md",
+        )
+    return traits

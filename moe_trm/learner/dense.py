@@ -1,0 +1,39 @@
+"""Routes of a model that has none: refused in every learner. Imports no torch."""
+
+from __future__ import annotations
+
+from moe_trm.config.choices import replay_mode
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+
+
+def check_routes(config: Config, architecture: str, *, is_moe: bool) -> None:
+    """Refuse replay and probes of a dense model.
+
+    Args:
+        config: the whole run.
+        architecture: of the model, for the text of an error.
+        is_moe: whether it has a mixture of experts.
+
+    Raises:
+        ConfigError: a dense model whose routes would be replayed or compared.
+    """
+    if is_moe:
+        return
+    mode, reason = replay_mode(config)
+    if mode != "none":
+        raise ConfigError(
+            "routing replay needs a mixture of experts",
+            where="replay.mode",
+            got=f"{mode} ({reason}) with {architecture}, which has no MoE layer",
+            expected="none",
+            fix="Set replay.mode=none or use a MoE checkpoint.",
+        )
+    if config.probe.every:
+        raise ConfigError(
+            "a probe compares the routes of both engines, which needs a mixture of experts",
+            where="probe.every",
+            got=f"{config.probe.every} with {architecture}, which has no MoE layer",
+            expected=0,
+            fix="Set probe.every=0 or use a MoE checkpoint.",
+        )

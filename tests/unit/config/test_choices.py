@@ -1,0 +1,157 @@
+"""Every `auto` as a value: before rules look, the same when it is read again, and told with its reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_trm.cli import main
+from moe_trm.config import InvalidConfigError, load, resolve
+from moe_trm.config.choices import replay_mode, settle, settle_here, wants_routes
+from moe_trm.config.rules import refusals
+from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.doctor.preflight import load_here
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {checkpoint: start}\nreplay: {mode: auto}\n")
+    return path
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"checkpoint": "m"}, **sections})
+
+
+def refused(path: Path, *overrides: str) -> dict[str, str]:
+    with pytest.raises(InvalidConfigError) as caught:
+        load(path, overrides)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "epochs", "max_age", "expected"),
+    [
+        (1, 1, 0, "none"),
+        (2, 1, 0, "R2"),
+        (3, 1, 0, "R2"),
+        (1, 2, 0, "R2"),
+        (4, 1, 0, "R3"),
+        (2, 4, 0, "R3"),
+        (1, 1, 1, "R3"),
+        (2, 1, 3, "R3"),
+    ],
+)
+def test_auto_follows_off_policiness_and_age(minibatches: int, epochs: int, max_age: int, expected: ReplayMode) -> None:
+    run = config(
+        replay={"mode": "auto"},
+        learner={"minibatches": minibatches, "epochs": epochs},
+        pipeline={"mode": "async", "max_staleness": max_age},
+    )
+    mode, why = replay_mode(run)
+    assert mode == expected
+    assert str(max_age or minibatches * epochs) in why or minibatches == 1
+
+
+def test_a_configured_mode_is_kept() -> None:
+    run = config(replay={"mode": "R2"}, learner={"minibatches": 8})
+    assert settle(run) == (run, ())
+
+
+def test_loading_gives_the_value_and_keeps_the_reason(file: Path, tmp_path: Path) -> None:
+    resolved = resolve(file)
+    assert resolved.config.replay.mode == load(file).replay.mode == "R2"
+    (choice,) = resolved.choices
+    assert (choice.key, str(choice)) == ("replay.mode", f"auto -> R2: {choice.reason}")
+    assert "2 optimizer steps" in choice.reason
+    again = tmp_path / "config.json"
+    again.write_text(json.dumps(resolved.config.dump()))
+    assert resolve(again).config == resolved.config
+    assert resolve(again).choices == ()
+
+
+def test_show_tells_what_was_asked_and_what_it_became(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(file), "learner.minibatches=1"]) == 0
+    lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert lines["replay.mode"].startswith("replay.mode: none ")
+    assert "# file, auto -> none: one optimizer step" in lines["replay.mode"]
+    assert "chosen at launch" in lines["rollout.server.device"]
+    assert "chosen at launch" in lines["learner.transformer_engine"]
+
+
+def test_auto_that_becomes_r2_is_refused_with_a_bypass_preset_as_r2_is(file: Path) -> None:
+    bypass = "correction.preset=bypass_ppo_clip"
+    said, asked = refused(file, bypass)["replay.mode"], refused(file, bypass, "replay.mode=R2")["replay.mode"]
+    assert "plays no part in bypass mode" in said
+    assert "auto -> R2: 2 optimizer steps" in said
+    assert "auto" not in asked
+    load(file, [bypass, "learner.minibatches=1"])
+    load(file, [bypass, "learner.minibatches=4"])
+    # Told with a typo elsewhere too, and to whoever asks the rules without loading.
+    assert {"replay.mode", "optimizer.rate"} <= set(refused(file, bypass, "optimizer.rate=1"))
+    run = config(replay={"mode": "auto"}, correction={"preset": "bypass_ppo_clip"})
+    assert [problem.key for problem in refusals(run)] == ["replay.mode"]
+
+
+def test_routes_are_wanted_by_what_auto_became_or_by_the_probe(file: Path) -> None:
+    assert not wants_routes(load(file, ["learner.minibatches=1", "probe.every=0"]))
+    assert not wants_routes(config(replay={"mode": "auto"}, learner={"minibatches": 1}, probe={"every": 0}))
+    assert wants_routes(load(file, ["learner.minibatches=4", "probe.every=0"]))
+    assert wants_routes(load(file, ["learner.minibatches=1", "probe.every=5"]))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "switch", "device"),
+    [(False, True, "off", "cpu"), (True, False, "off", "cuda"), (True, True, "on", "cuda")],
+)
+def test_the_machine_decides_layers_and_device(cuda: bool, installed: bool, switch: str, device: str) -> None:
+    settled, choices = settle_here(config(), cuda=cuda, transformer_engine=lambda: installed)
+    assert (settled.learner.transformer_engine, settled.rollout.server.device) == (switch, device)
+    assert {choice.key: choice.value for choice in choices} == {
+        "learner.transformer_engine": switch,
+        "rollout.server.device": device,
+    }
+    assert settle_here(settled, cuda=not cuda, transformer_engine=lambda: not installed) == (settled, ())
+
+
+def test_a_machine_decides_nothing_for_engines_that_are_not_its_own() -> None:
+    attached = config(rollout={"url": "http://127.0.0.1:1"}, learner={"backend": "deepspeed"})
+    assert settle_here(attached, cuda=True, transformer_engine=lambda: True) == (attached, ())
+    recorded = config(rollout={"engine": "bundle", "bundle": "b"}, learner={"transformer_engine": "off"})
+    assert settle_here(recorded, cuda=True, transformer_engine=lambda: True) == (recorded, ())
+
+
+FP8 = ["learner.fp8=tensorwise", "learner.dtype=bfloat16"]
+QUANTISED = ["rollout.quantization=fp8", "sync.verify=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"), [(FP8, "learner.transformer_engine"), (QUANTISED, "rollout.quantization")]
+)
+def test_what_the_machine_decides_is_judged_by_the_same_rules(
+    file: Path, overrides: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    load(file, overrides)  # read on a machine that need not be the one it runs on
+    with pytest.raises(InvalidConfigError, match="no CUDA device" if key.startswith("learner") else "need CUDA") as it:
+        load_here(str(file), overrides)
+    assert [problem.key for problem in it.value.problems] == [key]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("moe_trm.doctor.preflight.transformer_engine_imports", lambda: True)
+    assert {choice.key for choice in load_here(str(file), overrides)[1]} == {
+        "replay.mode",
+        "learner.transformer_engine",
+        "rollout.server.device",
+    }
+
+
+def test_quantised_servers_elsewhere_and_recordings_need_no_cuda_here(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    load_here(str(file), [*QUANTISED, "rollout.url=http://127.0.0.1:1"])
+    load_here(str(file), [*QUANTISED, "rollout.engine=bundle", "rollout.bundle=b"])
