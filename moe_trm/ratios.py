@@ -51,7 +51,8 @@ class LogRatios:
     total     = merged + update
 
     Args:
-        rollout_logprobs, current_logprobs: `[B, T]`.
+        rollout_logprobs: `[B, T]`.
+        current_logprobs: `[B, T]`, with gradient.
         behavior_logprobs: `[B, T]`, or None when the weights that sampled are gone; then `proximal_logprobs` is needed and
             `engine`, `lag` and `staleness` raise `ConfigError`, because they cannot be told apart.
         mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.

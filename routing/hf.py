@@ -104,7 +104,9 @@ class HFReplayer:
 
         Args:
             source: whose routes.
-            input_ids, target_ids, valid: `[B, R]`. Tensors on the CPU save a device sync.
+            input_ids: `[B, R]`. Tensors on the CPU save a device sync.
+            target_ids: `[B, R]`.
+            valid: `[B, R]` bool.
 
         Raises:
             RouteError: routes that are not this micro-batch's, before anything is computed.
