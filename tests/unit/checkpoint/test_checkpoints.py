@@ -182,7 +182,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(
 def test_when_all_are_damaged_the_run_does_not_begin_anew_by_itself(run_dir: Path) -> None:
     for path in (run_dir / "checkpoints").iterdir():
         flip_a_byte(path)
-    with pytest.raises(CheckpointError, match="2 damaged checkpoints"):
+    with pytest.raises(CheckpointError, match="2 that are damaged"):
         open_checkpoints(run_dir)
     assert open_checkpoints(run_dir, resume="never").first_step == 0
 
