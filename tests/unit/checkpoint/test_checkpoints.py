@@ -243,11 +243,13 @@ def test_exports_appear_whole(tmp_path: Path) -> None:
     learner = TinyLearner()
     train(open_checkpoints(tmp_path, every=0, export_every=5), learner, 10)
     assert names(tmp_path) == ["hf-000005", "hf-000010"]
-    assert all(directory.endswith(".partial") for directory in learner.exports)
+    assert [Path(directory).name for directory in learner.exports] == ["hf-000005.partial", "hf-000010.partial"]
 
 
 def test_no_secret_is_in_a_checkpoint(run_dir: Path) -> None:
-    for path in (run_dir / "checkpoints").rglob("*.*"):
+    files = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.name for path in files} == {"manifest.json", "rank-00000.safetensors", "state.msgpack"}
+    for path in files:
         assert b"very secret" not in path.read_bytes()
 
 

@@ -126,9 +126,15 @@ def test_opsm_with_mixed_signs_scores_the_row_and_drops_only_negative_tokens(fx)
 
 
 def test_opsm_parts_add_up(fx) -> None:
-    lengths = fx.mask.sum(1)
-    close(fx.ratios.engine.sum(1) / lengths, [-0.075, -0.025, 1.25, -0.033333])
-    close(fx.ratios.staleness.sum(1) / lengths, [0.05, 0, 0.15, -0.333333])
+    """Its score on the total ratio is the sum of its scores on the engine's part and on staleness, row by row."""
+    scores = {}
+    for ratio in ("engine", "staleness", "total"):
+        score = corrections.get("opsm").bind(delta=0.01, ratio=ratio)(fx.evidence).score
+        assert score is not None
+        scores[ratio] = score
+    close(scores["engine"], [0.075, 0.025, -1.25, 0.033333])
+    close(scores["staleness"], [-0.05, 0, -0.15, 0.333333])
+    close(scores["engine"] + scores["staleness"], scores["total"].tolist())
 
 
 def test_trm_max(fx) -> None:

@@ -99,7 +99,7 @@ def test_extreme_ratios_stay_finite(fx) -> None:
     )
 
 
-def test_acceptance_by_length_and_sign(fx) -> None:
+def test_acceptance_by_length_and_sign() -> None:
     wide = {name: torch.zeros(4, 20, dtype=torch.float64) for name in ("rollout", "behavior", "current")}
     mask = torch.ones(4, 20, dtype=torch.bool)
     mask[:2, 10:] = False

@@ -142,7 +142,7 @@ def test_a_reward_that_raises_rejects_its_record_only() -> None:
 
 
 def test_advantages_compare_the_samples_of_one_prompt() -> None:
-    rows = rows_of(plan(FakeEngine()))
+    rows, uneven = rows_of(plan(FakeEngine())), 0
     for group in {row.record.group_id for row in rows}:
         own = [row for row in rows if row.record.group_id == group]
         assert abs(sum(row.advantage for row in own)) < 1e-6
@@ -150,6 +150,8 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
         worst = min(row.record.reward for row in own)
         if best > worst:
             assert all((row.advantage > 0) == (row.record.reward == best) for row in own)
+            uneven += 1
+    assert uneven
 
 
 def test_the_same_step_is_planned_the_same_way_twice() -> None:
