@@ -11,10 +11,11 @@ from moe_trm import losses
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.ratios import LogRatios
+from tests.unit.conftest import WorkedExample
 
 
 @pytest.mark.parametrize("name", losses.names())
-def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx) -> None:
+def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx: WorkedExample) -> None:
     current = fx.current.clone().requires_grad_()
     with torch.no_grad():
         current[2, 1] = torch.nan
@@ -61,7 +62,7 @@ PENALISED = (
 
 
 @pytest.mark.parametrize("name", [name for name in losses.names() if name not in PENALISED])
-def test_correction_weights_scale_the_gradient(name: str, fx) -> None:
+def test_correction_weights_scale_the_gradient(name: str, fx: WorkedExample) -> None:
     """One weight for all tokens, so that row-level means of weights are that weight too."""
     gradients = []
     for factor in (1.0, 0.25):
@@ -81,7 +82,7 @@ def test_correction_weights_scale_the_gradient(name: str, fx) -> None:
 
 
 @pytest.mark.parametrize("name", losses.names())
-def test_extreme_ratios_stay_finite(name: str, fx) -> None:
+def test_extreme_ratios_stay_finite(name: str, fx: WorkedExample) -> None:
     for shift in (1000.0, -1000.0):
         current = (fx.current + shift).float().requires_grad_()
         inputs = LossInputs.uncorrected(

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from moe_trm import losses
+from tests.unit.conftest import WorkedExample
 from tests.unit.losses.golden import CELLS, GOLDEN, Golden, evaluate
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"{g.name}-{g.case}" if g.case else g.name)
-def test_value_and_gradient(golden: Golden, fx) -> None:
+def test_value_and_gradient(golden: Golden, fx: WorkedExample) -> None:
     current = fx.current.clone().requires_grad_()
     loss = evaluate(golden, fx, current)
     loss.backward()
@@ -27,7 +28,7 @@ ON_POLICY += [Golden(name, 0, (), 0) for name in losses.names() if name not in {
 
 
 @pytest.mark.parametrize("golden", ON_POLICY, ids=lambda g: f"{g.name}-{g.case}" if g.case else g.name)
-def test_on_policy_every_token_gets_its_advantage(golden: Golden, fx) -> None:
+def test_on_policy_every_token_gets_its_advantage(golden: Golden, fx: WorkedExample) -> None:
     fx.rollout = fx.behavior = fx.current
     current = fx.current.clone().requires_grad_()
     evaluate(golden, fx, current).backward()
@@ -43,7 +44,7 @@ def test_on_policy_every_token_gets_its_advantage(golden: Golden, fx) -> None:
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda g: f"{g.name}-{g.case}" if g.case else g.name)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e9])
-def test_masked_cells_do_not_matter(golden: Golden, fx, poison: float) -> None:
+def test_masked_cells_do_not_matter(golden: Golden, fx: WorkedExample, poison: float) -> None:
     results = []
     for dirty in (False, True):
         if dirty:
