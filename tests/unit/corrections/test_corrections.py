@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from moe_trm.ratios import LogRatios
 from tests.unit.conftest import WorkedExample
 
 
-def close(got: Tensor, expected: list[float] | list[list[float]], atol: float = 1e-6) -> None:
+def close(got: Tensor, expected: Sequence[float] | Sequence[Sequence[float]], atol: float = 1e-6) -> None:
     torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), rtol=0, atol=atol)
 
 
@@ -254,7 +256,9 @@ def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> 
         for ratio in (0.01, 100.0):
             zero = torch.zeros(1, 1, dtype=torch.float64)
             ratios = LogRatios(zero, zero, zero + torch.tensor(ratio).double().log(), zero == 0)
-            scores[name, ratio] = float(corrections.get(name)(Evidence(ratios, zero), **{threshold: 1.0}).score)
+            score = corrections.get(name)(Evidence(ratios, zero), **{threshold: 1.0}).score
+            assert score is not None
+            scores[name, ratio] = float(score)
     assert scores["trm_max", 0.01] == pytest.approx(10.604, abs=1e-3)
     assert scores["trm_max", 100.0] == pytest.approx(10.604, abs=1e-3)
     assert scores["trm_avg", 0.01] == pytest.approx(3.615, abs=1e-3)

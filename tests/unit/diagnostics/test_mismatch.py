@@ -51,10 +51,11 @@ def test_equal_policies_have_no_mismatch(fx: WorkedExample) -> None:
     fx.behavior = fx.current = fx.rollout
     got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
     for name, value in got.items():
-        ones = ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
-        if name.endswith("probs_diff_max"):
-            ones = ()
-        expected = value if "_ppl" in name and "diff" not in name else float(name.endswith(ones))
+        one = name.endswith(
+            ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
+        )
+        unlike = one and not name.endswith("probs_diff_max")
+        expected = value if "_ppl" in name and "diff" not in name else float(unlike)
         assert value == pytest.approx(expected, abs=1e-9), name
     assert got["engine/training_ppl"] == got["engine/rollout_ppl"]
 

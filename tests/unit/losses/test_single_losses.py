@@ -61,8 +61,9 @@ def cells(name: str, fx: WorkedExample, **parameters: float | str) -> Tensor:
     """-d sum(X) / d current_logprobs, before aggregation."""
     current = fx.current.clone().requires_grad_()
     inputs = LossInputs.uncorrected(LogRatios(fx.rollout, fx.behavior, current, fx.mask), current, fx.advantages)
-    losses.get(name)(inputs, **parameters).values[fx.mask].sum().backward()
-    return -current.grad
+    total = losses.get(name)(inputs, **parameters).values[fx.mask].sum()
+    (gradient,) = torch.autograd.grad(total, current)
+    return -gradient
 
 
 def test_minirl_weights_by_the_total_ratio_and_masks_by_the_update(fx: WorkedExample) -> None:

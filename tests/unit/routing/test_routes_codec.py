@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from math import comb, log2
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_illegal_records_are_not_encoded() -> None:
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_ten_thousand_mutations_are_refused(order: str) -> None:
+def test_ten_thousand_mutations_are_refused(order: Literal["engine", "set"]) -> None:
     original = encode(record(6, 3, 4, 60), order)
     rng = np.random.default_rng(0)
     for _ in range(5000):
@@ -138,7 +139,7 @@ def test_ten_thousand_mutations_are_refused(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_forged_checksums_never_crash(order: str) -> None:
+def test_forged_checksums_never_crash(order: Literal["engine", "set"]) -> None:
     """Whoever rewrites the checksum too gets a typed error or a record that keeps every invariant."""
     original = encode(record(6, 3, 4, 60), order)
     rng = np.random.default_rng(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ TOKENS = np.array([5, 6, 7, 8], dtype=np.int32)
 GOOD = RouteRecord(np.array([[[0, 3], [2, 1]]] * 3, dtype=np.uint8), (1, 4), 4, token_digest(TOKENS))
 
 
-def edited(**changes: object) -> RouteRecord:
+def edited(**changes: Any) -> RouteRecord:
     return replace(GOOD, **changes)
 
 

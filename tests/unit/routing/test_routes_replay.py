@@ -43,10 +43,11 @@ def test_a_matching_micro_batch_passes() -> None:
 )
 def test_records_of_other_tokens_are_refused(change: str) -> None:
     records, input_ids, target_ids, valid = micro_batch()
-    reason = "rows"
+    first, reason = records[0], "rows"
+    assert first is not None
     if change == "swap":
         valid[0], valid[1] = valid[0] & valid[1], valid[0] & valid[1]
-        records[0] = replace(records[0], experts=records[0].experts[:4])
+        records[0] = replace(first, experts=records[0].experts[:4])
         records[0], records[1], reason = records[1], records[0], "digest"
     elif change == "stale":
         input_ids[1, 2] += 1
@@ -55,7 +56,7 @@ def test_records_of_other_tokens_are_refused(change: str) -> None:
         target_ids[0, 6] += 1
         reason = "digest"
     elif change == "short":
-        records[0] = replace(records[0], experts=records[0].experts[1:])
+        records[0] = replace(first, experts=records[0].experts[1:])
     elif change == "missing":
         records[1] = None
     elif change == "superfluous":
@@ -65,7 +66,7 @@ def test_records_of_other_tokens_are_refused(change: str) -> None:
     elif change == "hole":
         valid[0, 3] = False
     elif change == "no digest":
-        records[0], reason = replace(records[0], token_digest=None), "digest"
+        records[0], reason = replace(first, token_digest=None), "digest"
     with pytest.raises(RouteError) as error:
         check_records(records, input_ids, target_ids, valid)
     assert error.value.reason == reason

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from routing import ReplayProofError, RouteError, flips, token_digest
+from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
 from routing.replay import ReplayRecords
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.sglang import decode_payload
@@ -23,8 +25,14 @@ def engine_routes(seed: int = 0) -> np.ndarray:
     return np.argsort(rng.random((T - 1, D, E)), axis=-1)[..., :K].astype("<i4")
 
 
-def decode(routes: np.ndarray, **changes: object):
-    arguments = {"tokens": TOKENS, "num_layers": D, "layer_ids": LAYERS, "num_experts": E, "top_k": K} | changes
+def decode(routes: np.ndarray, **changes: object) -> RouteRecord:
+    arguments: dict[str, Any] = {
+        "tokens": TOKENS,
+        "num_layers": D,
+        "layer_ids": LAYERS,
+        "num_experts": E,
+        "top_k": K,
+    } | changes
     return decode_payload(base64.b64encode(routes.tobytes()).decode(), **arguments)
 
 
@@ -171,6 +179,10 @@ def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float) -> N
         judge(replayed(sent, received), max_local_flip_rate=0.3)
 
 
+def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (used == expected).all(1)
+
+
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
     """Counters of a forward whose routers chose `live` and were given `records`, both `[N, L, K]`."""
     counters = new_counters(len(LAYERS), torch.device("cpu"))
@@ -180,5 +192,5 @@ def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
     opened.expect(torch.ones(len(live), dtype=torch.bool), None, counters.device)
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
-        opened.prove(layer, lambda expected, used=used: (used == expected).all(1), recompute=False)
+        opened.prove(layer, partial(same_rows, used), recompute=False)
     return counters
