@@ -1,6 +1,7 @@
 # `make help` lists the targets. Everything runs in $(VENV), which the first target that needs it makes.
 
 VENV ?= .venv
+DOCS_VENV ?= $(VENV)-docs
 SEEDS ?= 0
 BACKEND ?= megatron
 PYTEST_ARGS ?=
@@ -16,7 +17,7 @@ QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
-.PHONY: help install .venv quickstart quickstart-controls test test-all lint types clean
+.PHONY: help install .venv quickstart quickstart-controls test test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -57,6 +58,14 @@ lint: $(STAMP) ## style and common mistakes
 types: $(STAMP) ## static types
 	$(BIN)/mypy
 
+docs: $(DOCS_VENV)/installed ## build the pages and the reference of the public interface into site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict --quiet
+
+$(DOCS_VENV)/installed: requirements/docs.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
+	@touch $@
+
 clean: ## remove the virtual environment, caches and build outputs; runs and checkpoints stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

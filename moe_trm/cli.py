@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_trm import __version__
 from moe_trm.errors import MoeTrmError
 
 
@@ -85,6 +86,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Record, replay, split and correct the mismatch between rollout and learner in RL of MoE models.",
         epilog="`moe-trm COMMAND --help` says more and gives examples.",
     )
+    parser.add_argument("--version", action="version", version=f"moe-trm {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:

@@ -54,7 +54,8 @@ class LogRatios:
     total     = merged + update
 
     Args:
-        rollout_logprobs, current_logprobs: `[B, T]`.
+        rollout_logprobs: `[B, T]`.
+        current_logprobs: `[B, T]`, with gradient.
         behavior_logprobs: `[B, T]`, or None when the weights that sampled are gone. Then `proximal_logprobs` is needed,
             and `engine`, `lag` and `staleness` raise `ConfigError`, because they are not known apart.
         mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.

@@ -62,7 +62,8 @@ def flips(
     """Compare routes `[..., L, K]` of the same tokens.
 
     Args:
-        a, b: records, or integer arrays of one shape with distinct ids in the last dimension.
+        a: a record, or an integer array with distinct ids in the last dimension.
+        b: another, of the same shape.
         mask: bool, `[...]` or `[..., L]`; False leaves a row (or one of its layers) out.
         num_experts: `E`; taken from the records, or one more than the largest id when both are arrays.
 

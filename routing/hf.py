@@ -113,7 +113,9 @@ class HFReplayer:
 
         Args:
             source: whose routes.
-            input_ids, target_ids, valid: `[B, R]`. Tensors on the CPU save a device sync.
+            input_ids: `[B, R]`. Tensors on the CPU save a device sync.
+            target_ids: `[B, R]`.
+            valid: `[B, R]` bool.
 
         Raises:
             RouteError: routes of another micro-batch, before anything is computed.

@@ -122,8 +122,9 @@ class MegatronReplayer:
         Args:
             source: whose routes.
             layout: this rank's cut of the micro-batch.
-            input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut. Tensors on the CPU save a
-                device sync.
+            input_ids: `[B, R]`, the whole micro-batch before any cut. Tensors on the CPU save a device sync.
+            target_ids: `[B, R]`, likewise.
+            valid: `[B, R]` bool, likewise.
             model: the forwarded chunk; needed only with virtual pipeline chunks.
 
         Yields:

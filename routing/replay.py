@@ -189,7 +189,9 @@ def check_records(
 
     Args:
         records: one per row.
-        input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut.
+        input_ids: `[B, R]`, the whole micro-batch before any cut.
+        target_ids: `[B, R]`, likewise.
+        valid: `[B, R]` bool, likewise.
         missing: `reject` refuses records with rows that have no routes.
 
     Raises:
@@ -286,7 +288,8 @@ def local_targets(
         records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.
         layout: the rank's cut.
         layer_ids: the MoE layers of the forwarded model part; a pipeline stage names its own.
-        num_experts, top_k: of the model.
+        num_experts: of the model.
+        top_k: of the model.
 
     Raises:
         RouteError: `rows`, `layers`, `shape`.

@@ -155,8 +155,8 @@ class Checkpoints:
             raise CheckpointError(
                 "no checkpoint of this run can be used",
                 where=str(self._folder.root),
-                got=f"{len(own)} damaged checkpoints",
-                expected="at least one that matches its checksums",
+                got=f"{len(own)} that are damaged or of another format, each named in a warning",
+                expected="at least one of this format that matches its checksums",
                 fix="Set checkpoint.resume=never to begin anew (what is there is set aside), or a PATH to go on from.",
             )
         return None

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from moe_trm import __version__
 from moe_trm.errors import CheckpointError
 
 FORMAT = "moe-trm-checkpoint"
@@ -141,7 +142,9 @@ def read_manifest(path: Path) -> Manifest:
             where=str(path),
             got=f"{manifest.format} {manifest.version}",
             expected=f"{FORMAT} {FORMAT_VERSION}",
-            fix="Read it with the version of moe-trm that wrote it.",
+            fix="Go on with the version of moe-trm that wrote it"
+            f" ({'newer' if manifest.version > FORMAT_VERSION else 'older'} than this one, {__version__}),"
+            " or begin anew with checkpoint.resume=never.",
         )
     if manifest.checksum != _checksum(manifest):
         raise _damaged(path, "the manifest does not match its own checksum")

@@ -40,7 +40,8 @@ def aggregate(
         keep: `[B, T]` bool, tokens that train.
         mask: `[B, T]` bool, sampled tokens.
         mode: one of the above.
-        num_sequences, num_tokens: N and M, of the global minibatch.
+        num_sequences: N of the global minibatch.
+        num_tokens: M of the global minibatch.
         horizon: H of `seq-mean-token-sum-norm`, a constant such as the longest response allowed.
 
     Raises:

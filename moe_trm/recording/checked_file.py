@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from moe_trm import __version__
 from moe_trm.errors import BundleError
 
 Arrays = Mapping[str, np.ndarray]
@@ -86,7 +87,8 @@ def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arr
                     where=str(path),
                     got=f"{stamp.format} {stamp.version}",
                     expected=f"{file_format} {version}",
-                    fix="Read it with the version of moe-trm that wrote it, or record the run again.",
+                    fix="Record the run again, or read it with the version of moe-trm that wrote it"
+                    f" ({'newer' if stamp.version > version else 'older'} than this one, {__version__}).",
                 )
             header = msgspec.json.decode(text, type=kind)
             return header, text.encode(), {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-from zmq import curve_keypair
+from zmq import Socket, curve_keypair
 from zmq.constants import SocketOption, SocketType
 from zmq.sugar.context import Context
 
@@ -115,7 +115,7 @@ class RolloutClient:
         public_key: str = "",
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
-        self._socket = Context.instance().socket(SocketType.DEALER)
+        self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         if public_key:
             self._socket.curve_publickey, self._socket.curve_secretkey = curve_keypair()

@@ -53,7 +53,8 @@ def masked_logprobs(
         hidden_NH: last hidden states, any float dtype.
         weight_VH: output embedding.
         target_N: int64 sampled ids; each must be in its own support.
-        kept_ids, kept_offsets: `[M]` and `[N + 1]` int64.
+        kept_ids: `[M]` int64.
+        kept_offsets: `[N + 1]` int64.
         temperature: tau of the rollout.
         max_rows: weight rows gathered at once; bounds the extra memory at about `2 * max_rows * H` floats.
         vocabulary: the ids that the weight's rows stand for.

@@ -58,7 +58,7 @@ def serving(folder: Path, endpoint: str = "", keys: tuple[bytes, bytes] = (b"", 
 
 @contextmanager
 def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(endpoint)
     try:

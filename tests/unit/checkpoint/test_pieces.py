@@ -62,7 +62,7 @@ def test_dtypes_and_bits_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     assert "y" not in reader
 
 
-def test_a_host_copy_does_not_follow_training(tmp_path: Path) -> None:
+def test_a_host_copy_does_not_follow_training() -> None:
     values = torch.ones(3)
     piece = whole("x", values)
     values.zero_()

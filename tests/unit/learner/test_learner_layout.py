@@ -33,7 +33,7 @@ MOE: dict[str, Any] = {
 DENSE: dict[str, Any] = {**MOE, "architectures": ["Qwen3ForCausalLM"], "num_experts": 0}
 
 
-def config(mode: str = "R3", **parallel: int) -> Config:
+def config(mode: str = "R3", /, **parallel: int) -> Config:
     probe = {"every": 0 if mode == "none" else 10}
     return config_of(replay={"mode": mode}, learner={"parallel": parallel}, probe=probe)
 

@@ -54,7 +54,7 @@ def test_context_parallelism_on_cuda_needs_transformer_engine() -> None:
             choose_layers(settings(**learner), cuda=True, transformer_engine=usable)
 
 
-def test_broken_transformer_engine_counts_as_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_broken_transformer_engine_counts_as_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def find_spec(self, name: str, *_: object) -> None:
             if name.startswith("transformer_engine"):

@@ -177,7 +177,7 @@ def test_broken_pushes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_differs_from_memory_is_refused_by_name(tmp_path: Path) -> None:
-    made = push(tmp_path)
+    made, refused = push(tmp_path), 0
     for file, name in itertools.product(("0.safetensors", "1.safetensors"), sorted(TENSORS)):
         path = Path(made.directory) / file
         tensors = load_file(path)
@@ -189,6 +189,8 @@ def test_a_file_that_differs_from_memory_is_refused_by_name(tmp_path: Path) -> N
                 verified_checksums(made, "float32")
             assert caught.value.got == name
             save_file(tensors, path)
+            refused += 1
+    assert refused == len(TENSORS)
 
 
 class FakeEngine:

@@ -1,0 +1,52 @@
+"""The pages that lie outside docs/ become pages of the site, and links of the repository become links of the site."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
+    "examples/calculator/README.md": "examples/calculator.md",
+    "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
+}
+"""Pages by their path in the repository, and where the site has them."""
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^):]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages outside docs/."""
+    for source, place in OUTSIDE.items():
+        text = (REPOSITORY / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
+    """Turn the links of one page, which are those of the repository, into those of the site."""
+    place = page.file.src_uri
+    sources = {place: source for source, place in OUTSIDE.items()}
+    folder = os.path.dirname(sources.get(place, f"docs/{place}"))
+    return _LINK.sub(lambda link: _translated(link, folder, os.path.dirname(place), files), markdown)
+
+
+def _translated(link: re.Match[str], folder: str, here: str, files: Files) -> str:
+    """One link; only its text where it leads to a file that is no page."""
+    image, text, target = link.groups()
+    path, mark, anchor = target.partition("#")
+    if not path:
+        return link[0]
+    source = os.path.normpath(os.path.join(folder, path))
+    source = f"{source}/README.md" if f"{source}/README.md" in OUTSIDE else source
+    place = OUTSIDE.get(source, source.removeprefix("docs/"))
+    if files.get_file_from_path(place) is None:
+        return text
+    return f"{image}[{text}]({os.path.relpath(place, here or '.')}{mark}{anchor})"
