@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from launch.job import run_job
 from moe_trm.config.schema import Config
 from moe_trm.functions.host import FunctionHost
 from moe_trm.recording.bundle import BundleReader
@@ -19,7 +18,7 @@ from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from tests.integration.jobs import metrics_of, timeless
+from tests.integration.jobs import metrics_of, run_job, timeless
 from tests.integration.test_rollout_server import load, make_push
 
 REPOSITORY = Path(__file__).resolve().parents[2]

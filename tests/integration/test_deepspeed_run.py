@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.job import run_job
 from moe_trm.models.tiny.families import make_family
-from tests.integration.jobs import STEPS, metrics_of, write_config
+from tests.integration.jobs import STEPS, metrics_of, run_job, write_config
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.job import run_job
 from moe_trm.errors import SyncError
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checksum import EngineChecksums
@@ -21,7 +20,7 @@ from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import run_job
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 pytestmark = pytest.mark.slow
 START = 2**30

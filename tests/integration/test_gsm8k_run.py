@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import run_job
 from moe_trm.quickstart.gsm8k import make_gsm8k_checkpoint
-from tests.integration.jobs import metrics_of
+from tests.integration.jobs import metrics_of, run_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY.parent / "shared" / "data" / "gsm8k"

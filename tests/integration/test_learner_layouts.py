@@ -60,14 +60,14 @@ def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = [train(options, model) for options in LAYOUTS.values() for model in ("main", "tied")]
     runs += [matrix(options, recompute) for options in LAYOUTS.values() for recompute in RECOMPUTE]
-    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs, limit_s=300.0)
+    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = [train(options, model) for options in PRODUCTS.values() for model in ("main", "tied")]
     runs += [matrix(options, recompute) for options in PRODUCTS.values() for recompute in RECOMPUTE]
-    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs, limit_s=600.0)
+    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs)
 
 
 CASES = [

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from launch.job import run_job
 from moe_trm.recording.bundle import BundleReader, BundleWriter
-from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
+from tests.integration.jobs import STEPS, metrics_of, run_job, timeless, write_config
 from tests.integration.objective_support.cases import REWARD, WEIGHS_ONLY, all_cases, doctored
+from tests.integration.ranks import rank_server
 
-ROOT = Path(__file__).parents[2]
+DRIVER = str(Path(__file__).parent / "objective_support" / "driver.py")
 FEW = (
     "preset-decoupled_geo_rs_seq_tis",
     "preset-bypass_pg_geo_rs_token_tis",
@@ -60,12 +57,8 @@ def bundle(folder: Path, config: Path) -> Path:
 def run_cases(config: Path, bundle: Path, folder: Path, names: list[str]) -> dict[str, Any]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    driver = ROOT / "tests" / "integration" / "objective_support" / "driver.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += [str(driver), str(config), str(bundle), str(out), *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    done = rank_server().run([DRIVER, str(config), str(bundle), str(out), *names], 1)
+    assert done.ok, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from launch.job import run_job
 from moe_trm.recording.bundle import BundleReader
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 # One optimizer step that is close to the gradient itself, so that its scale shows; the entropy bonus gives one whatever the rewards are.
 PLAIN_STEP = [
