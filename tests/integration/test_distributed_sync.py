@@ -100,10 +100,10 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
         push(rollout_server, 13, announced, sent, "bad-")
 
 
-def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path) -> None:
+def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:
     """Two expert-parallel ranks broadcast what they own after every step; the engine's checksums are compared each time."""
     config = write_config(tmp_path, brief_checkpoint)
-    assert run_job(str(config), ["sync.method=distributed", "train.steps=2"]) == 0
+    assert run_job(config, [*attached, "sync.method=distributed", "train.steps=2"]) == 0
     rows = metrics_of(tmp_path / "runs" / "live")
     assert [row["weights/version"] for row in rows[1:]] == [1, 2]
     assert rows[2]["ledger/trained"] == 32

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the GSM8K files in ../shared/data/gsm8k")
 def test_three_steps(tmp_path: Path) -> None:
     make_gsm8k_checkpoint(DATA / "train.jsonl", tmp_path / "checkpoint")

@@ -36,18 +36,18 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(folder: Path, config: Path) -> Path:
+def bundle(folder: Path, config: Path, attached: list[str]) -> Path:
     """A run recorded from the real server, and then made to look worse than it was."""
     # In float32 both engines agree closely: what rules reject is what was added, and the gradient of the rest is not empty.
     overrides = [
         "name=recorded",
         *REWARD,
-        "rollout.server.dtype=float32",
+        *attached,
         "probe.every=0",
         "probe.save=false",
         f"record.bundle={folder / 'recorded'}",
     ]
-    assert run_job(str(config), overrides) == 0
+    assert run_job(config, overrides) == 0
     reader, writer = BundleReader(str(folder / "recorded")), BundleWriter(str(folder / "doctored"))
     for step in reader.steps():
         writer.write(step, [doctored(record) for record in reader.read(step)])
@@ -129,7 +129,7 @@ def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle:
             "optimizer.warmup_steps=0",
             *REWARD,
         ]
-        assert run_job(str(config), [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
+        assert run_job(config, [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
         rows.append(metrics_of(folder / "runs" / name)[1:])
     for one, two in zip(*rows, strict=True):
         assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
@@ -154,7 +154,7 @@ def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str
         *("rollout.engine=bundle", f"rollout.bundle={bundle}", *REWARD, "optimizer.warmup_steps=0"),
         *(f"correction.rules=[{rules}]", "loss.name=unclipped", "learner.parallel.expert=1", f"name={name}", *layout),
     ]
-    assert run_job(str(config), overrides) == 0
+    assert run_job(config, overrides) == 0
     return timeless(metrics_of(folder / "runs" / name))[1:]
 
 

@@ -27,11 +27,11 @@ PLAIN_STEP = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path, attached: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("three")
     config = write_config(folder, brief_checkpoint)
-    overrides = ["rollout.server.dtype=float32", *PLAIN_STEP, f"record.bundle={folder / 'bundle'}"]
-    assert run_job(str(config), overrides) == 0
+    overrides = [*attached, *PLAIN_STEP, f"record.bundle={folder / 'bundle'}"]
+    assert run_job(config, overrides) == 0
     return folder
 
 
