@@ -1,32 +1,64 @@
-"""Which tests go together on one worker, and in which order: `make test` runs two workers."""
+"""Which tests go together on one worker, and in which order: `make test` runs several workers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-SHARED_SERVERS = ("attached", "rollout_server")
-"""Fixtures that start a server for many files: its tests stay together."""
+GROUPS = {
+    # Runs that sample from one running server.
+    "integration/test_calculator.py::test_routes_and_log_probs": "tiny server",
+    "integration/test_distributed_sync.py::test_a_run_that_pushes": "server of the briefly warmed model",
+    "integration/test_distributed_sync.py": "tiny server",
+    "integration/test_calculator.py": "server of the briefly warmed model",
+    "integration/test_objectives.py": "server of the briefly warmed model",
+    "integration/test_three_engines.py": "server of the briefly warmed model",
+    # Tests of a server itself.
+    "integration/test_rollout_server.py": "tiny server",
+    "integration/test_sampling_mask_engine.py": "tiny server",
+    "integration/test_server_security.py": "tiny server",
+    "integration/test_several_servers.py": "tiny server",
+}
+"""Tests that share a running server, by the beginning of their names. All others go with those of their file."""
 LONGEST_FIRST = (
-    "attached",
-    "test_end_to_end",
-    "test_resume",
-    "test_doctor",
-    "rollout_server",
-    "test_async_run",
-    "test_learner_conformance",
-    "test_learner_layouts",
-    "test_learner_megatron",
+    "server of the briefly warmed model",
+    "tests/integration/test_end_to_end.py",
+    "tests/integration/test_resume.py",
+    "tests/integration/test_async_run.py",
+    "tests/integration/test_doctor.py",
+    "tiny server",
+    "tests/integration/",
+    "tests/unit/rollout/",
+    "tests/unit/functions/",
+    "tests/",
 )
-"""Groups that take longest. A long one begun last would leave the other worker idle."""
+"""A long group that begins last would leave the other workers without work."""
+
+
+def group_of(name: str) -> str:
+    """The group of the test with this node id."""
+    found = [group for start, group in GROUPS.items() if name.startswith(f"tests/{start}")]
+    return found[0] if found else name.split("::")[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test a group, its shared server's or its file's, and put the longest groups first and unit tests last."""
-    order: dict[pytest.Item, tuple[int, bool]] = {}
+    """Put the groups that take longest first."""
+    places: dict[str, int] = {}
     for item in items:
-        shared = [name for name in SHARED_SERVERS if name in getattr(item, "fixturenames", ())]
-        group = shared[0] if shared else item.path.stem if "integration" in item.path.parts else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-        place = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
-        order[item] = place, "integration" not in item.path.parts
-    items.sort(key=order.__getitem__)
+        group = group_of(item.nodeid)
+        places[group] = next(place for place, start in enumerate(LONGEST_FIRST) if group.startswith(start))
+    items.sort(key=lambda item: places[group_of(item.nodeid)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take one group after the other. (pytest-xdist's own `loadgroup` needs node ids that pytest lets it rewrite.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
