@@ -21,9 +21,10 @@ SAME_IN_UV = {
 
 
 def uv_settings(listed: str) -> dict[str, str]:
-    """The environment in which uv looks where pip would; `listed` is what `pip config list` prints, weakest setting first."""
+    """The environment in which uv looks where pip would; `listed` is what `pip config list` prints."""
     found = {}
-    for line in listed.splitlines():
+    # Of two, the environment's is pip's.
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         if variable := SAME_IN_UV.get(name.rpartition(".")[2]):
             words = str(ast.literal_eval(value)).split()
@@ -36,7 +37,9 @@ def main(file: str) -> int:
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
     # pip takes the best version of all indexes, uv by default those of the first that knows the name.
     environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", **uv_settings(listed), **os.environ}
-    found = subprocess.run([*PIP, "install", "--quiet", "--constraint", file, "uv"], stderr=subprocess.DEVNULL, check=False)
+    found = subprocess.run(
+        [*PIP, "install", "--quiet", "--constraint", file, "uv"], stderr=subprocess.DEVNULL, check=False
+    )
     command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", sys.executable, "--no-deps"]
     if found.returncode or subprocess.run([*command, "-r", file], env=environment, check=False).returncode:
         print("installing with pip, which takes some minutes", flush=True)

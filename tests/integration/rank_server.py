@@ -38,7 +38,7 @@ PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """What ranks import. A rank imports what is missing here by itself."""
-PATIENCE_S = 20.0
+PATIENCE_S = 10.0
 """Once a rank has failed, the others have so long to end by themselves before they are killed: they may have the better message."""
 
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -51,7 +51,7 @@ class RankServer:
             start_new_session=True,
         )
         assert self._answer() == "ready"
-        atexit.register(self.close)
+        atexit.register(self.kill)
 
     def run(self, program: Sequence[str], num_ranks: int, environment: Mapping[str, str] | None = None) -> Ended:
         """Run `python PROGRAM...` on `num_ranks` ranks of this machine as torchrun would; waits for all of them.
@@ -79,33 +79,46 @@ class RankServer:
                 "folder": folder,
                 "environment": {**(os.environ if environment is None else environment), **SINGLE_THREAD, **meeting},
             }
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-            statuses = json.loads(self._answer())
+            try:
+                statuses = json.loads(self._ask(json.dumps(job)))
+            except BaseException:  # a test that ran out of time: its ranks are still there
+                self.kill()
+                raise
             said = [
                 "".join((Path(folder) / f"{name}-{rank}").read_text(errors="replace") for rank in range(num_ranks))
                 for name in ("stdout", "stderr")
             ]
         return Ended(statuses, *said)
 
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):  # it is gone, as the missing answer will tell
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
     def _answer(self) -> str:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = "" if self._process.stdout.closed else self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the rank server ended with exit status {self._process.wait()}")
         return line.strip()
 
-    def close(self) -> None:
-        """End it. Safe to call twice."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it and its ranks at once. Safe to call twice."""
+        self._process.kill()
+        self._process.communicate()
 
 
-@cache
+_servers: list[RankServer] = []
+
+
 def rank_server() -> RankServer:
-    """This process's server, started when it is first asked for."""
-    return RankServer()
+    """This process's server, started when it is first asked for, and again where it was killed."""
+    if not _servers or not _servers[-1].alive:
+        _servers.append(RankServer())
+    return _servers[-1]
