@@ -12,12 +12,15 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Integration tests are jobs of two to four processes each: more workers than this only wait for one another.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 4 ? cores / 2 : 2)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Two threads per process on busy cores make steps many times slower.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
-.PHONY: help install .venv quickstart quickstart-controls test test-all lint types docs clean
+.PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -26,12 +29,12 @@ help: ## list the targets
 install: $(STAMP) ## make the virtual environment with everything the CPU lane needs
 .venv: $(STAMP)
 
-$(STAMP): requirements/cpu.txt pyproject.toml $(SUPPORT)
+$(STAMP): requirements/cpu.txt requirements/install.py pyproject.toml $(SUPPORT)
 	@test -n "$(PYTHON)" || { echo "MoE-TRM needs Python 3.11 or 3.12; none of python3.11, python3.12, python3 is one. Try: make PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12)) or sys.exit("MoE-TRM needs Python 3.11 or 3.12; $(PYTHON) is " + sys.version.split()[0])'
-	@echo "installing into $(VENV) (about 2 GB, a few minutes)"
+	@echo "installing into $(VENV) (about 2 GB, up to a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) --no-deps -r requirements/cpu.txt
+	@$(BIN)/python requirements/install.py requirements/cpu.txt
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "this torch is a CUDA build: installing its CUDA libraries too (several GB; a CPU wheel index in PIP_EXTRA_INDEX_URL avoids that)"; \
 		$(PIP) --constraint requirements/cpu.txt "$$(grep '^torch==' requirements/cpu.txt)"; }
@@ -45,11 +48,18 @@ quickstart: $(STAMP) ## train a tiny MoE by RL on the real engines, from nothing
 quickstart-controls: $(STAMP) ## the same, and two runs that must not learn: learning rate 0, shuffled rewards
 	$(QUIET_CORES) $(BIN)/python -m moe_trm.quickstart --backend $(BACKEND) --seeds $(SEEDS) --controls
 
-test: lint types ## everything CI needs, from nothing: lint, types, tests that are not slow
-	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+test: lint ## everything CI needs, from nothing: lint, types, tests that are not slow
+	@$(MAKE) --no-print-directory -j2 types test-fast
+
+test-unit: $(STAMP) ## the unit tests alone, in two minutes
+	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: lint types ## the same with the slow tests, and on a GPU those that need one
-	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(PYTEST_ARGS)
+	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 lint: $(STAMP) ## style and common mistakes
 	$(BIN)/ruff check .

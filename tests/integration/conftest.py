@@ -1,4 +1,4 @@
-"""One real SGLang server for all integration tests: float32, on a tiny random Qwen3-MoE checkpoint."""
+"""What integration tests share: a real SGLang server on a tiny random checkpoint, another on the briefly warmed one, both in float32."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.quickstart.warmup import warm_up
 from moe_trm.rollout.sglang.supervisor import Server, start_server
-from tests.integration.jobs import BRIEF
+from tests.integration.jobs import BRIEF, write_config
 
 VOCAB_SIZE = 250
 """No multiple of 64: the engine pads its embedding."""
@@ -117,3 +118,14 @@ def brief_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("brief") / "checkpoint"
     warm_up(folder, recipe=BRIEF)
     return folder
+
+
+@pytest.fixture(scope="session")
+def attached(brief_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Settings with which runs of `brief_checkpoint` sample from one running server, which has the weights of whoever came last."""
+    folder, key = tmp_path_factory.mktemp("attached"), "key-of-the-shared-server"
+    settings = ["rollout.server.dtype=float32"]
+    config = load(write_config(folder, brief_checkpoint), settings)
+    server = start_server(config, folder / "rollout.log", key)
+    yield [*settings, f"rollout.url={server.url}", f"rollout.api_key={key}"]
+    server.stop()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 
+from launch import job
+from moe_trm.errors import REFUSED
 from moe_trm.quickstart.warmup import WarmupRecipe
+from tests.integration.ranks import rank_server
 
 STEPS = 2
 CONFIG = """
@@ -45,6 +50,21 @@ def write_config(folder: Path, checkpoint: Path) -> Path:
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(name="live", run_dir=folder / "runs", checkpoint=checkpoint, steps=STEPS))
     return path
+
+
+def run_job(config: Path | str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
+    """`launch.job.run_job` with the server it starts, but with forks of the rank server in place of torchrun and its ranks."""
+    with patch.object(job, "run_learner", _forked_learner):
+        return job.run_job(str(config), overrides, num_ranks)
+
+
+def _forked_learner(config: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
+    """The exit code that `launch.ranks` gives: a refusal on any rank is why the others failed. What they said is said here too."""
+    done = rank_server().run(["-m", "launch.train", config, *overrides], ranks, job.learner_environment(api_key))
+    for number, text in ((1, done.stdout), (2, done.stderr)):
+        os.write(number, text.encode())
+    failed = [status for status in done.statuses if status]
+    return REFUSED if REFUSED in failed else 1 if failed else 0
 
 
 def still_running(processes: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:

@@ -6,22 +6,20 @@ parallel ranks build parts of one model.
 
 from __future__ import annotations
 
-import socket
-import traceback
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
 from routing.replay import Record, Recorded, ReplayRecords
+from tests.integration.ranks import rank_server
 
 LAYERS, E, K, VOCAB, B, R = (0, 2, 3), 8, 2, 64, 3, 8
 LENGTHS = (8, 5, 3)
@@ -143,54 +141,20 @@ Scenario = Callable[[Path], None]
 
 
 def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **parallel: int) -> dict[str, list[str]]:
-    """Run all scenarios on `world` fresh processes over gloo. Scenario name -> one report per rank, empty when it passed."""
-    context = get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(rank, world, port, list(scenarios), folder, parallel, results), daemon=True)
-        for rank in range(world)
+    """Run all scenarios, functions of one module, on `world` fresh ranks. Scenario name -> one report per rank, empty when it passed."""
+    names = [scenario.__name__ for scenario in scenarios]
+    program = [
+        "-m",
+        "tests.integration.replay_rank",
+        str(folder),
+        json.dumps(parallel),
+        scenarios[0].__module__,
+        *names,
     ]
-    found: dict[str, list[str]] = {}
-    try:
-        for process in ranks:
-            process.start()
-        for _ in range(world * len(scenarios)):
-            name, rank, text = results.get(timeout=300)
-            found.setdefault(name, []).append(text and f"rank {rank} of {world}:\n{text}")
-        for process in ranks:
-            process.join(30)
-    finally:
-        for process in ranks:
-            process.kill()
+    done = rank_server().run(program, world)
+    assert done.ok, f"{done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for rank in range(world):
+        for name, text in json.loads((folder / f"reports-{rank}.json").read_text()).items():
+            found[name].append(text and f"rank {rank} of {world}:\n{text}")
     return found
-
-
-def _rank(
-    rank: int,
-    world: int,
-    port: int,
-    scenarios: Sequence[Scenario],
-    folder: Path,
-    parallel: dict[str, int],
-    results: Any,
-) -> None:
-    from moe_trm.learner.megatron.cpu import install
-
-    install()
-    from megatron.core import parallel_state, tensor_parallel
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    parallel_state.initialize_model_parallel(**parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    for scenario in scenarios:
-        try:
-            scenario(folder)
-            results.put((scenario.__name__, rank, ""))
-        except BaseException:  # noqa: BLE001 - whatever a scenario raises is its report
-            results.put((scenario.__name__, rank, traceback.format_exc()))
-    dist.barrier()
-    dist.destroy_process_group()

@@ -17,6 +17,7 @@ from moe_trm.config import load
 from moe_trm.observe.prometheus import gauge_name
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
+from tests.integration.jobs import run_job as run_forked
 
 STEPS = 4
 PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
@@ -163,7 +164,7 @@ def test_a_recorded_overlapping_run_repeats_bit_for_bit(
         "rollout.engine=bundle",
         f"rollout.bundle={folder / 'bundle'}",
     ]
-    assert run_job(str(config), overrides) == 0
+    assert run_forked(config, overrides) == 0
     again = metrics_of(folder / "runs" / "again")[1:]
     for one, two in zip(timeless(live), timeless(again), strict=True):
         assert {k: v for k, v in one.items() if not k.startswith(TIMING)} == {
@@ -188,7 +189,7 @@ def test_every_mode_keeps_its_bound_and_ends(
 ) -> None:
     overrides = [f"pipeline.mode={mode}", f"pipeline.max_staleness={eta}", f"pipeline.partial={partial}"]
     overrides += [f"name={mode}-{eta}-{partial}", f"rollout.url={server.url}", f"train.steps={STEPS}"]
-    assert run_job(str(config), [*overrides, "learner.parallel.expert=1", "probe.every=0"]) == 0
+    assert run_forked(config, [*overrides, "learner.parallel.expert=1", "probe.every=0"]) == 0
     rows = metrics_of(folder / "runs" / f"{mode}-{eta}-{partial}")[1:]
     assert len(rows) == STEPS
     assert max(row["rollout/age_max"] for row in rows) <= eta

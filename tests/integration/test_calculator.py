@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from launch.job import run_job
 from moe_trm.config.schema import Config
 from moe_trm.functions.host import FunctionHost
 from moe_trm.recording.bundle import BundleReader
@@ -19,7 +18,7 @@ from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from tests.integration.jobs import metrics_of, timeless
+from tests.integration.jobs import metrics_of, run_job, timeless
 from tests.integration.test_rollout_server import load, make_push
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -96,13 +95,13 @@ def reward(sample: RewardInput) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path, attached: list[str]) -> Path:
     """Two recorded steps of the example on a briefly warmed model, with a reward that fails on every other sample."""
     folder = tmp_path_factory.mktemp("calculator")
     (folder / "reward.py").write_text(REWARD)
     own = [f"task.reward={folder / 'reward.py'}:reward", "task.reward_timeout_s=1", "task.reward_processes=1"]
     own += ["task.reward_weights={right: 1, asked: 0.1}", f"record.bundle={folder / 'bundle'}"]
-    assert train(folder, brief_checkpoint, "calculator", *own) == 0
+    assert train(folder, brief_checkpoint, "calculator", *attached, *own) == 0
     return folder
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.job import run_job
 from moe_trm.models.tiny.families import make_family
-from tests.integration.jobs import STEPS, metrics_of, write_config
+from tests.integration.jobs import STEPS, metrics_of, run_job, write_config
 
 
 @pytest.mark.slow
@@ -30,7 +29,7 @@ def test_a_family_runs_from_samples_to_pushed_weights(
     overrides = ["learner.backend=deepspeed", "learner.parallel.expert=1", "learner.deepspeed.zero_stage=3"]
     # The entropy bonus moves the weights whatever the rewards are.
     overrides += ["rollout.server.dtype=float32", f"sync.method={sync}", "loss.entropy_coef=0.01"]
-    assert run_job(str(config), overrides, 2) == 0
+    assert run_job(config, overrides, 2) == 0
     for row in metrics_of(tmp_path / "runs" / "live")[1 : STEPS + 1]:
         assert row["replay/applied_fraction"] == 1.0
         assert row["replay/token_layers"] > 0

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.job import run_job
 from moe_trm.errors import SyncError
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checksum import EngineChecksums
@@ -21,7 +20,7 @@ from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.6.down_proj.weight"
@@ -101,10 +100,10 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
         push(rollout_server, 13, announced, sent, "bad-")
 
 
-def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path) -> None:
+def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:
     """Two expert-parallel ranks broadcast what they own after every step; the engine's checksums are compared each time."""
     config = write_config(tmp_path, brief_checkpoint)
-    assert run_job(str(config), ["sync.method=distributed", "train.steps=2"]) == 0
+    assert run_job(config, [*attached, "sync.method=distributed", "train.steps=2"]) == 0
     rows = metrics_of(tmp_path / "runs" / "live")
     assert [row["weights/version"] for row in rows[1:]] == [1, 2]
     assert rows[2]["ledger/trained"] == 32

@@ -24,6 +24,7 @@ from moe_trm.recording.scores import ScoresReader
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
 from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
+from tests.integration.jobs import run_job as run_forked
 from tests.unit.report.page_reader import PageReader
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
@@ -52,7 +53,7 @@ def live(folder: Path, config: Path) -> Path:
 
 def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
     settings = [f"name={name}", "rollout.engine=bundle", f"rollout.bundle={bundle}", f"task.reward={REWARD}"]
-    return run_job(str(config), [*settings, *overrides])
+    return run_forked(config, [*settings, *overrides])
 
 
 def test_every_promised_metric_is_in_every_step(live: Path) -> None:
@@ -183,14 +184,16 @@ def test_a_run_ended_by_ctrl_c_leaves_metrics_and_report(live: Path, folder: Pat
         time.sleep(0.02)
     # As a terminal does: to every process of the job at once.
     os.killpg(job.pid, signal.SIGINT)
-    job.wait(timeout=60)
+    job.wait(timeout=300)
     rows = metrics_of(run)
     assert rows[-1]["step"] >= 1
     (told,) = PageReader((run / "report.html").read_text()).data["runs"]
     assert told["metrics"]["reward/mean"]["steps"] == [row["step"] for row in rows if "reward/mean" in row]
 
 
-@pytest.mark.parametrize(("mode", "replayed_passes"), [("none", 2), ("R2", 3), ("auto", 3)])
+@pytest.mark.parametrize(
+    ("mode", "replayed_passes"), [("none", 2), ("R2", 3), pytest.param("auto", 3, marks=pytest.mark.slow)]
+)
 def test_other_replay_modes_on_the_same_rollouts(
     live: Path, folder: Path, config: Path, mode: str, replayed_passes: int
 ) -> None:
@@ -227,7 +230,11 @@ def with_routes(record: RolloutRecord) -> RouteRecord:
 
 @pytest.mark.parametrize(
     ("mutate", "said"),
-    [(shift_rows, "misaligned"), (swap_layers, "misaligned"), (stale, "routes belong to other tokens")],
+    [
+        (shift_rows, "misaligned"),
+        pytest.param(swap_layers, "misaligned", marks=pytest.mark.slow),
+        (stale, "routes belong to other tokens"),
+    ],
 )
 def test_wrong_routes_stop_the_run_before_anything_is_trained(
     live: Path,
@@ -259,10 +266,10 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
     try:
         assert server.stdout is not None
         assert any("ready at" in line for line in server.stdout)
-        subprocess.run(train, env=environment, check=True, timeout=120)
+        subprocess.run(train, env=environment, check=True, timeout=400)
     finally:
         server.terminate()
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0
         server.stdout.close()
     run = folder / "runs" / "by-hand"
     row = metrics_of(run)[1]
@@ -285,13 +292,11 @@ def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def assert_same_metrics(offline: dict[str, float], logged: dict[str, float]) -> None:
-    """Everything the objective computes comes out again; sums of different order leave correlations and divergences a last digit."""
+    """Everything the objective computes comes out again. What was kept is the same tokens; other sums are taken in another order."""
     assert "correction/kept_fraction" in offline
     for name, value in offline.items():
-        if "pearson" in name or name.startswith("trm/"):
-            assert value == pytest.approx(logged[name], rel=1e-9)
-        else:
-            assert value == logged[name], name
+        exact = isinstance(value, str) or name.endswith(("kept_fraction", "kept_sequence_fraction"))
+        assert logged[name] == (value if exact else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
 
 def test_whatif_says_what_training_logged_and_what_another_rule_would_have(

@@ -41,8 +41,8 @@ class Finished:
         checkpoint, one, two = (self._folder / family / name for name in (family, "one", "two"))
         if not checkpoint.exists():
             make_family(family, checkpoint, num_hidden_layers=4)
-            run_ranks(one, checkpoint, 1, *runs("expert=1", family), limit_s=200.0)
-            run_ranks(two, checkpoint, 2, *(run for x in layouts(family) for run in runs(x, family)), limit_s=300.0)
+            run_ranks(one, checkpoint, 1, *runs("expert=1", family))
+            run_ranks(two, checkpoint, 2, *(run for x in layouts(family) for run in runs(x, family)))
         return Ranks(one, 1), Ranks(two, 2), checkpoint
 
 

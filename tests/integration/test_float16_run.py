@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import run_job
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 pytestmark = pytest.mark.slow
 START = 2**30
@@ -23,8 +22,8 @@ def test_float16_on_both_sides(tmp_path: Path, brief_checkpoint: Path) -> None:
     """A scale that overflows at first: its updates are skipped and counted, every sample is accounted for, and a resumed run goes on with the scale."""
     config = write_config(tmp_path, brief_checkpoint)
     words = [*FLOAT16, "checkpoint.every=1"]
-    assert run_job(str(config), [*words, "train.steps=2"]) == 0
-    assert run_job(str(config), [*words, "train.steps=4"]) == 0
+    assert run_job(config, [*words, "train.steps=2"]) == 0
+    assert run_job(config, [*words, "train.steps=4"]) == 0
     rows = metrics_of(tmp_path / "runs" / "live")[1:]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import run_job
 from moe_trm.quickstart.gsm8k import make_gsm8k_checkpoint
-from tests.integration.jobs import metrics_of
+from tests.integration.jobs import metrics_of, run_job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DATA = REPOSITORY.parent / "shared" / "data" / "gsm8k"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the GSM8K files in ../shared/data/gsm8k")
 def test_three_steps(tmp_path: Path) -> None:
     make_gsm8k_checkpoint(DATA / "train.jsonl", tmp_path / "checkpoint")

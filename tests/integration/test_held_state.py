@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from launch.job import learner_environment
 from moe_trm.config import load
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from tests.integration.ranks import rank_server
 from tests.integration.recordings import make_recording
 
 STEPS = 12
@@ -61,16 +59,8 @@ def census(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> list[di
     config.write_text(CONFIG.format(folder=folder, steps=STEPS))
     make_recording(load(config, []), folder / "bundle", STEPS)
     counts = folder / "counts.jsonl"
-    rank = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    done = subprocess.run(
-        [*rank, "-m", "tests.integration.counting_rank", str(counts), str(config)],
-        env=learner_environment(None),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = rank_server().run(["-m", "tests.integration.counting_rank", str(counts), str(config)], 1)
+    assert done.ok, done.stdout + done.stderr
     return [json.loads(line)["objects"] for line in counts.read_text().splitlines()][1:]
 
 

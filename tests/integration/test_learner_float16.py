@@ -39,7 +39,7 @@ class Finished:
         if run not in self._begun:
             group = next(group for group in self.GROUPS if run in group)
             self._begun.update(group)
-            run_ranks(self._folder, self._checkpoint, 2, *group, script=SCRIPT, limit_s=300.0)
+            run_ranks(self._folder, self._checkpoint, 2, *group, script=SCRIPT)
         return Ranks(self._folder, 2)
 
 

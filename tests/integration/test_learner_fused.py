@@ -28,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("fused")
     make_family(GLM, folder / GLM)
     checkpoint = make_checkpoint(folder / "main")
-    return run_ranks(folder, checkpoint, 2, PLAIN, FUSED, PLAIN_GLM, FUSED_GLM, script=SCRIPT, limit_s=300.0)
+    return run_ranks(folder, checkpoint, 2, PLAIN, FUSED, PLAIN_GLM, FUSED_GLM, script=SCRIPT)
 
 
 def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -16,11 +16,10 @@ from tests.integration.learner_support.work import NUM_BATCHES, global_batch
 LAYOUTS = {
     "EP2": "expert=2",
     "TP2+SP": "tensor=2:expert_tensor=2",
-    "TP2xEP2": "tensor=2:expert=2",
     "PP2": "pipeline=2",
-    "PP2+VPP2": "pipeline=2:virtual_pipeline=2",
     "CP2": "context=2",
 }
+MORE = {"TP2xEP2": "tensor=2:expert=2", "PP2+VPP2": "pipeline=2:virtual_pipeline=2"}
 PRODUCTS = {
     "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
     "TP2xCP2": "tensor=2:expert_tensor=2:context=2",
@@ -29,7 +28,8 @@ PRODUCTS = {
     "PP4": "pipeline=4",
     "TP2xEP2xPP2+VPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
 }
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "full")
+SLOW_RECOMPUTE = "selective"
 MODES = ("R3", "R2")
 MOE_LAYERS = 3
 
@@ -56,23 +56,44 @@ def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return run_ranks(tmp_path_factory.mktemp("one"), checkpoint, 1, *runs)
 
 
+def runs_of(layouts: dict[str, str], *recompute: str) -> list[str]:
+    runs = [train(options, model) for options in layouts.values() for model in ("main", "tied")]
+    return runs + [matrix(options, kind) for options in layouts.values() for kind in recompute]
+
+
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [train(options, model) for options in LAYOUTS.values() for model in ("main", "tied")]
-    runs += [matrix(options, recompute) for options in LAYOUTS.values() for recompute in RECOMPUTE]
-    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs, limit_s=300.0)
+    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs_of(LAYOUTS, *RECOMPUTE))
+
+
+@pytest.fixture(scope="module")
+def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
+    runs += [matrix(options, SLOW_RECOMPUTE) for options in LAYOUTS.values()]
+    return run_ranks(tmp_path_factory.mktemp("more"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [train(options, model) for options in PRODUCTS.values() for model in ("main", "tied")]
-    runs += [matrix(options, recompute) for options in PRODUCTS.values() for recompute in RECOMPUTE]
-    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs, limit_s=600.0)
+    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs_of(PRODUCTS, *RECOMPUTE, SLOW_RECOMPUTE))
 
 
+SLOW = [*(("more", name, options) for name, options in MORE.items()), *(("four", *case) for case in PRODUCTS.items())]
 CASES = [
     *(pytest.param("two", options, id=name) for name, options in LAYOUTS.items()),
-    *(pytest.param("four", options, id=name, marks=pytest.mark.slow) for name, options in PRODUCTS.items()),
+    *(pytest.param(ranks, options, id=name, marks=pytest.mark.slow) for ranks, name, options in SLOW),
+]
+REPLAYED = [
+    *(
+        pytest.param("two", options, kind, id=f"{name}-{kind}")
+        for name, options in LAYOUTS.items()
+        for kind in RECOMPUTE
+    ),
+    *(
+        pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
+        for ranks, name, options in (*(("more", *case) for case in LAYOUTS.items()), *SLOW)
+        for kind in ((SLOW_RECOMPUTE,) if name in LAYOUTS else (*RECOMPUTE, SLOW_RECOMPUTE))
+    ),
 ]
 
 
@@ -80,9 +101,8 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("ranks", "options"), CASES)
+@pytest.mark.parametrize(("ranks", "options", "recompute"), REPLAYED)
 def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
     one: Ranks, ranks: str, options: str, mode: str, recompute: str, request: pytest.FixtureRequest
 ) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from launch.job import run_job
 from moe_trm.recording.bundle import BundleReader, BundleWriter
-from tests.integration.jobs import STEPS, metrics_of, timeless, write_config
+from tests.integration.jobs import STEPS, metrics_of, run_job, timeless, write_config
 from tests.integration.objective_support.cases import REWARD, WEIGHS_ONLY, all_cases, doctored
+from tests.integration.ranks import rank_server
 
-ROOT = Path(__file__).parents[2]
+DRIVER = str(Path(__file__).parent / "objective_support" / "driver.py")
 FEW = (
     "preset-decoupled_geo_rs_seq_tis",
     "preset-bypass_pg_geo_rs_token_tis",
@@ -39,18 +36,18 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle(folder: Path, config: Path) -> Path:
+def bundle(folder: Path, config: Path, attached: list[str]) -> Path:
     """A run recorded from the real server, and then made to look worse than it was."""
     # In float32 both engines agree closely: what rules reject is what was added, and the gradient of the rest is not empty.
     overrides = [
         "name=recorded",
         *REWARD,
-        "rollout.server.dtype=float32",
+        *attached,
         "probe.every=0",
         "probe.save=false",
         f"record.bundle={folder / 'recorded'}",
     ]
-    assert run_job(str(config), overrides) == 0
+    assert run_job(config, overrides) == 0
     reader, writer = BundleReader(str(folder / "recorded")), BundleWriter(str(folder / "doctored"))
     for step in reader.steps():
         writer.write(step, [doctored(record) for record in reader.read(step)])
@@ -60,12 +57,8 @@ def bundle(folder: Path, config: Path) -> Path:
 def run_cases(config: Path, bundle: Path, folder: Path, names: list[str]) -> dict[str, Any]:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    driver = ROOT / "tests" / "integration" / "objective_support" / "driver.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += [str(driver), str(config), str(bundle), str(out), *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    done = rank_server().run([DRIVER, str(config), str(bundle), str(out), *names], 1)
+    assert done.ok, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return {name: json.loads((out / f"{name}.json").read_text()) for name in names}
 
 
@@ -136,7 +129,7 @@ def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle:
             "optimizer.warmup_steps=0",
             *REWARD,
         ]
-        assert run_job(str(config), [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
+        assert run_job(config, [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
         rows.append(metrics_of(folder / "runs" / name)[1:])
     for one, two in zip(*rows, strict=True):
         assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
@@ -161,7 +154,7 @@ def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str
         *("rollout.engine=bundle", f"rollout.bundle={bundle}", *REWARD, "optimizer.warmup_steps=0"),
         *(f"correction.rules=[{rules}]", "loss.name=unclipped", "learner.parallel.expert=1", f"name={name}", *layout),
     ]
-    assert run_job(str(config), overrides) == 0
+    assert run_job(config, overrides) == 0
     return timeless(metrics_of(folder / "runs" / name))[1:]
 
 

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from launch.job import run_job
 from moe_trm.recording.bundle import BundleReader
-from tests.integration.jobs import metrics_of, write_config
+from tests.integration.jobs import metrics_of, run_job, write_config
 
 # One optimizer step that is close to the gradient itself, so that its scale shows; the entropy bonus gives one whatever the rewards are.
 PLAIN_STEP = [
@@ -28,11 +27,11 @@ PLAIN_STEP = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path, attached: list[str]) -> Path:
     folder = tmp_path_factory.mktemp("three")
     config = write_config(folder, brief_checkpoint)
-    overrides = ["rollout.server.dtype=float32", *PLAIN_STEP, f"record.bundle={folder / 'bundle'}"]
-    assert run_job(str(config), overrides) == 0
+    overrides = [*attached, *PLAIN_STEP, f"record.bundle={folder / 'bundle'}"]
+    assert run_job(config, overrides) == 0
     return folder
 
 

@@ -1,15 +1,14 @@
-"""Runs scenarios on real ranks under torchrun and reads back what they saved."""
+"""Runs scenarios on real ranks and reads back what they saved."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.integration.ranks import rank_server
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 
@@ -40,14 +39,8 @@ def _disjoint(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def run_ranks(
-    folder: Path, checkpoint: Path, num_ranks: int, *runs: str, script: Path = SCENARIOS, limit_s: float = 120.0
-) -> Ranks:
+def run_ranks(folder: Path, checkpoint: Path, num_ranks: int, *runs: str, script: Path = SCENARIOS) -> Ranks:
     """Do `runs` of `script` on `num_ranks` ranks one after the other; fails with their output when one of them fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(script), str(checkpoint), str(folder), *runs]
-    root = SCENARIOS.parents[3]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(root)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    done = rank_server().run([str(script), str(checkpoint), str(folder), *runs], num_ranks)
+    assert done.ok, f"{script.name} {runs}: {done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return Ranks(folder, num_ranks)

@@ -1,0 +1,64 @@
+"""Which tests go together on one worker, and in which order: `make test` runs several workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+GROUPS = {
+    # Runs that sample from one running server.
+    "integration/test_calculator.py::test_routes_and_log_probs": "tiny server",
+    "integration/test_distributed_sync.py::test_a_run_that_pushes": "server of the briefly warmed model",
+    "integration/test_distributed_sync.py": "tiny server",
+    "integration/test_calculator.py": "server of the briefly warmed model",
+    "integration/test_objectives.py": "server of the briefly warmed model",
+    "integration/test_three_engines.py": "server of the briefly warmed model",
+    # Tests of a server itself.
+    "integration/test_rollout_server.py": "tiny server",
+    "integration/test_sampling_mask_engine.py": "tiny server",
+    "integration/test_server_security.py": "tiny server",
+    "integration/test_several_servers.py": "tiny server",
+}
+"""Tests that share a running server, by the beginning of their names. All others go with those of their file."""
+LONGEST_FIRST = (
+    "server of the briefly warmed model",
+    "tests/integration/test_end_to_end.py",
+    "tests/integration/test_resume.py",
+    "tests/integration/test_async_run.py",
+    "tests/integration/test_doctor.py",
+    "tiny server",
+    "tests/integration/",
+    "tests/unit/rollout/",
+    "tests/unit/functions/",
+    "tests/",
+)
+"""A long group that begins last would leave the other workers without work."""
+
+
+def group_of(name: str) -> str:
+    """The group of the test with this node id."""
+    found = [group for start, group in GROUPS.items() if name.startswith(f"tests/{start}")]
+    return found[0] if found else name.split("::")[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the groups that take longest first."""
+    places: dict[str, int] = {}
+    for item in items:
+        group = group_of(item.nodeid)
+        places[group] = next(place for place, start in enumerate(LONGEST_FIRST) if group.startswith(start))
+    items.sort(key=lambda item: places[group_of(item.nodeid)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take one group after the other. (pytest-xdist's own `loadgroup` needs node ids that pytest lets it rewrite.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
