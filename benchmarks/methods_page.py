@@ -98,7 +98,7 @@ def _correction(name: str) -> str:
 def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
-    cost = _cost(objective.scope, moves=True) + (ENTROPY if name == "espo" else "")
+    cost = _cost(objective.scope, moves=True) + (ENTROPY if "entropy" in objective.needs else "")
     return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
 
 

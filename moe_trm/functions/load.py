@@ -29,6 +29,8 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else _by_name(place)
         function = getattr(module, attribute)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             "the function cannot be loaded",
@@ -54,12 +56,26 @@ def _by_name(name: str) -> ModuleType:
 
 
 def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """The module in `path`, executed once. It is called after its file unless another module has that name."""
+    resolved = path.resolve()
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if getattr(loaded, "__file__", None) == str(resolved):
+            return loaded
+        name = str(resolved)
+        if name in sys.modules:
+            return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(path)
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.path.insert(0, str(resolved.parent))
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs: dataclasses and annotations look their own module up.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -15,6 +15,7 @@ import pytest
 from moe_trm.cli import COMMANDS, main, parse
 from moe_trm.config.fields import lookup, walk
 from moe_trm.config.schema import Config
+from moe_trm.config.schema.method_name import OneOf
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -97,7 +98,9 @@ def test_values_of_settings_are_possible(key: str, value: str) -> None:
 
 
 def literals(annotation: object) -> list[object]:
-    """The values that a type of literals allows; none for other types."""
+    """The values that a type of literals, or of names of a table, allows; none for other types."""
+    if isinstance(annotation, OneOf):
+        return list(annotation.known)
     inner = [value for argument in get_args(annotation) for value in literals(argument)]
     return inner or [value for value in get_args(annotation) if isinstance(value, str)]
 
