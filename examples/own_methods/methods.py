@@ -24,9 +24,10 @@ def negative_gap_mask(evidence: Evidence, log_ratio: Tensor, *, max_gap: float =
 
 @loss(aggregation="token-mean")
 def leaky_clip(inputs: LossInputs, log_ratio: Tensor, *, clip: float = 0.2, leak: float = 0.1) -> TokenLoss:
-    """PPO's clip with a slope of `leak` outside of it: X = -W min(A r, A (c + leak (r - c))), c = clamp(r, 1 - clip, 1 + clip).
+    """PPO's clip with a slope of `leak` outside of it: X = -W min(A r, A (c + leak (r - c))).
 
-    No token is without gradient, and `leak=0` is PPO. `log_ratio` is `[B, T]`, with gradient.
+    c = clamp(r, 1 - clip, 1 + clip). No token is without gradient, and `leak=0` is PPO. `log_ratio` is `[B, T]`, with
+    gradient.
     """
     ratio = log_ratio.exp()
     clamped = ratio.clamp(1 - clip, 1 + clip)

@@ -1,4 +1,4 @@
-"""Off-policy corrections by name. A new one is a file with a decorated function, a line in `moe_trm.methods.corrections`, and a test."""
+"""Off-policy corrections by name. A new one is a file, a line in `moe_trm.methods.corrections`, and a test."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> RegisteredRule:
-    """The correction called `name`: a built-in one, or a function under `@rule` of the user's own, `path/to/file.py:function`.
+    """The correction called `name`: a built-in one, or the user's own under `@rule`, `path/to/file.py:function`.
 
     Raises:
         ConfigError: an unknown name, with the nearest one, or a function that cannot be loaded or is no rule.

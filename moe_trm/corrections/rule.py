@@ -1,4 +1,4 @@
-"""Correction rules: functions that declare the ratio they read, their scope and their thresholds, and are checked and counted.
+"""Correction rules: functions that declare their ratio, their scope and their thresholds, and are checked and counted.
 
 A rule is written as `f(evidence, log_ratio, *, thresholds...) -> Correction` and decorated with `@rule(ratio=..., scope=...)`.
 It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are prefixed `correction/<name>/`.

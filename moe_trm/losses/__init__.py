@@ -1,4 +1,4 @@
-"""Policy losses by name. A new one is a file with a decorated function, a line in `moe_trm.methods.losses`, and a test."""
+"""Policy losses by name. A new one is a file, a line in `moe_trm.methods.losses`, and a test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Loss:
-    """The loss called `name`: a built-in one, or a function under `@loss` of the user's own, `path/to/file.py:function`.
+    """The loss called `name`: a built-in one, or the user's own under `@loss`, `path/to/file.py:function`.
 
     Raises:
         ConfigError: an unknown name, with the nearest one, or a function that cannot be loaded or is no loss.

@@ -29,7 +29,8 @@ class Loss:
 
     Attributes:
         name: that of the function.
-        ratio: the ratio it is written on unless `ratio=` is given: `update` against the proximal policy, `total` against the rollout.
+        ratio: the ratio it is written on unless `ratio=` is given: `update` against the proximal policy, `total`
+            against the rollout.
         aggregation: how its published form turns token losses into one number.
         scope: `token`, `sequence`, or `batch` if it compares rows or tokens of the whole minibatch.
         needs: inputs that not every run has.

@@ -1,4 +1,4 @@
-"""The built-in corrections by name. The configuration checks names against this table, and `moe_trm.corrections` imports from it."""
+"""The built-in corrections by name: the table that the configuration checks and `moe_trm.corrections` imports from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in losses by name. The configuration checks names against this table, and `moe_trm.losses` imports from it."""
+"""The built-in losses by name: the table that the configuration checks and `moe_trm.losses` imports from."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ LOSSES: Mapping[str, LossEntry] = MappingProxyType(
 
 
 def needs(name: str | None) -> tuple[Need, ...]:
-    """Inputs that a built-in loss needs; none for the default and for one of the user's own, which says so itself when it is loaded."""
-    return LOSSES[name].needs if name in LOSSES else ()
+    """Inputs that a built-in loss needs; one of the user's own says them itself, when it is loaded."""
+    return LOSSES[name].needs if name is not None and name in LOSSES else ()

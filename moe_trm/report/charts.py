@@ -113,7 +113,7 @@ SECTIONS = (
             Lines("Flips by cause", "Probe steps. Engine: both at the weights that sampled. Staleness: between those weights and today's, of tokens an older version sampled.",
                   (("routing/flips/engine", "engine"), ("routing/flips/staleness", "staleness")), floor=True, least=2),
             Heat("Flips by layer: engines", "Cause: numerics. Both engines at the same weights choose other experts (probe steps).",
-                 (("routing/flips/engine/layer_*", "layer "), ("routing/flip_rate/layer_*", "layer "))),
+                 (("routing/flips/engine/layer_*", "layer "),)),
             Heat("Flips by layer: staleness", "Cause: age. The learner's router at the weights that sampled, against today's.", (("routing/flips/staleness/layer_*", "layer "),)),
             Heat("Flips by position", "Engines, by place of the token in its sequence (probe steps).", (("routing/flips/engine/position_*", ""),), least=2),
             Heat("Flips by router margin", "Engines, by the gap between the last chosen and the first rejected score of the learner's router (probe steps).", (("routing/flips/engine/margin_*", ""),), least=2),

@@ -50,7 +50,7 @@ def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
 
 
 def test_the_correction_of_ones_own() -> None:
-    """Log-ratios of the engine: 0, 0.6, -0.4 at advantage -1, then 0.6 at advantage 1, and a token that was not sampled."""
+    """Log-ratios of the engine: 0, 0.6, -0.4 at advantage -1, then 0.6 at advantage 1."""
     rollout, mask = torch.full((2, 3), -2.0), torch.tensor([[True, True, True], [True, False, False]])
     behavior = rollout + torch.tensor([[0.0, 0.6, -0.4], [0.6, 9.0, 9.0]])
     evidence = Evidence(LogRatios(rollout, behavior, behavior, mask), torch.tensor([[-1.0] * 3, [1.0] * 3]))
@@ -61,7 +61,7 @@ def test_the_correction_of_ones_own() -> None:
 
 
 def test_the_loss_of_ones_own() -> None:
-    """Ratios 1, 1.5, 1.5, 0.5 at advantages 2, 1, -1, 1: outside of the clip the slope is a tenth, where PPO has none."""
+    """Ratios 1, 1.5, 1.5, 0.5 at advantages 2, 1, -1, 1: outside of the clip the slope is a tenth, where PPO's is 0."""
     ratio, advantages = torch.tensor([[1.0, 1.5, 1.5, 0.5]]), torch.tensor([[2.0, 1.0, -1.0, 1.0]])
     old, mask = torch.full((1, 4), -1.0), torch.ones(1, 4, dtype=torch.bool)
     current = (old + ratio.log()).requires_grad_()

@@ -42,7 +42,7 @@ def loss_cases() -> dict[str, list[str]]:
 
 
 def other_cases() -> dict[str, list[str]]:
-    """What presets and losses leave out: a rule over the whole minibatch, normalised weights, a rule and a loss of one's own."""
+    """What presets and losses leave out: a rule over the whole minibatch, normalised weights, methods of one's own."""
     m2po = "correction.rules=[{name: m2po, thresholds: {budget: 0.001}}]"
     return {
         "m2po": [m2po, "loss.name=unclipped"],

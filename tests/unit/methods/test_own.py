@@ -1,4 +1,4 @@
-"""Corrections and losses of the user's own: what is refused before anything runs, and that the rest is used by its short name."""
+"""Corrections and losses of the user's own: refusals before anything runs, short names for the rest."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from moe_trm.step.recipe import recipe
 
 RULE = "from moe_trm.corrections import Correction\nfrom moe_trm.corrections.rule import rule\n"
 LOSS = "from moe_trm.losses import TokenLoss\nfrom moe_trm.losses.loss import loss\n"
+TOKEN = f"{RULE}@rule(ratio='engine', scope='token')\n"
+MEAN = f"{LOSS}@loss(aggregation='token-mean')\n"
 KEEP = "    return Correction(e.mask.float(), e.mask, {})\n"
 
 
@@ -49,14 +51,14 @@ def test_a_place_and_a_function_is_a_name_of_ones_own(name: str, own: bool) -> N
         (f"{RULE}f = 3", {}, "not a function"),
         (f"{RULE}@rule(ratio='engin', scope='token')\ndef f(e, x):\n{KEEP}", {}, "unknown ratio"),
         (f"{RULE}@rule(ratio='engine', scope='word')\ndef f(e, x):\n{KEEP}", {}, "unknown scope"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e):\n{KEEP}", {}, "takes two values"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x, cap=1.0):\n{KEEP}", {}, "takes two values"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x, *, cap):\n{KEEP}", {}, "has no default"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x):\n{KEEP}", {"cap": 1.0}, "unknown threshold"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x):\n    return x", {}, "returns a Correction"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x):\n    return Correction(x.sum(1), e.mask, {{}})", {}, "for every token"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef f(e, x):\n    return x.max()", {}, "without rows"),
-        (f"{RULE}@rule(ratio='engine', scope='token')\ndef icepop(e, x):\n{KEEP}f = icepop", {}, "built-in correction"),
+        (f"{TOKEN}def f(e):\n{KEEP}", {}, "takes two values"),
+        (f"{TOKEN}def f(e, x, cap=1.0):\n{KEEP}", {}, "takes two values"),
+        (f"{TOKEN}def f(e, x, *, cap):\n{KEEP}", {}, "has no default"),
+        (f"{TOKEN}def f(e, x):\n{KEEP}", {"cap": 1.0}, "unknown threshold"),
+        (f"{TOKEN}def f(e, x):\n    return x", {}, "returns a Correction"),
+        (f"{TOKEN}def f(e, x):\n    return Correction(x.sum(1), e.mask, {{}})", {}, "for every token"),
+        (f"{TOKEN}def f(e, x):\n    return x.max()", {}, "without rows"),
+        (f"{TOKEN}def icepop(e, x):\n{KEEP}f = icepop", {}, "built-in correction"),
         ("import no_such_module\n", {}, "cannot be loaded"),
     ],
 )  # fmt: skip
@@ -75,10 +77,10 @@ def test_a_correction_that_cannot_work_is_refused_with_the_reason(
         (f"{LOSS}def f(i, x):\n    return TokenLoss(x, {{}})", "no loss"),
         (f"{LOSS}@loss(aggregation='mean')\ndef f(i, x):\n    return TokenLoss(x, {{}})", "unknown aggregation"),
         (f"{LOSS}@loss(aggregation='token-mean', needs=['noise'])\ndef f(i, x):\n    return x", "unknown need"),
-        (f"{LOSS}@loss(aggregation='token-mean')\ndef f(i, x):\n    return x.sum()", "loss of each token"),
-        (f"{LOSS}@loss(aggregation='token-mean')\ndef f(i, x):\n    return TokenLoss(x.sum(), {{}})", "loss of each token"),
-        (f"{LOSS}@loss(aggregation='token-mean')\ndef f(i, x):\n    return x.max()", "without rows"),
-        (f"{LOSS}@loss(aggregation='token-mean')\ndef sapo(i, x):\n    return TokenLoss(x, {{}})\nf = sapo", "built-in loss"),
+        (f"{MEAN}def f(i, x):\n    return x.sum()", "loss of each token"),
+        (f"{MEAN}def f(i, x):\n    return TokenLoss(x.sum(), {{}})", "loss of each token"),
+        (f"{MEAN}def f(i, x):\n    return x.max()", "without rows"),
+        (f"{MEAN}def sapo(i, x):\n    return TokenLoss(x, {{}})\nf = sapo", "built-in loss"),
     ],
 )  # fmt: skip
 def test_a_loss_that_cannot_work_is_refused_with_the_reason(code: str, said: str, tmp_path: Path) -> None:

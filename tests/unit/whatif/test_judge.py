@@ -109,7 +109,7 @@ def test_the_command_tries_everything_and_says_it(tmp_path: Path, capsys: pytest
 
 
 def test_the_command_tries_methods_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens of the negative row with a ratio of 0.2: the example's rule drops one of five. What cannot be loaded is an error."""
+    """The example's rule drops one token of five, that of ratio 0.2. What cannot be loaded is an error."""
     write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
     own = Path(__file__).parents[3] / "examples" / "own_methods" / "methods.py"
