@@ -16,6 +16,7 @@ from moe_trm.batch.outcome import GDPO, OUTCOME
 from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
 from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
+from moe_trm.step.passes import interpolated
 from moe_trm.step.recipe import FROM_ANCHORS
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
@@ -80,10 +81,8 @@ def page() -> str:
             WHEN["advantages"] + "\n",
             f"Usable by name: {', '.join(f'`{name}`' for name in (*OUTCOME, GDPO))}.\n",
             *_functions("", _of_module(advantages) + _of_module(token_advantages)),
-            *_functions(
-                "KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.shaped_rewards, kl.AdaptiveKL]
-            ),
-            *_functions("Tools for old data", _of_module(off_policy)),
+            *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
+            *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
             *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
             *_functions("Bounds", _of_module(bounds)),
             _length_bias(),
@@ -102,7 +101,7 @@ def _correction(name: str) -> str:
 def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
-    cost = _cost(objective.scope, moves=True) + (ENTROPY if name == "espo" else "")
+    cost = _cost(objective.scope, moves=True) + (ENTROPY if "entropy" in objective.needs else "")
     return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
 
 

@@ -160,14 +160,6 @@ class LogRatios:
 RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
 
 
-def log_kept_mass(kept_logprobs: Tensor, full_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Log of the mass that top-k, top-p and min-p kept, `[B, T]`, from one token's log-prob over both supports.
-
-    log p_full(y) = log p_kept(y) + log mass, so log mass = full - kept. It is 0 without truncation, negative with it.
-    """
-    return masked_difference(full_logprobs.detach(), kept_logprobs.detach(), mask.bool())
-
-
 def k3_sum(log_ratio: Tensor) -> Tensor:
     """Sum of e^x - 1 - x over the clamped log-ratio, in float64.
 

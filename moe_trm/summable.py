@@ -45,11 +45,6 @@ def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
     return mean(name, values, mask) | {f"{name}:square": _total(values.detach() ** 2, mask)}
 
 
-def deviation(name: str, values: Tensor, mask: Tensor) -> Summable:
-    """Mean and standard deviation of `values` where `mask` is True, without the effective sample size."""
-    return mean(name, values, mask) | {f"{name}:squared": _total(values.detach() ** 2, mask)}
-
-
 def maximum(name: str, values: Tensor) -> Summable:
     """The largest of `values`; finished into nothing when there is none. NaN wins."""
     return {f"{name}:max": highest(values)}

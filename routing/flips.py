@@ -158,30 +158,6 @@ def sets_differ(a: Tensor, b: Tensor) -> Tensor:
     return ~same & (a >= 0).all(-1) & (b >= 0).all(-1)
 
 
-def strata(flipped_TL: np.ndarray | Tensor, values_T: np.ndarray | Tensor, edges: Sequence[float]) -> np.ndarray:
-    """`[len(edges) + 1]` flip rate of rows by a value of theirs: position, router margin, age.
-
-    Args:
-        flipped_TL: `[T, L]` bool.
-        values_T: `[T]`, or `[T, L]` where the value belongs to a row and layer (a router margin).
-        edges: ascending; stratum `i` holds values from `edges[i - 1]` up to, not including, `edges[i]`. Empty strata
-            give NaN.
-
-    Raises:
-        RouteError: `shape`, when the two do not fit.
-    """
-    flipped, values = np.asarray(flipped_TL, dtype=bool), np.asarray(values_T)
-    if values.shape not in (flipped.shape, flipped.shape[:1]):
-        raise RouteError(
-            "shape", "values do not fit the flips", got=values.shape, expected=f"{flipped.shape[:1]} or {flipped.shape}"
-        )
-    each = np.broadcast_to(values.reshape(*values.shape, *[1] * (flipped.ndim - values.ndim)), flipped.shape)
-    place = np.digitize(each.ravel(), np.asarray(edges))
-    count = np.bincount(place, minlength=len(edges) + 1)
-    changed = np.bincount(place, weights=flipped.ravel(), minlength=len(edges) + 1)
-    return np.where(count > 0, changed / np.maximum(count, 1), np.nan)
-
-
 def router_margin(scores: Tensor, top_k: int) -> Tensor:
     """`[..., ]` gap between the last chosen and the first rejected score of `[..., E]`: small gaps flip first.
 

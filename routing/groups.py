@@ -8,10 +8,7 @@ Bytes of a group, little-endian:
     magic "MTRG" | version u8 | members u16 | per member: base u16, shared rows u32, length u64 | members |
     checksum 16 bytes
 
-Member `i` is `routing.encode` of its own rows after the `shared` leading rows of member `base < i`. Bytes of a delta:
-
-    magic "MTRD" | version u8 | shared rows u32 | 16-byte digest of the earlier record's shared rows | record |
-    checksum 16 bytes
+Member `i` is `routing.encode` of its own rows after the `shared` leading rows of member `base < i`.
 
 Shape letters: T tokens, L MoE layers, K experts per token.
 """
@@ -31,8 +28,8 @@ from routing.record import RouteRecord
 
 VERSION = 1
 _PART = 1 << 10
-_GROUP, _DELTA = b"MTRG", b"MTRD"
-_HEAD, _MEMBER, _DELTA_HEAD = struct.Struct("<4sBH"), struct.Struct("<HIQ"), struct.Struct("<4sBI16s")
+_MAGIC = b"MTRG"
+_HEAD, _MEMBER = struct.Struct("<4sBH"), struct.Struct("<HIQ")
 
 
 def shared_rows(a: RouteRecord, b: RouteRecord) -> int:
@@ -71,7 +68,7 @@ def encode_group(records: Sequence[RouteRecord], order: Literal["engine", "set"]
         base = int(np.argmax(shared)) if shared else 0
         bases.append((base, shared[base] if shared else 0))
     parts = [encode(_tail(record, rows), order) for record, (_, rows) in zip(kept, bases, strict=True)]
-    head = _HEAD.pack(_GROUP, VERSION, len(kept))
+    head = _HEAD.pack(_MAGIC, VERSION, len(kept))
     table = [_MEMBER.pack(base, rows, len(part)) for (base, rows), part in zip(bases, parts, strict=True)]
     whole = [head, *table, *parts]
     return b"".join([*whole, checksum(*whole)])
@@ -88,7 +85,7 @@ def decode_group(data: bytes | memoryview, num_rows: Sequence[int] | None = None
     Raises:
         RouteError: `payload`, for bytes that were changed in any way, or a group of another number of records or rows.
     """
-    content = _content(data, _GROUP, _HEAD.size)
+    content = _content(data)
     _, _, members = _HEAD.unpack_from(content)
     start = _HEAD.size + members * _MEMBER.size
     if len(content) < start:
@@ -106,39 +103,6 @@ def decode_group(data: bytes | memoryview, num_rows: Sequence[int] | None = None
     if start != len(content):
         raise _damaged("bytes behind the last member")
     return records
-
-
-def encode_delta(record: RouteRecord, earlier: RouteRecord, order: Literal["engine", "set"] = "engine") -> bytes:
-    """Only the rows of `record` that do not stand at the start of `earlier` already, e.g. those of a further turn.
-
-    Raises:
-        RouteError: a record is not legal or cannot be encoded.
-    """
-    if order == "set":
-        record, earlier = _ascending(record), _ascending(earlier)
-    rows = shared_rows(record, earlier)
-    parts = [_DELTA_HEAD.pack(_DELTA, VERSION, rows, _rows_digest(earlier, rows)), encode(_tail(record, rows), order)]
-    return b"".join([*parts, checksum(*parts)])
-
-
-def decode_delta(data: bytes | memoryview, earlier: RouteRecord) -> RouteRecord:
-    """The record that `encode_delta` was given.
-
-    Raises:
-        RouteError: `payload` (changed bytes), `digest` (`earlier` is not the record the delta was made against).
-    """
-    content = _content(data, _DELTA, _DELTA_HEAD.size)
-    _, _, rows, digest = _DELTA_HEAD.unpack_from(content)
-    tail = decode(content[_DELTA_HEAD.size :])
-    base = _ascending(earlier) if tail.order == "set" else earlier
-    if rows > base.num_rows or _rows_digest(base, rows) != digest:
-        raise RouteError(
-            "digest",
-            "this delta belongs to another earlier record",
-            got=f"{base.num_rows} rows",
-            expected=f"the {rows} rows it was made against",
-        )
-    return _joined(base, rows, tail) if rows else tail
 
 
 def extend(earlier: RouteRecord, later: RouteRecord, start: int) -> RouteRecord:
@@ -194,16 +158,11 @@ def _model(record: RouteRecord) -> tuple[object, ...]:
     return record.layer_ids, record.num_experts, record.top_k, record.order
 
 
-def _rows_digest(record: RouteRecord, rows: int) -> bytes:
-    ids = np.ascontiguousarray(record.experts[:rows], dtype="<u2")
-    return checksum(repr(_model(record)).encode(), ids.tobytes(), record.coverage()[:rows].tobytes())
-
-
-def _content(data: bytes | memoryview, magic: bytes, head: int) -> memoryview:
+def _content(data: bytes | memoryview) -> memoryview:
     view = memoryview(data)
     content = view[:-CHECKSUM_BYTES]
-    if len(view) < head + CHECKSUM_BYTES or content[:4] != magic:
-        raise _damaged(f"not {magic!r}")
+    if len(view) < _HEAD.size + CHECKSUM_BYTES or content[:4] != _MAGIC:
+        raise _damaged(f"not {_MAGIC!r}")
     if content[4] != VERSION:
         raise RouteError("payload", "routes are encoded in another version", got=content[4], expected=VERSION)
     if checksum(content) != bytes(view[-CHECKSUM_BYTES:]):

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from moe_trm.config.schema import Config
+from moe_trm.config.schema.method_name import OneOf
 
 REQUIRED = PydanticUndefined
 
@@ -72,7 +73,8 @@ def default_of(path: str) -> object:
 def _setting(path: str, info: FieldInfo) -> Setting:
     section = info.annotation if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel) else None
     bounds = _bounds(info.metadata)
-    text = "section" if section else type_text(info.annotation) + (f" {bounds}" if bounds else "")
+    named = _method_names(info.metadata)
+    text = "section" if section else named or type_text(info.annotation) + (f" {bounds}" if bounds else "")
     return Setting(path, text, info.default, (info.description or "").strip(), section, info.annotation)
 
 
@@ -89,8 +91,8 @@ def type_text(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(str(value) for value in arguments)
     if origin is typing.Annotated:
-        bounds = _bounds(arguments[1:])
-        return type_text(arguments[0]) + (f" {bounds}" if bounds else "")
+        bounds, named = _bounds(arguments[1:]), _method_names(arguments[1:])
+        return named or type_text(arguments[0]) + (f" {bounds}" if bounds else "")
     if origin in (typing.Union, types.UnionType):
         others = [type_text(argument) for argument in arguments if argument is not type(None)]
         return " or ".join([*others, "none"] if type(None) in arguments else others)
@@ -107,6 +109,11 @@ def type_text(annotation: Any) -> str:
             annotation.__name__, annotation.__name__
         )
     return str(annotation)
+
+
+def _method_names(metadata: typing.Iterable[Any]) -> str:
+    """The methods that a text may name; empty for other settings."""
+    return next((str(item) for item in metadata if isinstance(item, OneOf)), "")
 
 
 def _bounds(metadata: typing.Iterable[Any]) -> str:

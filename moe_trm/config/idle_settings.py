@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.schema import Config
+from moe_trm.methods.losses import needs
 
 PROJECTS = {"wandb", "mlflow", "trackio"}
 """Trackers that file runs under a project."""
@@ -66,7 +67,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         (
             "loss",
             "measure_entropy",
-            config.loss.entropy_coef > 0 or config.loss.name == "espo",
+            config.loss.entropy_coef > 0 or "entropy" in needs(config.loss.name),
             "the loss needs the entropy anyway",
         ),
         *(

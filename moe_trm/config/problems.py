@@ -91,6 +91,8 @@ def _problem(details: Any) -> Problem:
         if kind == "string_type" and isinstance(value, (int, float))
         else ""
     )
+    if kind == "value_error":
+        fix = str(details["ctx"]["error"])
     return Problem(key, "bad value", got=_shown(key, value), expected=expected, fix=fix)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
@@ -68,8 +69,8 @@ def _corrections(config: Config) -> Iterator[Problem]:
             got=str(names.count(name)),
             expected="once",
         )
-    preset = config.correction.preset or ""
-    if preset.startswith("bypass_") and config.replay.mode == "R2":
+    preset = config.correction.preset
+    if preset is not None and PRESETS[preset].bypass and config.replay.mode == "R2":
         yield Problem(
             "replay.mode",
             "R2 replays the routes of the proximal pass, which plays no part in bypass mode",

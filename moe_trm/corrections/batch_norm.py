@@ -14,9 +14,6 @@ from moe_trm.corrections.rows import row_mean
 
 Level = Literal["token", "sequence"]
 
-WEIGHING = ("icepop", "seq_mis", "seq_tis", "token_mis", "token_tis")
-"""Rules that weigh. What the others reject must not enter the mean: the rest would weigh more for it."""
-
 
 def weight_sums(correction: Correction, mask: Tensor, level: Level) -> summable.Summable:
     """What the normalising factor is made of, to be added over micro-batches and ranks: `mean` over tokens, or over rows with tokens."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -82,9 +81,3 @@ class RowDecision:
         ones = torch.ones((), dtype=dtype, device=mask.device)
         weights = torch.where(keep, ones if self.weights is None else self.weights[:, None], 0.0)
         return Correction(weights, keep, self.metrics, self.score, self.judged, self.statistics)
-
-
-class Rule(Protocol):
-    """A correction: `rule(evidence, **thresholds) -> Correction`. `ratio` and `scope` are attributes of the registered rule."""
-
-    def __call__(self, evidence: Evidence, **thresholds: float | str | None) -> Correction: ...

@@ -16,7 +16,10 @@ from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(
-    ratio="engine", scope="token", calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)}
+    ratio="engine",
+    scope="token",
+    calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+    weighs=True,
 )
 def icepop(
     evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 5.0, weight: str = "ratio"

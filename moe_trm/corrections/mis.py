@@ -15,7 +15,10 @@ from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(
-    ratio="engine", scope="token", calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)}
+    ratio="engine",
+    scope="token",
+    calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+    weighs=True,
 )
 def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> Correction:
     """Token-level masked importance sampling: w_t = rho_t if low <= rho_t <= high, else the token is dropped.
@@ -34,6 +37,7 @@ def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: 
     ratio="engine",
     scope="sequence",
     calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+    weighs=True,
 )
 def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> RowDecision:
     """Sequence-level masked importance sampling: w_i = rho_i if low <= rho_i <= high, else row i is dropped; rho_i = prod_t rho_t.

@@ -1,4 +1,4 @@
-"""What makes a function a correction rule: it declares the ratio it reads, its scope and its thresholds, and is checked and counted.
+"""Correction rules: functions that declare their ratio, their scope and their thresholds, and are checked and counted.
 
 A rule is written as `f(evidence, log_ratio, *, thresholds...) -> Correction` and decorated with `@rule(ratio=..., scope=...)`.
 It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are prefixed `correction/<name>/`.
@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
+from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind, declared
+from moe_trm.methods.own import check_declaration
 from moe_trm.ratios import RATIO_NAMES, LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]
@@ -34,6 +37,7 @@ class RegisteredRule:
         defaults: thresholds that may be left out, with their values.
         required: thresholds without a default, because no value is right for every model.
         calibrate: the thresholds at which given statistics are just kept, or None if no threshold stands for a reject rate.
+        weighs: it gives weights other than 0 and 1, which `correction.batch_normalize` may normalise.
     """
 
     name: str
@@ -43,6 +47,7 @@ class RegisteredRule:
     required: tuple[str, ...]
     function: RuleFunction
     calibrate: Callable[..., Mapping[str, float]] | None = None
+    weighs: bool = False
 
     @property
     def calibrated(self) -> tuple[str, ...]:
@@ -58,14 +63,28 @@ class RegisteredRule:
         return self.bind(**thresholds)(evidence)
 
     def bind(self, **thresholds: Parameter) -> BoundRule:
-        """This rule with its thresholds, checked now: unknown, missing or senseless ones raise `ConfigError`."""
+        """This rule with its thresholds, checked now on a minibatch without rows.
+
+        Raises:
+            ConfigError: unknown, missing or senseless thresholds, or a function that fails on no rows.
+        """
         fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
         where = f"correction {self.name}"
         chosen = bind(
             self.function, self.ratio, thresholds, RATIO_NAMES, what="threshold", where=where, missing_fix=fix
         )
         bound = BoundRule(self, *chosen)
-        bound(_no_evidence())
+        try:
+            bound(_no_evidence())
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "the correction fails on a minibatch without rows",
+                where=where,
+                got=f"{type(error).__name__}: {error}",
+                expected="a Correction of shape [0, 1], or a RowDecision of shape [0]",
+            ) from error
         return bound
 
 
@@ -87,6 +106,7 @@ class BoundRule:
         """The same, not yet spread over tokens where rows are treated as a whole."""
         log_ratio = evidence.ratios.get(self.ratio).detach()
         decision = self.rule.function(evidence, log_ratio, **self.thresholds)
+        _check_decision(decision, self.rule.name, evidence.mask)
         prefix = f"correction/{self.rule.name}/"
         own = {prefix + key: value for key, value in decision.metrics.items()}
         if isinstance(decision, RowDecision) and decision.score is not None:
@@ -95,13 +115,23 @@ class BoundRule:
 
 
 def rule(
-    *, ratio: Ratio, scope: Scope, calibrate: Callable[..., Mapping[str, float]] | None = None
+    *,
+    ratio: Ratio,
+    scope: Scope,
+    calibrate: Callable[..., Mapping[str, float]] | None = None,
+    weighs: bool = False,
 ) -> Callable[[RuleFunction], RegisteredRule]:
-    """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds."""
+    """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds.
+
+    Raises:
+        ConfigError: an unknown ratio or scope, or a signature that cannot be called.
+    """
 
     def register(function: RuleFunction) -> RegisteredRule:
+        choices = {"ratio": (ratio, RATIO_NAMES), "scope": (scope, get_args(Scope))}
+        check_declaration(function, choices, what="correction", takes="evidence, log_ratio")
         required, defaults = declared(function)
-        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function, calibrate)
+        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function, calibrate, weighs)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 
@@ -121,6 +151,29 @@ def kept_fractions(prefix: str, decision: Correction | RowDecision, evidence: Ev
         f"{prefix}kept_fraction:sum": kept_tokens.sum(dtype=torch.float64),
         f"{prefix}kept_fraction:count": lengths.sum(dtype=torch.float64),
     }
+
+
+def _check_decision(decision: object, name: str, mask: Tensor) -> None:
+    """Refuse what `compose` would broadcast or fail on."""
+    if isinstance(decision, Correction):
+        shapes, expected = [decision.weights.shape, decision.keep.shape], mask.shape
+    elif isinstance(decision, RowDecision):
+        shapes = [value.shape for value in (decision.keep, decision.weights) if value is not None]
+        expected = mask.shape[:1]
+    else:
+        raise ConfigError(
+            "a correction returns a Correction or a RowDecision",
+            where=f"correction {name}",
+            got=type(decision).__name__,
+            expected="Correction(weights, keep, metrics), of moe_trm.corrections",
+        )
+    if any(shape != expected for shape in shapes) or decision.keep.dtype is not torch.bool:
+        raise ConfigError(
+            "a correction returns weights and a bool mask, one of each for every token (RowDecision: for every row)",
+            where=f"correction {name}",
+            got=f"shapes {', '.join(str(tuple(shape)) for shape in shapes)}, keep of {decision.keep.dtype}",
+            expected=f"shape {tuple(expected)}, keep of torch.bool",
+        )
 
 
 def _no_evidence() -> Evidence:

@@ -13,7 +13,7 @@ from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="engine", scope="token", calibrate=lambda quantile: {"cap": math.exp(quantile)})
+@rule(ratio="engine", scope="token", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
 def token_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0) -> Correction:
     """Token-level truncated importance sampling: w_t = clip(rho_t, floor, cap).
 
@@ -29,7 +29,7 @@ def token_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor:
     return replace(weigh(clamped.exp().clamp(floor, cap), evidence.mask), score=clamped)
 
 
-@rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"cap": math.exp(quantile)})
+@rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
 def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0) -> RowDecision:
     """Sequence-level truncated importance sampling: w_i = min(exp(sum_t log rho_t), cap) on every token of row i.
 

@@ -1,4 +1,4 @@
-"""Policy objectives by name. A new one is a file with a decorated function, a line below, and a test."""
+"""Policy losses by name. A new one is a file, a line in `moe_trm.methods.losses`, and a test."""
 
 from __future__ import annotations
 
@@ -7,52 +7,28 @@ from importlib import import_module
 from moe_trm.functions.parameters import unknown
 from moe_trm.losses.aggregate import Aggregation, aggregate
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import BoundObjective, Objective
+from moe_trm.losses.loss import BoundLoss, Loss
+from moe_trm.methods.losses import LOSSES
+from moe_trm.methods.own import is_own, load_own
 
-__all__ = ["Aggregation", "BoundObjective", "LossInputs", "Objective", "TokenLoss", "aggregate", "get", "names"]
-
-_MODULE_OF = {
-    "aspo": "aspo",
-    "capped_ratio": "capped_ratio",
-    "cispo": "cispo",
-    "clip_cov": "covariance",
-    "ctpo": "ctpo",
-    "dispo": "dispo",
-    "dppo_kl": "dppo",
-    "dppo_tv": "dppo",
-    "dro": "dro",
-    "espo": "espo",
-    "gmpo": "gmpo",
-    "gpg": "reinforce",
-    "gspo": "gspo",
-    "gspo_token": "gspo",
-    "ipo_tv": "ipo_tv",
-    "kl_cov": "covariance",
-    "m2po_clip": "m2po_clip",
-    "minirl": "minirl",
-    "minpro": "minpro",
-    "oapl": "oapl",
-    "ppo_clip": "ppo_clip",
-    "quatro": "quatro",
-    "r2vpo": "r2vpo",
-    "reinforce": "reinforce",
-    "sapo": "sapo",
-    "tbpo": "tbpo",
-    "topr": "topr",
-    "turn_ppo": "turn_ppo",
-    "unclipped": "unclipped",
-    "vespo": "vespo",
-}
+__all__ = ["Aggregation", "BoundLoss", "Loss", "LossInputs", "TokenLoss", "aggregate", "get", "names"]
 
 
 def names() -> tuple[str, ...]:
-    """The registered objectives, sorted."""
-    return tuple(sorted(_MODULE_OF))
+    """The built-in losses, sorted."""
+    return tuple(sorted(LOSSES))
 
 
-def get(name: str) -> Objective:
-    """The objective registered as `name`; `ConfigError` with the nearest name if there is none."""
-    if name not in _MODULE_OF:
-        raise unknown("loss", name, _MODULE_OF, "loss.name")
-    registered: Objective = getattr(import_module(f"moe_trm.losses.{_MODULE_OF[name]}"), name)
-    return registered
+def get(name: str) -> Loss:
+    """The loss called `name`: a built-in one, or the user's own under `@loss`, `path/to/file.py:function`.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest one, or a function that cannot be loaded or is no loss.
+    """
+    if is_own(name):
+        decorator, source = '@loss(aggregation="token-mean")', "moe_trm.losses.loss"
+        return load_own(name, Loss, LOSSES, what="loss", key="loss.name", decorator=decorator, source=source)
+    if name not in LOSSES:
+        raise unknown("loss", name, LOSSES, "loss.name")
+    built_in: Loss = getattr(import_module(f"moe_trm.losses.{LOSSES[name].module}"), name)
+    return built_in

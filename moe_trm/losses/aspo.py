@@ -7,11 +7,11 @@ from torch import Tensor
 
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean")
+@loss(aggregation="token-mean")
 def aspo(
     inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 3.0
 ) -> TokenLoss:

@@ -7,11 +7,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", ratio="total")
+@loss(aggregation="token-mean", ratio="total")
 def capped_ratio(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 3.0) -> TokenLoss:
     """Capped ratio: X = -W A min(w, cap), w the total ratio; no gradient above the cap, whatever the sign of A, and no lower clip.
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", scope="batch")
+@loss(aggregation="token-mean", scope="batch")
 def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
     """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
 
@@ -31,7 +31,7 @@ def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: 
     return TokenLoss(values, summable.fraction("cov_fraction", chosen, keep))
 
 
-@objective(aggregation="token-mean", scope="batch")
+@loss(aggregation="token-mean", scope="batch")
 def clip_cov(
     inputs: LossInputs,
     log_ratio: Tensor,

@@ -10,11 +10,11 @@ from moe_trm.corrections.rows import token_rank
 from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", scope="sequence")
+@loss(aggregation="token-mean", scope="sequence")
 def ctpo(
     inputs: LossInputs,
     log_ratio: Tensor,

@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", ratio="total")
+@loss(aggregation="token-mean", ratio="total")
 def dppo_tv(
     inputs: LossInputs, log_ratio: Tensor, *, bound_low: float = 0.15, bound_high: float = 0.15, cap: float = 20.0
 ) -> TokenLoss:
@@ -32,7 +32,7 @@ def dppo_tv(
     return _masked(inputs, log_ratio, keep, cap)
 
 
-@objective(aggregation="token-mean", ratio="total")
+@loss(aggregation="token-mean", ratio="total")
 def dppo_kl(
     inputs: LossInputs, log_ratio: Tensor, *, bound_low: float = 0.05, bound_high: float = 0.05, cap: float = 20.0
 ) -> TokenLoss:

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean")
+@loss(aggregation="token-mean")
 def dro(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 0.1) -> TokenLoss:
     """DRO: X = -W (A log pi_theta - beta / 2 (log r)^2). Source: DRO, as in verl.
 

@@ -9,11 +9,11 @@ from moe_trm import summable
 from moe_trm.corrections.rows import over_tokens, row_mean
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="seq-mean-token-mean", scope="sequence")
+@loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> TokenLoss:
     """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x = log_update.
 

@@ -9,11 +9,11 @@ from moe_trm import summable
 from moe_trm.corrections.rows import over_tokens, row_mean
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="seq-mean-token-mean", scope="sequence")
+@loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update).
 
@@ -31,7 +31,7 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
     return TokenLoss(over_tokens(torch.maximum(free, clipped), keep) * inputs.weights, metrics)
 
 
-@objective(aggregation="seq-mean-token-mean", scope="sequence")
+@loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a row.
 

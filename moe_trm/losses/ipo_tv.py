@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", ratio="total")
+@loss(aggregation="token-mean", ratio="total")
 def ipo_tv(inputs: LossInputs, log_ratio: Tensor, *, max_tv: float = 0.1, penalty: float = 1e-3) -> TokenLoss:
     """X = -W m A w + penalty (log w)^2, m = 1 iff |p - q| <= max_tv for the token's probabilities p now and q at rollout.
 

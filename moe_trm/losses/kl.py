@@ -63,14 +63,6 @@ def kl_term(name: str, ratios: LogRatios, current_logprobs: Tensor, reference_lo
     return kl_estimate(name, current_logprobs, reference_logprobs, ratios.mask)
 
 
-def shaped_rewards(
-    rewards: Tensor, behavior_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, beta: float
-) -> Tensor:
-    """Token rewards minus beta k1, `[B, T]`, detached: r_t - beta (log pi_old - log pi_ref)."""
-    k1 = _masked_log_ratio(behavior_logprobs.detach(), reference_logprobs, mask)
-    return torch.where(mask, rewards, 0.0) - beta * k1
-
-
 @dataclass(frozen=True)
 class AdaptiveKL:
     """Coefficient that steers the measured KL to a target: beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).

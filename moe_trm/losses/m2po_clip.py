@@ -10,11 +10,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", scope="batch")
+@loss(aggregation="token-mean", scope="batch")
 def m2po_clip(
     inputs: LossInputs, log_ratio: Tensor, *, budget: float = 0.04, min_low: float = 0.3, min_high: float = 0.5
 ) -> TokenLoss:

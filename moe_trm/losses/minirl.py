@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean")
+@loss(aggregation="token-mean")
 def minirl(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """MiniRL: X = -W sg[w] m A log pi_theta; m = 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low).
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", scope="sequence", experimental=True)
+@loss(aggregation="token-mean", scope="sequence", experimental=True)
 def minpro(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 5.0) -> TokenLoss:
     """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier kept tokens, rbar_1 = 1.
 

@@ -9,10 +9,11 @@ from moe_trm.corrections.rows import over_tokens, row_sum
 from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
+from moe_trm.methods.losses import LOSSES
 
 
-@objective(aggregation="seq-mean-token-mean", ratio="total", scope="batch")
+@loss(aggregation="seq-mean-token-mean", ratio="total", scope="batch", needs=LOSSES["oapl"].needs)
 def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value: float = 1.0) -> TokenLoss:
     """OAPL: X_i = W (beta sum_t log w - (R_i - V_g))^2, V_g = beta_value log mean_{j in g} exp(R_j / beta_value).
 

@@ -1,13 +1,12 @@
-"""Tools around an objective when data are old: learning-rate scale, baselines, interpolated anchors, gradient projection.
+"""Tools around an objective when data are old: learning-rate scale, baselines, gradient projection.
 
-Shape letters: N rows, B sequences, T tokens.
+Shape letters: N rows.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from moe_trm.errors import ConfigError
@@ -32,20 +31,6 @@ def off_policy_baseline(sequence_weights: Tensor, score_norms: Tensor, rewards: 
     return (energy * rewards).sum() / (energy.sum() + 1e-8)
 
 
-def interpolated_proximal(
-    behavior_logprobs: Tensor, current_logprobs: Tensor, versions: Tensor, current_version: int
-) -> Tensor:
-    """A-3PO: log pi_prox ~ log mu + alpha (sg[log pi] - log mu), alpha = (v - 1 - v_b) / (v - v_b) for v > v_b >= 0, else 0.
-
-    Stands in for a proximal pass when the weights of the last version are gone. `versions` `[B, T]` is -1 off the policy's own
-    tokens. Source: A-3PO (arXiv 2512.06547).
-    """
-    age = (current_version - versions).to(behavior_logprobs.dtype)
-    alpha = torch.where((versions >= 0) & (age > 0), (age - 1) / age.clamp(min=1), 0.0).clamp(0.0, 1.0)
-    gap = torch.where(alpha > 0, current_logprobs.detach() - behavior_logprobs, 0.0)
-    return behavior_logprobs + alpha * gap
-
-
 def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -> Tensor:
     """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds `max_cosine`.
 
@@ -57,11 +42,6 @@ def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -
         return gradient
     projected: Tensor = gradient - (1 - max_cosine * norms / inner) * inner / (previous @ previous) * previous
     return projected
-
-
-def fused_logits(teacher: Tensor, student: Tensor, share: float) -> Tensor:
-    """Logit fusion: share z_T + (1 - share) z_S, whose softmax is the normalised geometric mean of both policies; the loss is `capped_ratio`."""
-    return share * teacher + (1 - share) * student
 
 
 def surge_lr(lr: float, length: float, earlier_length: float, *, initial_lr: float, surge: float = 1.2) -> float:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", experimental=True)
+@loss(aggregation="token-mean", experimental=True)
 def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) -> TokenLoss:
     """QUATRO: X = -W sg[r (A - multiplier log r)] log pi_theta.
 

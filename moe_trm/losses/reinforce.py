@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 
 
-@objective(aggregation="seq-mean-token-sum", ratio="total")
+@loss(aggregation="seq-mean-token-sum", ratio="total")
 def reinforce(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """REINFORCE: X = -W A log pi_theta, with W the correction weights, detached.
 
@@ -20,7 +20,7 @@ def reinforce(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     return TokenLoss(-inputs.weights * inputs.advantages * inputs.current_logprobs, {})
 
 
-@objective(aggregation="token-mean", ratio="total")
+@loss(aggregation="token-mean", ratio="total")
 def gpg(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GPG: X = -W A log pi_theta averaged over tokens, to be used with the GPG advantage. Source: GPG (arXiv 2504.02546).
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="seq-mean-token-mean")
+@loss(aggregation="seq-mean-token-mean")
 def sapo(inputs: LossInputs, log_ratio: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     """SAPO: X = -W A h(r), h(r) = (4 / tau) sigmoid(tau (r - 1)), tau = tau_positive where A > 0, else tau_negative.
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm.corrections.rows import over_tokens, row_mean
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="seq-mean-token-mean", scope="sequence", experimental=True)
+@loss(aggregation="seq-mean-token-mean", scope="sequence", experimental=True)
 def tbpo(
     inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_high: float = 4e-4
 ) -> TokenLoss:

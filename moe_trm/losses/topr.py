@@ -9,11 +9,11 @@ from moe_trm.corrections.rows import over_tokens, row_sum
 from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="seq-mean-token-sum", ratio="total", scope="sequence")
+@loss(aggregation="seq-mean-token-sum", ratio="total", scope="sequence")
 def topr(
     inputs: LossInputs, log_ratio: Tensor, *, low: float = 0.0, high: float = 1.0, level: str = "trajectory"
 ) -> TokenLoss:

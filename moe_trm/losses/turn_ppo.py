@@ -8,11 +8,11 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean", scope="sequence", experimental=True)
+@loss(aggregation="token-mean", scope="sequence", experimental=True)
 def turn_ppo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """Turn-level PPO: X = W max(-A_k sigma_k, -A_k clip(sigma_k, 1 - clip_low, 1 + clip_high)), sigma_k = exp(mean_{t in k} log r).
 

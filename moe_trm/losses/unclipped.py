@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 from moe_trm.ratios import clamp_log_ratio
 
 
-@objective(aggregation="token-mean")
+@loss(aggregation="token-mean")
 def unclipped(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """Unclipped surrogate: X = -W A r, r = exp(log_update).
 

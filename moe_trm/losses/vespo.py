@@ -11,10 +11,10 @@ from moe_trm import summable
 from moe_trm.corrections.rows import over_tokens, row_sum
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.losses.objective import objective
+from moe_trm.losses.loss import loss
 
 
-@objective(aggregation="token-mean", ratio="total", scope="sequence")
+@loss(aggregation="token-mean", ratio="total", scope="sequence")
 def vespo(
     inputs: LossInputs,
     log_ratio: Tensor,

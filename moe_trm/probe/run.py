@@ -19,7 +19,7 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.cast_share import cast_share, narrower_dtype
 from moe_trm.probe.flip_causes import flip_causes
-from moe_trm.probe.route_metrics import route_metrics
+from moe_trm.probe.load_balance import load_balance
 from moe_trm.ratios import k3_sum
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored
@@ -83,7 +83,7 @@ class Probe:
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
             for version in _older(learner, anchored)
         }
-        return summary | route_metrics(learner, batches, native) | flip_causes(learner, batches, native, older)
+        return summary | load_balance(learner, batches) | flip_causes(learner, batches, native, older)
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -142,7 +142,7 @@ SECTIONS = (
                   (("routing/flips/engine", "engine"), ("routing/flips/staleness", "staleness")), floor=True, least=2),
             Heat("Flips by layer: engines",
                  "Cause: numerics. Both engines at the same weights choose other experts (probe steps).",
-                 (("routing/flips/engine/layer_*", "layer "), ("routing/flip_rate/layer_*", "layer "))),
+                 (("routing/flips/engine/layer_*", "layer "),)),
             Heat("Flips by layer: staleness",
                  "Cause: age. The learner's router at the weights that sampled, against today's.",
                  (("routing/flips/staleness/layer_*", "layer "),)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from typing import Any
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.report.html import number
@@ -24,9 +25,19 @@ def state(run: Run, *, many: bool) -> str:
     about = [f"step {run.last_step}{planned}{written}: {state}"]
     about += [f"model {model}"] if model else []
     about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
+    about += _methods(run.config)
     notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
     whose = f"<strong>{escape(run.name)}</strong> " if many else ""
     return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
+
+
+def _methods(config: Mapping[str, Any]) -> list[str]:
+    """The corrections and the loss that the configuration names, functions of the user's own with their files."""
+    correction = config.get("correction", {})
+    preset = [correction["preset"]] if correction.get("preset") else []
+    rules = [*preset, *(rule["name"] for rule in correction.get("rules", ()))]
+    loss = config.get("loss", {}).get("name")
+    return ([f"correction {', '.join(rules)}"] if rules else []) + ([f"loss {loss}"] if loss else [])
 
 
 def verdict_now(run: Run, *, many: bool) -> str:

@@ -26,7 +26,6 @@ from moe_trm.sampling_mask.support import (
     Support,
     check_support,
     chunks,
-    compute_dtype,
     is_wide,
     kept_logits,
 )
@@ -82,26 +81,12 @@ def masked_logprobs_and_kl(
 ) -> tuple[Tensor, Tensor]:
     """`masked_logprobs`, and KL(mu || pi) on each support from the same gathered logits.
 
-    `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient;
-    it is `exact_kl_on_support` of these and this policy's.
+    `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient:
+    KL = sum_{v in S} mu_v (log mu_v - log pi_v). An id with mu = 0 adds nothing; pi = 0 < mu gives +inf. Values that rounding
+    made negative become 0; NaN stays NaN. Exact for the truncated policies, not for the full ones.
     """
     support = (target_N, kept_ids, kept_offsets)
     return _apply(hidden_NH, weight_VH, support, mu_logprobs, temperature, max_rows, vocabulary)
-
-
-@torch.no_grad()
-def kept_logprobs(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    kept_ids: Tensor,
-    kept_offsets: Tensor,
-    temperature: float = 1.0,
-    max_rows: int = MAX_GATHERED_ROWS,
-) -> Tensor:
-    """Log-probs of every kept id over its support, `[M]` without gradient."""
-    support = Support.of(kept_ids, kept_offsets, WHOLE, len(weight_VH))
-    logits = kept_logits(hidden_NH, weight_VH, support, temperature, max_rows)
-    return logits - support.logsumexp(logits, WHOLE)[support.token] if len(logits) else logits
 
 
 @torch.no_grad()
@@ -126,18 +111,6 @@ def log_kept_mass(
     support = Support.of(kept_ids, kept_offsets, vocabulary, len(weight_VH))
     kept = support.logsumexp(kept_logits(hidden_NH, weight_VH, support, temperature), vocabulary)
     return (kept - full).clamp(max=0.0)
-
-
-@torch.no_grad()
-def exact_kl_on_support(mu_logprobs: Tensor, pi_logprobs: Tensor, offsets: Tensor) -> Tensor:
-    """KL(mu || pi) of each token over its kept support, `[N]` nats, from the `[M]` log-probs of both policies.
-
-    KL = sum_{v in S} mu_v (log mu_v - log pi_v). An id with mu = 0 adds nothing; pi = 0 < mu gives +inf. Values that
-    rounding made negative become 0; NaN stays NaN. Exact for the truncated policies, not for the full ones.
-    """
-    dtype = compute_dtype(mu_logprobs)
-    terms = _kl_terms(mu_logprobs.to(dtype), pi_logprobs.to(dtype))
-    return torch.segment_reduce(terms, "sum", offsets=offsets, initial=0.0).clamp(min=0.0)
 
 
 def _kl_terms(mu: Tensor, pi: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_trm import corrections, diagnostics, summable
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Correction, Evidence
-from moe_trm.corrections.batch_norm import WEIGHING, normalized, weight_sums
+from moe_trm.corrections.batch_norm import normalized, weight_sums
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs, TokenLoss, aggregate
 from moe_trm.losses.kl import kl_estimate, kl_term
@@ -170,7 +170,7 @@ class WholeJudge:
         evidence = whole.evidence
         correction = corrections.compose(chosen.rules, whole_minibatch=True)(evidence)
         if chosen.batch_normalize != "off":
-            weighing = [bound for bound in chosen.rules if bound.rule.name in WEIGHING]
+            weighing = [bound for bound in chosen.rules if bound.rule.weighs]
             weights = corrections.compose(weighing)(evidence)
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
             moments = summable.moments("correction/weight", correction.weights, whole.mask)

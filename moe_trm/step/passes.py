@@ -72,6 +72,9 @@ def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> T
 
     The age is `version`, that of the learner's weights at the step's start, minus the one that sampled the token: 0 keeps the rollout's
     log-prob, and the older a token, the nearer its anchor is to the policy in training.
+    Source: A-3PO (arXiv 2512.06547).
+
+    When: `pipeline.behavior=interpolate`, where no pass under older weights is wanted.
     """
     age = (version - batch.versions).clamp(min=0).to(current_logprobs)
     rollout = batch.rollout_logprobs.to(current_logprobs)

@@ -9,10 +9,10 @@ from typing import Literal
 from moe_trm import corrections, losses
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
-from moe_trm.corrections.batch_norm import WEIGHING
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
-from moe_trm.losses import BoundObjective
+from moe_trm.losses import BoundLoss
+from moe_trm.methods.losses import DEFAULT_LOSS
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
@@ -46,7 +46,7 @@ class Recipe:
     rules: tuple[BoundRule, ...]
     uncalibrated: tuple[Uncalibrated, ...]
     batch_normalize: Literal["off", "token", "sequence"]
-    loss: BoundObjective
+    loss: BoundLoss
     aggregation: str
     horizon: int
     kl_estimator: str
@@ -61,7 +61,7 @@ class Recipe:
     @property
     def whole_loss(self) -> bool:
         """Whether the loss needs the whole minibatch at once."""
-        return self.loss.objective.scope == "batch"
+        return self.loss.loss.scope == "batch"
 
     @property
     def moves(self) -> bool:
@@ -87,12 +87,13 @@ def recipe(config: Config) -> Recipe:
     pending = [placeholder(item) for item in uncalibrated]
     _check_known([*rules, *pending], config)
     corrections.compose([*rules, *pending], whole_minibatch=True)
-    if correction.batch_normalize != "off" and not any(bound.rule.name in WEIGHING for bound in [*rules, *pending]):
+    if correction.batch_normalize != "off" and not any(bound.rule.weighs for bound in [*rules, *pending]):
         raise ConfigError(
             "there are no weights to normalise",
             where="correction.batch_normalize",
             got=correction.batch_normalize,
-            expected=f"off, or a rule that weighs: {', '.join(WEIGHING)}",
+            expected="off, or a rule that weighs: "
+            + ", ".join(name for name in corrections.names() if corrections.get(name).weighs),
         )
     loss = _loss(config.loss, preset.loss if preset else None)
     _check_interpolated([*rules, *pending], loss, config)
@@ -101,10 +102,10 @@ def recipe(config: Config) -> Recipe:
         uncalibrated=tuple(uncalibrated),
         batch_normalize=correction.batch_normalize,
         loss=loss,
-        aggregation=config.loss.aggregation or loss.objective.aggregation,
+        aggregation=config.loss.aggregation or loss.loss.aggregation,
         horizon=config.rollout.max_new_tokens,
         kl_estimator=config.kl.estimator,
-        entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or loss.objective.name == "espo",
+        entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or "entropy" in loss.loss.needs,
         entropy_coef=config.loss.entropy_coef,
     )
 
@@ -124,10 +125,10 @@ def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
             )
 
 
-def _check_interpolated(rules: Sequence[BoundRule], loss: BoundObjective, config: Config) -> None:
+def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Config) -> None:
     """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked at."""
     whole = [bound.rule.name for bound in rules if bound.rule.scope == "batch"]
-    whole += [f"loss {loss.objective.name}"] if loss.objective.scope == "batch" else []
+    whole += [f"loss {loss.loss.name}"] if loss.loss.scope == "batch" else []
     whole += ["batch_normalize"] if config.correction.batch_normalize != "off" else []
     if config.pipeline.recovery == "interpolate" and whole:
         raise ConfigError(
@@ -164,7 +165,7 @@ def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
     return Uncalibrated(rule, target, dict(item.thresholds))
 
 
-def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundObjective:
+def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundLoss:
     if of_preset and config.name not in (None, of_preset[0]):
         raise ConfigError(
             "the preset has its own loss",
@@ -173,7 +174,7 @@ def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] |
             expected=f"none or {of_preset[0]}",
             fix="choose a decoupled preset, which takes any loss, or write the rules out in correction.rules",
         )
-    name, parameters = of_preset or (config.name or "ppo_clip", {})
+    name, parameters = of_preset or (config.name or DEFAULT_LOSS, {})
     typed: dict[str, Parameter] = {
         key: value
         for key, value in (

@@ -7,14 +7,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from moe_trm.config.schema import Config, CorrectionConfig, Loss, LossConfig, Preset, RuleConfig
+from moe_trm import corrections
+from moe_trm import losses as registry
+from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, RuleConfig
 from moe_trm.errors import ConfigError
+from moe_trm.methods.losses import LOSSES
+from moe_trm.methods.presets import PRESETS
 from moe_trm.whatif.judge import Candidate, RuleOutcome, judge
 from moe_trm.whatif.recording import Recording, load
 
@@ -35,8 +38,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules", action="append", metavar="YAML", help="as correction.rules; may be given several times"
     )
-    parser.add_argument("--preset", nargs="+", choices=get_args(Preset), metavar="NAME", help="default: all presets")
-    parser.add_argument("--loss", nargs="+", choices=get_args(Loss), metavar="NAME", help="default: all losses")
+    parser.add_argument("--preset", nargs="+", choices=list(PRESETS), metavar="NAME", help="default: all presets")
+    parser.add_argument(
+        "--loss", nargs="+", metavar="NAME", help="as loss.name, path/to/file.py:function too; default: all losses"
+    )
     parser.add_argument("--json", type=Path, help="write everything here, step by step")
 
 
@@ -63,19 +68,23 @@ def candidates(
     """What to try: the recorded configuration first, then what was asked for, or every preset and every loss.
 
     A preset is tried with the recorded loss, a loss with the recorded correction.
+
+    Raises:
+        ConfigError: rules that cannot be read, or a loss or rule that does not exist or cannot be loaded.
     """
     config = recording.config
     found = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]
     if not (rules or presets or losses):
-        presets, losses = get_args(Preset), get_args(Loss)
+        presets, losses = tuple(PRESETS), tuple(LOSSES)
     for text in rules:
         found.append(Candidate(f"rules {text}", _without_preset(config, rules=_parse_rules(text)), config.loss))
     for name in presets:
-        loss = LossConfig(aggregation=config.loss.aggregation) if name.startswith("bypass_") else config.loss
+        loss = LossConfig(aggregation=config.loss.aggregation) if PRESETS[name].bypass else config.loss
         found.append(Candidate(f"preset {name}", CorrectionConfig.model_validate({"preset": name}), loss))
     for name in losses:
+        registry.get(name)
         correction = config.correction
-        if correction.preset is not None and correction.preset.startswith("bypass_"):
+        if correction.preset is not None and PRESETS[correction.preset].bypass:
             correction = _without_preset(config, rules=config.correction.rules)
         found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
     return found
@@ -102,7 +111,8 @@ def table(recording: Recording, outcomes: Sequence[RuleOutcome]) -> str:
 
 
 def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:
-    if candidate.loss.name == "oapl" and not recording.grouped:
+    needs = registry.get(candidate.loss.name).needs if candidate.loss.name else ()
+    if "groups" in needs and not recording.grouped:
         return RuleOutcome(
             candidate.name, refused="it compares the samples of a prompt, and the dump does not say which these are"
         )
@@ -116,7 +126,7 @@ def _without_preset(config: Config, *, rules: tuple[RuleConfig, ...]) -> Correct
 def _parse_rules(text: str) -> tuple[RuleConfig, ...]:
     try:
         data = yaml.safe_load(text)
-        return TypeAdapter(tuple[RuleConfig, ...]).validate_python(data if isinstance(data, list) else [data])
+        rules = TypeAdapter(tuple[RuleConfig, ...]).validate_python(data if isinstance(data, list) else [data])
     except (yaml.YAMLError, ValidationError) as error:
         raise ConfigError(
             "these are no rules",
@@ -124,3 +134,6 @@ def _parse_rules(text: str) -> tuple[RuleConfig, ...]:
             got=text,
             expected="as in correction.rules, e.g. '[{name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}]'",
         ) from error
+    for rule in rules:
+        corrections.get(rule.name)
+    return rules

@@ -7,7 +7,6 @@ and clipping alike. Tokens without advantage have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,8 +49,3 @@ class EffectiveWeights:
             "gradient/weight_mean": float(weights.mean()),
             "gradient/eff_sample_size": float(weights.mean()) ** 2 / square if square else 0.0,
         }
-
-
-def labels() -> Sequence[str]:
-    """Names of the histogram's classes, ascending."""
-    return LABELS

@@ -14,10 +14,10 @@ from torch import Tensor
 from moe_trm.learner.megatron.convert import Heads, Names, unpack
 from moe_trm.learner.protocol import Scores
 from moe_trm.models.hf_config import read_hf_config
-from moe_trm.sampling_mask.logprobs import exact_kl_on_support
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer
 from routing.replay import ReplayRecords
+from tests.exact_kl import exact_kl
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import (
     EXPERTS,
@@ -199,7 +199,7 @@ def reference_kl(model: Any, batch: TokenBatch) -> Tensor:
     assert batch.kept_logprobs is not None
     bounds = batch.kept_offsets.tolist()
     rows = [row[batch.kept_ids[a:b]].log_softmax(0) for row, a, b in zip(logits_NV, bounds, bounds[1:], strict=False)]
-    kl_N = exact_kl_on_support(batch.kept_logprobs, torch.cat(rows), batch.kept_offsets)
+    kl_N = exact_kl(batch.kept_logprobs, torch.cat(rows), batch.kept_offsets)
     return torch.zeros(batch.mask.shape).masked_scatter(batch.mask, kl_N)
 
 

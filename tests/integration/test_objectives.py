@@ -11,7 +11,7 @@ import pytest
 
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from tests.integration.jobs import STEPS, metrics_of, run_job, timeless, write_config
-from tests.integration.objective_support.cases import REWARD, WEIGHS_ONLY, all_cases, doctored
+from tests.integration.objective_support.cases import OWN_METHODS, REWARD, WEIGHS_ONLY, all_cases, doctored
 from tests.integration.ranks import rank_server
 
 DRIVER = str(Path(__file__).parent / "objective_support" / "driver.py")
@@ -22,6 +22,7 @@ FEW = (
     "loss-kl_cov",
     "m2po",
     "normalised",
+    "own",
 )
 
 
@@ -135,6 +136,21 @@ def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle:
         assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
         assert one["optimizer/grad_norm"] == pytest.approx(two["optimizer/grad_norm"], rel=1e-2)
     assert min(row["correction/m2po/kept_fraction"] for row in rows[0]) < 1
+
+
+def test_a_rule_and_a_loss_of_ones_own_train_and_are_reported(config: Path, bundle: Path, folder: Path) -> None:
+    """Under the real torchrun, by path; both are named by the report, the rule in its chart too."""
+    recorded = ["rollout.engine=bundle", f"rollout.bundle={bundle}", "learner.parallel.expert=1", "probe.every=0"]
+    assert run_job(str(config), ["name=own", *recorded, *REWARD, *OWN_METHODS, "probe.save=false"]) == 0
+    rows = metrics_of(folder / "runs" / "own")[1:]
+    assert len(rows) == STEPS
+    assert min(row["correction/negative_gap_mask/kept_fraction"] for row in rows) < 1
+    assert all("loss/leaked_fraction" in row and row["optimizer/grad_norm"] > 0 for row in rows)
+    page = (folder / "runs" / "own" / "report.html").read_text(encoding="utf-8")
+    about = page.partition("</header>")[0]
+    assert "methods.py:negative_gap_mask" in about
+    assert "methods.py:leaky_clip" in about
+    assert "</i>negative_gap_mask <b>" in page
 
 
 LAYOUTS = {

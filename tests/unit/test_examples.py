@@ -7,13 +7,19 @@ from inspect import iscoroutinefunction
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_trm import corrections, losses
+from moe_trm.corrections import Evidence
 from moe_trm.functions.load import load_function
+from moe_trm.losses import LossInputs
+from moe_trm.ratios import LogRatios
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.problems import Problem
 
 REPOSITORY = Path(__file__).parents[2]
 CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
+OWN_METHODS = REPOSITORY / "examples" / "own_methods" / "methods.py"
 PAGE = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 
@@ -41,6 +47,30 @@ def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
         for step in problem.working().removeprefix("~").split(","):
             question, _, answer = step.rpartition("=")
             assert calculate(f"{question}=") == answer
+
+
+def test_the_correction_of_ones_own() -> None:
+    """Log-ratios of the engine: 0, 0.6, -0.4 at advantage -1, then 0.6 at advantage 1."""
+    rollout, mask = torch.full((2, 3), -2.0), torch.tensor([[True, True, True], [True, False, False]])
+    behavior = rollout + torch.tensor([[0.0, 0.6, -0.4], [0.6, 9.0, 9.0]])
+    evidence = Evidence(LogRatios(rollout, behavior, behavior, mask), torch.tensor([[-1.0] * 3, [1.0] * 3]))
+    got = corrections.get(f"{OWN_METHODS}:negative_gap_mask")(evidence, max_gap=0.5)
+    assert got.keep.tolist() == [[True, False, True], [True, False, False]]
+    assert got.weights.tolist() == [[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    assert corrections.finalize(got.metrics)["correction/negative_gap_mask/kept_fraction"] == 0.75
+
+
+def test_the_loss_of_ones_own() -> None:
+    """Ratios 1, 1.5, 1.5, 0.5 at advantages 2, 1, -1, 1: outside of the clip the slope is a tenth, where PPO's is 0."""
+    ratio, advantages = torch.tensor([[1.0, 1.5, 1.5, 0.5]]), torch.tensor([[2.0, 1.0, -1.0, 1.0]])
+    old, mask = torch.full((1, 4), -1.0), torch.ones(1, 4, dtype=torch.bool)
+    current = (old + ratio.log()).requires_grad_()
+    inputs = LossInputs.uncorrected(LogRatios(old, old, current, mask), current, advantages)
+    got = losses.get(f"{OWN_METHODS}:leaky_clip")(inputs, clip=0.2, leak=0.1)
+    torch.testing.assert_close(got.values, torch.tensor([[-2.0, -1.23, 1.5, -0.5]]))
+    (slope,) = torch.autograd.grad(got.values.sum(), current)
+    torch.testing.assert_close(slope, torch.tensor([[-2.0, -0.15, 1.5, -0.5]]))
+    assert corrections.finalize(got.metrics)["loss/leaked_fraction"] == 0.75
 
 
 def test_the_code_on_the_page_runs() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_trm.errors import ConfigError
-from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, k3_sum, log_kept_mass
+from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, k3_sum
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 
@@ -79,12 +79,6 @@ def test_merged_when_the_sampling_weights_are_gone() -> None:
         LogRatios(rollout, None, current, MASK)
     with pytest.raises(ConfigError, match="unknown ratio"):
         ratios.get("everything")
-
-
-def test_kept_mass_is_full_minus_kept() -> None:
-    kept, full = torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.5, torch.nan]])
-    mask = torch.tensor([[True, False]])
-    assert log_kept_mass(kept, full, mask).tolist() == [[-0.5, 0.0]]
 
 
 def test_clamp_bounds_infinities_and_lets_nan_through() -> None:

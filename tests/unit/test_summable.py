@@ -9,7 +9,6 @@ import torch
 from moe_trm.summable import (
     add,
     compared,
-    deviation,
     finalize,
     fraction,
     highest,
@@ -71,5 +70,4 @@ def test_extremes_are_compared_where_sums_are_added() -> None:
     assert finalize(add(parts)) == {"a_max": 5.0, "a_min": -1.0}
     assert finalize(parts[1]) == {}
     assert [compared(name) for name in ("a:max", "a:min", "a:sum")] == [True, True, False]
-    values = torch.tensor([1.0, 3.0])
-    assert finalize(deviation("d", values, torch.ones(2, dtype=torch.bool))) == {"d_mean": 2.0, "d_std": 1.0}
+    assert finalize({"d:sum": 4.0, "d:squared": 10.0, "d:count": 2.0}) == {"d_mean": 2.0, "d_std": 1.0}

@@ -20,9 +20,7 @@ from moe_trm.config.schema.objective import (
     AdvantageConfig,
     CorrectionConfig,
     KlConfig,
-    Loss,
     LossConfig,
-    Preset,
     RuleConfig,
 )
 from moe_trm.config.schema.pipeline import (
@@ -63,7 +61,6 @@ __all__ = [
     "EvalConfig",
     "KlConfig",
     "LearnerConfig",
-    "Loss",
     "LossConfig",
     "LossScaleConfig",
     "ModelConfig",
@@ -72,7 +69,6 @@ __all__ = [
     "ParallelConfig",
     "ParameterGroup",
     "PipelineConfig",
-    "Preset",
     "ProbeConfig",
     "RecordConfig",
     "Recovery",

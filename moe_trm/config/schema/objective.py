@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from moe_trm.config.schema.method_name import LossName, PresetName, RuleName
 from moe_trm.config.schema.section import Positive, Section, bare_off
 
 
@@ -31,41 +32,18 @@ class AdvantageConfig(Section):
 class RuleConfig(Section):
     """One correction with its thresholds."""
 
-    name: str
-    """A registered correction, e.g. `trm_max`, `icepop`, `opsm`."""
+    name: RuleName
+    """A correction of docs/methods.md, e.g. `trm_max`, `icepop`, `opsm`; or a function of your own under `@rule`, as `path/to/file.py:function` or `package.module:function`. A path is relative to where the run is started."""
     thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
     target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
 
 
-Preset = Literal[
-    "disabled",
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_token_icepop",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-]
-
-
 class CorrectionConfig(Section):
     """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
 
-    preset: Preset | None = None
+    preset: PresetName | None = None
     """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
     """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
@@ -75,45 +53,11 @@ class CorrectionConfig(Section):
     """Steps over which rules with a `target_reject_rate` only measure."""
 
 
-Loss = Literal[
-    "aspo",
-    "capped_ratio",
-    "cispo",
-    "clip_cov",
-    "ctpo",
-    "dispo",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "espo",
-    "gmpo",
-    "gpg",
-    "gspo",
-    "gspo_token",
-    "ipo_tv",
-    "kl_cov",
-    "m2po_clip",
-    "minirl",
-    "minpro",
-    "oapl",
-    "ppo_clip",
-    "quatro",
-    "r2vpo",
-    "reinforce",
-    "sapo",
-    "tbpo",
-    "topr",
-    "turn_ppo",
-    "unclipped",
-    "vespo",
-]
-
-
 class LossConfig(Section):
     """The policy objective."""
 
-    name: Loss | None = None
-    """Policy objective, described in docs/methods.md; none: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
+    name: LossName | None = None
+    """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     clip_high: Annotated[float, Field(ge=0)] | None = None

@@ -13,6 +13,12 @@ from moe_trm.types import RolloutRecord
 
 REWARD = [f"task.reward={Path(__file__).with_name('reward.py')}:reward", "task.reward_processes=1"]
 """Overrides of every run here: with the task's own reward the small model earns too little for gradients."""
+_EXAMPLE = Path(__file__).parents[3] / "examples" / "own_methods" / "methods.py"
+OWN_METHODS = [
+    f"correction.rules=[{{name: {_EXAMPLE}:negative_gap_mask, thresholds: {{max_gap: 0.05}}}}]",
+    f"loss.name={_EXAMPLE}:leaky_clip",
+]
+"""The example's correction and loss; the doctored recording is off by more than that at some tokens."""
 REJECTING = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.5}}]"
 WEIGHS_ONLY = ("disabled", "decoupled_token_is", "decoupled_seq_is", "bypass_ppo_clip", "bypass_pg_is")
 """Presets without a rule that rejects: they never do."""
@@ -36,7 +42,7 @@ def loss_cases() -> dict[str, list[str]]:
 
 
 def other_cases() -> dict[str, list[str]]:
-    """What presets and losses leave out: a rule over the whole minibatch, normalised weights."""
+    """What presets and losses leave out: a rule over the whole minibatch, normalised weights, methods of one's own."""
     m2po = "correction.rules=[{name: m2po, thresholds: {budget: 0.001}}]"
     return {
         "m2po": [m2po, "loss.name=unclipped"],
@@ -45,6 +51,7 @@ def other_cases() -> dict[str, list[str]]:
             "correction.batch_normalize=token",
             "advantage.name=rloo",
         ],
+        "own": OWN_METHODS,
     }
 
 

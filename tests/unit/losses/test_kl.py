@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.errors import ConfigError
-from moe_trm.losses.kl import AdaptiveKL, importance_corrected_k3, kl_estimate, shaped_rewards
+from moe_trm.losses.kl import AdaptiveKL, importance_corrected_k3, kl_estimate
 
 THETA = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64)
 REFERENCE = torch.tensor([0.0, 0.1, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
@@ -73,11 +73,7 @@ def test_masked_cells_and_extremes() -> None:
         kl_estimate("k4", current, current, mask)
 
 
-def test_reward_shaping_and_controllers() -> None:
-    shaped = shaped_rewards(
-        torch.tensor([0.0, 1.0]), torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), MASK[:2], 0.1
-    )
-    assert shaped.tolist() == pytest.approx([-0.05, 1.1])
+def test_controllers() -> None:
     controller = AdaptiveKL(beta=0.2, target=0.1, horizon=10000)
     assert controller.next(0.3, 256).beta == pytest.approx(0.201024)
     assert controller.next(0.0, 256).beta == pytest.approx(0.2 * (1 - 0.2 * 0.0256))

@@ -26,12 +26,6 @@ def test_vcpo() -> None:
     assert float(tools.off_policy_baseline(W, norms, rewards)) == pytest.approx(0.064516, abs=1e-6)
 
 
-def test_a3po_alpha_by_version() -> None:
-    behavior, current = torch.full((1, 5), -2.0), torch.full((1, 5), -1.0)
-    got = tools.interpolated_proximal(behavior, current, torch.tensor([[7, 6, 5, 3, -1]]), 7)
-    assert (got - behavior).tolist() == [pytest.approx([0, 0, 0.5, 0.75, 0])]
-
-
 def test_gac_projection() -> None:
     g, previous = torch.tensor([1.0, 1, 0]).double(), torch.tensor([1.0, 0, 0]).double()
     got = tools.project_gradient(g, previous, max_cosine=0.1)
@@ -39,14 +33,6 @@ def test_gac_projection() -> None:
     assert float(got @ previous / got.norm()) == pytest.approx(0.140028, abs=1e-6)
     assert tools.project_gradient(g, previous * 0, max_cosine=0.1) is g
     assert tools.project_gradient(-g, previous, max_cosine=0.1).equal(-g)
-
-
-def test_logit_fusion_is_the_geometric_mean() -> None:
-    teacher, student = torch.tensor([2.0, 0, -1]).double(), torch.tensor([0.0, 1, 0]).double()
-    got = tools.fused_logits(teacher, student, 0.3).softmax(0)
-    assert got.tolist() == pytest.approx([0.39813, 0.440002, 0.161868], abs=1e-6)
-    mean = teacher.softmax(0) ** 0.3 * student.softmax(0) ** 0.7
-    torch.testing.assert_close(got, mean / mean.sum())
 
 
 def test_length_surge_halves_the_learning_rate_down_to_a_floor() -> None:

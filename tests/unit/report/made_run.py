@@ -43,7 +43,7 @@ def metrics_of(step: int) -> dict[str, float | str]:
     if step > 2:
         row["records/rejected/nan_logprob"] = 1.0
     if step % 2 == 0:
-        row |= {f"routing/flip_rate/layer_{layer}": 0.002 * layer for layer in range(12)}
+        row |= {f"routing/flips/engine/layer_{layer}": 0.002 * layer for layer in range(12)}
         row |= {"probe/numerics_abs_mean": 5e-4, "probe/routing_abs_mean": 2e-4, "eval/accuracy": 0.1 * step}
     if step in (5, 6):
         row |= {"verdict": "They <disagree>.", "verdict/case": "precision", "verdict/config": "replay.mode=R3"}

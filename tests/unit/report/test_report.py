@@ -35,7 +35,7 @@ def test_the_page_holds_exactly_the_numbers_of_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     page, rows = page_of(run), rows_of(run)
     (told,) = page.data["runs"]
-    assert told["metrics"].keys() >= {"reward/mean", "engine/k3_kl", "routing/flip_rate/layer_11", "time/wait_s"}
+    assert told["metrics"].keys() >= {"reward/mean", "engine/k3_kl", "routing/flips/engine/layer_11", "time/wait_s"}
     for name, series in told["metrics"].items():
         assert list(zip(series["steps"], series["values"], strict=True)) == points(rows, name)
 
@@ -73,7 +73,7 @@ def test_every_drawn_place_is_a_measured_value(tmp_path: Path) -> None:
 def test_heat_maps_shade_by_value_and_columns_stack_to_the_sum(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     rows, page = rows_of(run), page_of(run)
-    heat = next(d for d in page.drawings if any(m["data-metric"] == "routing/flip_rate/layer_0" for _, m in d.marks))
+    heat = next(d for d in page.drawings if any(m["data-metric"] == "routing/flips/engine/layer_0" for _, m in d.marks))
     cells: dict[str, list[float]] = {}
     for kind, mark in heat.marks:
         assert kind == "cell"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import routing
 from routing import Layout, RouteError, RouteRecord
-from routing.flips import flipped_tokens, gate_weight_shift, router_margin, strata
+from routing.flips import flipped_tokens, gate_weight_shift, router_margin
 from routing.replay import Recorded, local_targets
 
 # Four token-layers of E=6, K=2: {0,1}|{1,0}, {2,3}|{2,4}, {1,0}|{1,0}, {0,4}|{3,4}.
@@ -97,16 +97,6 @@ def test_flipped_tokens_of_a_pass() -> None:
     ]
     assert (parts[0] | parts[1]).nonzero().tolist() == [[0, 3, 0]]
     assert not parts[0].any()
-
-
-def test_strata_by_position_and_by_margin() -> None:
-    flipped = np.array([[1, 0], [0, 0], [1, 1], [1, 0]], dtype=bool)
-    np.testing.assert_allclose(strata(flipped, np.arange(4), [2]), [0.25, 0.75])
-    margin = np.array([[0.1, 0.9], [0.9, 0.9], [0.1, 0.1], [0.2, 0.9]])
-    np.testing.assert_allclose(strata(flipped, margin, [0.5]), [1.0, 0.0])
-    assert np.isnan(strata(flipped, np.arange(4), [9.0])[1])
-    with pytest.raises(RouteError):
-        strata(flipped, np.arange(3), [1])
 
 
 def test_margin_is_the_gap_at_the_cut() -> None:

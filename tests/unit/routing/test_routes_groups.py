@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from routing import RouteError, RouteRecord, encode, expert_dtype
-from routing.groups import decode_delta, decode_group, encode_delta, encode_group, extend, shared_rows
+from routing.groups import decode_group, encode_group, extend, shared_rows
 from routing.load import expert_load, load_entropy, load_imbalance
 
 L, K, E = 3, 4, 60
@@ -79,24 +79,6 @@ def test_shared_rows_are_counted_in_order_and_coverage() -> None:
     assert shared_rows(first, record(10, 0, layers=2)) == 0
 
 
-@pytest.mark.parametrize("order", ["engine", "set"])
-def test_turns_are_deltas(order: Literal["engine", "set"]) -> None:
-    first = record(30)
-    second = branch(first, 30, 9, 1)
-    data = encode_delta(second, first, order)
-    assert len(data) < len(encode(second, order)) - 150
-    wanted = second if order == "engine" else ascending(second)
-    assert same(decode_delta(data, first), wanted)
-    edited = first.experts.copy()
-    edited[3, 0, :2] = edited[3, 0, 1::-1] if order == "engine" else [e for e in range(E) if e not in edited[3, 0]][:2]
-    with pytest.raises(RouteError) as error:
-        decode_delta(data, replace(first, experts=edited))
-    assert error.value.reason == "digest"
-    with pytest.raises(RouteError) as error:
-        decode_delta(data, record(5))
-    assert error.value.reason == "digest"
-
-
 def test_a_later_answer_extends_an_earlier_record() -> None:
     first = record(30)
     whole = branch(first, 28, 9, 1)
@@ -110,11 +92,10 @@ def test_a_later_answer_extends_an_earlier_record() -> None:
     assert error.value.reason == "layers"
 
 
-@pytest.mark.parametrize("what", ["group", "delta"])
-def test_mutations_are_refused(what: str) -> None:
+def test_mutations_are_refused() -> None:
     first = record(12)
     second = branch(first, 12, 3, 1)
-    data = encode_group([first, second]) if what == "group" else encode_delta(second, first)
+    data = encode_group([first, second])
     rng = np.random.default_rng(0)
     for _ in range(2000):
         changed = bytearray(data)
@@ -126,7 +107,7 @@ def test_mutations_are_refused(what: str) -> None:
         else:
             changed += bytes(rng.integers(0, 256, 3, dtype=np.uint8))
         with pytest.raises(RouteError):
-            decode_group(bytes(changed)) if what == "group" else decode_delta(bytes(changed), first)
+            decode_group(bytes(changed))
 
 
 def test_partial_records_round_trip_and_are_marked() -> None:

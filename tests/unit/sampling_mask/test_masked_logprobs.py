@@ -14,10 +14,9 @@ from torch import Tensor
 from moe_trm.errors import RecordRejected
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import (
-    exact_kl_on_support,
-    kept_logprobs,
     log_kept_mass,
     masked_logprobs,
+    masked_logprobs_and_kl,
 )
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -129,16 +128,6 @@ def test_golden_top_p_support() -> None:
     torch.testing.assert_close(masked_logprobs(hidden, weight, target, ids, offsets, 0.8) + mass, full)
 
 
-def test_kept_logprobs_sum_to_one_and_contain_the_target() -> None:
-    hidden, weight, target, ids, offsets = make_case([3, 1, 9])
-    kept = kept_logprobs(hidden, weight, ids, offsets, 0.7, max_rows=4)
-    sums = torch.segment_reduce(kept.exp(), "sum", offsets=offsets)
-    torch.testing.assert_close(sums, torch.ones(3, dtype=torch.float64))
-    row = torch.repeat_interleave(offsets.diff())
-    chosen = kept[ids == target[row]]
-    torch.testing.assert_close(chosen, masked_logprobs(hidden, weight, target, ids, offsets, 0.7))
-
-
 def test_exact_kl_golden_and_edges() -> None:
     mu, pi = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.4, 0.4, 0.1, 0.1]).double()
     offsets = torch.tensor([0, 4, 5, 7, 9, 11])
@@ -147,7 +136,8 @@ def test_exact_kl_golden_and_edges() -> None:
     zero, nan = torch.zeros(1).double(), torch.tensor([torch.nan]).double()
     mu_all = torch.cat([mu.log(), zero, zero, inf, half, half, half, half])
     pi_all = torch.cat([pi.log(), zero, zero, inf, half, inf, half, nan])
-    got = exact_kl_on_support(mu_all, pi_all, offsets)
+    hidden, ids = torch.ones(5, 1).double(), torch.arange(11)
+    _, got = masked_logprobs_and_kl(hidden, pi_all[:, None], ids[offsets[:-1]], ids, offsets, mu_all)
     assert got[0].item() == pytest.approx(0.051430, abs=1e-6)
     assert got[1:4].tolist() == [0.0, 0.0, torch.inf]
     assert got[4].isnan()
@@ -168,7 +158,6 @@ def test_no_tokens_gives_an_empty_differentiable_result() -> None:
     assert weight.grad is not None
     assert not weight.grad.any()
     assert log_kept_mass(hidden, weight, none, offsets).shape == (0,)
-    assert kept_logprobs(hidden, weight, none, offsets).shape == (0,)
 
 
 def test_bad_supports_are_refused() -> None:

@@ -106,3 +106,20 @@ def test_the_command_tries_everything_and_says_it(tmp_path: Path, capsys: pytest
     assert main(["whatif", str(tmp_path / "nowhere")]) == 2
     (tmp_path / CONFIG_FILE).write_text("{")
     assert main(["whatif", str(tmp_path)]) == 2
+
+
+def test_the_command_tries_methods_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The example's rule drops one token of five, that of ratio 0.2. What cannot be loaded is an error."""
+    write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
+    own = Path(__file__).parents[3] / "examples" / "own_methods" / "methods.py"
+    chosen = ["--rules", f"{{name: '{own}:negative_gap_mask'}}", "--loss", f"{own}:leaky_clip", "gspo"]
+    assert main(["whatif", str(tmp_path), *chosen, "--json", str(tmp_path / "out.json")]) == 0
+    _, rules, mine, gspo = json.loads((tmp_path / "out.json").read_text())["candidates"]
+    assert rules["pooled"]["correction/negative_gap_mask/kept_fraction"] == pytest.approx(0.8)
+    assert mine["pooled"]["loss/leaked_fraction"] == 0.0
+    assert not gspo["refused"]
+    capsys.readouterr()
+    for wrong in (["--loss", f"{own}:leaky"], ["--loss", "gspoo"], ["--rules", f"{{name: '{own}:torch'}}"]):
+        assert main(["whatif", str(tmp_path), *wrong]) == 2
+        assert "error: " in capsys.readouterr().err

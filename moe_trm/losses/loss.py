@@ -1,0 +1,128 @@
+"""Policy losses: functions `f(inputs, log_ratio, *, parameters...) -> TokenLoss` under `@loss(...)`.
+
+Such a function receives its log-ratio `[B, T]` with gradient and 0 on tokens that do not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+
+from moe_trm.corrections.rule import Scope
+from moe_trm.errors import ConfigError
+from moe_trm.functions.parameters import Parameter, bind
+from moe_trm.losses.aggregate import Aggregation
+from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.methods.losses import Need
+from moe_trm.methods.own import check_declaration
+from moe_trm.ratios import RATIO_NAMES, LogRatios
+
+LossFunction = Callable[..., TokenLoss]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss, callable as `loss(inputs, **parameters) -> TokenLoss`.
+
+    Attributes:
+        name: that of the function.
+        ratio: the ratio it is written on unless `ratio=` is given: `update` against the proximal policy, `total`
+            against the rollout.
+        aggregation: how its published form turns token losses into one number.
+        scope: `token`, `sequence`, or `batch` if it compares rows or tokens of the whole minibatch.
+        needs: inputs that not every run has.
+        experimental: the published form is not established; the docstring says what is in doubt.
+    """
+
+    name: str
+    ratio: str
+    aggregation: Aggregation
+    scope: Scope
+    needs: tuple[Need, ...]
+    experimental: bool
+    function: LossFunction
+
+    def __call__(self, inputs: LossInputs, **parameters: Parameter) -> TokenLoss:
+        return self.bind(**parameters)(inputs)
+
+    def bind(self, **parameters: Parameter) -> BoundLoss:
+        """This loss with its parameters, checked now on a minibatch without rows.
+
+        Raises:
+            ConfigError: unknown, missing or senseless parameters, or a function that fails on no rows.
+        """
+        where = f"loss {self.name}"
+        chosen = bind(self.function, self.ratio, parameters, RATIO_NAMES, what="loss parameter", where=where)
+        bound = BoundLoss(self, *chosen)
+        try:
+            bound(_no_inputs())
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "the loss fails on a minibatch without rows",
+                where=where,
+                got=f"{type(error).__name__}: {error}",
+                expected="a TokenLoss of shape [0, 1]",
+            ) from error
+        return bound
+
+
+@dataclass(frozen=True)
+class BoundLoss:
+    """A loss with all its parameters: `bound(inputs) -> TokenLoss`."""
+
+    loss: Loss
+    ratio: str
+    parameters: Mapping[str, Parameter]
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        log_ratio = torch.where(inputs.keep, inputs.ratios.get(self.ratio), 0.0)
+        result = self.loss.function(inputs.kept(), log_ratio, **self.parameters)
+        if not isinstance(result, TokenLoss) or result.values.shape != inputs.keep.shape:
+            shaped = f" of values {tuple(result.values.shape)}" if isinstance(result, TokenLoss) else ""
+            raise ConfigError(
+                "a loss returns the loss of each token",
+                where=f"loss {self.loss.name}",
+                got=f"{type(result).__name__}{shaped}",
+                expected=f"TokenLoss(values, metrics), of moe_trm.losses, of values {tuple(inputs.keep.shape)}",
+            )
+        return replace(result, metrics={f"loss/{key}": value for key, value in result.metrics.items()})
+
+
+def loss(
+    *,
+    aggregation: Aggregation,
+    ratio: str = "update",
+    scope: Scope = "token",
+    needs: Sequence[Need] = (),
+    experimental: bool = False,
+) -> Callable[[LossFunction], Loss]:
+    """Turn a function into a `Loss` of the same name; its keyword-only parameters are its settings.
+
+    Raises:
+        ConfigError: an unknown aggregation, ratio, scope or need, or a signature that cannot be called.
+    """
+
+    def register(function: LossFunction) -> Loss:
+        choices = {
+            "aggregation": (aggregation, get_args(Aggregation)),
+            "ratio": (ratio, RATIO_NAMES),
+            "scope": (scope, get_args(Scope)),
+            **{f"need {need!r}": (need, get_args(Need)) for need in needs},
+        }
+        check_declaration(function, choices, what="loss", takes="inputs, log_ratio")
+        registered = Loss(function.__name__, ratio, aggregation, scope, tuple(needs), experimental, function)
+        object.__setattr__(registered, "__doc__", function.__doc__)
+        return registered
+
+    return register
+
+
+def _no_inputs() -> LossInputs:
+    nothing, rows = torch.zeros(0, 1), torch.zeros(0)
+    inputs = LossInputs.uncorrected(LogRatios(nothing, nothing, nothing, nothing.bool()), nothing, nothing)
+    return replace(inputs, turn_ids=nothing.long(), rewards=rows, group_ids=rows.long(), entropy=nothing)

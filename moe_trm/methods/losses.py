@@ -1,0 +1,68 @@
+"""The built-in losses by name: the table that the configuration checks and `moe_trm.losses` imports from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+Need = Literal["entropy", "groups"]
+"""Inputs that not every run has: the policy's entropy, and all samples of a prompt in one minibatch."""
+
+DEFAULT_LOSS = "ppo_clip"
+"""The loss where neither the configuration nor its preset names one."""
+
+
+@dataclass(frozen=True)
+class LossEntry:
+    """One row of the table.
+
+    Attributes:
+        module: of `moe_trm.losses`, where the loss is defined.
+        needs: inputs that not every run has.
+    """
+
+    module: str
+    needs: tuple[Need, ...] = ()
+
+
+LOSSES: Mapping[str, LossEntry] = MappingProxyType(
+    {
+        "aspo": LossEntry("aspo"),
+        "capped_ratio": LossEntry("capped_ratio"),
+        "cispo": LossEntry("cispo"),
+        "clip_cov": LossEntry("covariance"),
+        "ctpo": LossEntry("ctpo"),
+        "dispo": LossEntry("dispo"),
+        "dppo_kl": LossEntry("dppo"),
+        "dppo_tv": LossEntry("dppo"),
+        "dro": LossEntry("dro"),
+        "espo": LossEntry("espo", needs=("entropy",)),
+        "gmpo": LossEntry("gmpo"),
+        "gpg": LossEntry("reinforce"),
+        "gspo": LossEntry("gspo"),
+        "gspo_token": LossEntry("gspo"),
+        "ipo_tv": LossEntry("ipo_tv"),
+        "kl_cov": LossEntry("covariance"),
+        "m2po_clip": LossEntry("m2po_clip"),
+        "minirl": LossEntry("minirl"),
+        "minpro": LossEntry("minpro"),
+        "oapl": LossEntry("oapl", needs=("groups",)),
+        "ppo_clip": LossEntry("ppo_clip"),
+        "quatro": LossEntry("quatro"),
+        "r2vpo": LossEntry("r2vpo"),
+        "reinforce": LossEntry("reinforce"),
+        "sapo": LossEntry("sapo"),
+        "tbpo": LossEntry("tbpo"),
+        "topr": LossEntry("topr"),
+        "turn_ppo": LossEntry("turn_ppo"),
+        "unclipped": LossEntry("unclipped"),
+        "vespo": LossEntry("vespo"),
+    }
+)
+
+
+def needs(name: str | None) -> tuple[Need, ...]:
+    """Inputs that a built-in loss needs; one of the user's own says them itself, when it is loaded."""
+    return LOSSES[name].needs if name is not None and name in LOSSES else ()
