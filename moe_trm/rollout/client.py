@@ -118,8 +118,10 @@ class RolloutClient:
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         if public_key:
-            self._socket.curve_publickey, self._socket.curve_secretkey = curve_keypair()
-            self._socket.curve_serverkey = public_key.encode()
+            own_public_key, own_secret_key = curve_keypair()
+            self._socket.setsockopt(SocketOption.CURVE_PUBLICKEY, own_public_key)
+            self._socket.setsockopt(SocketOption.CURVE_SECRETKEY, own_secret_key)
+            self._socket.setsockopt(SocketOption.CURVE_SERVERKEY, public_key.encode())
         self._socket.connect(endpoint)
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:

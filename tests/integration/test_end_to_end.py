@@ -291,7 +291,7 @@ def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
     return candidates
 
 
-def assert_same_metrics(offline: dict[str, float], logged: dict[str, float]) -> None:
+def assert_same_metrics(offline: dict[str, Any], logged: dict[str, Any]) -> None:
     """Everything the objective computes comes out again. What was kept is the same tokens; other sums are taken in another order."""
     assert "correction/kept_fraction" in offline
     for name, value in offline.items():

@@ -352,4 +352,4 @@ def test_replay_on_hugging_face_gates_gives_the_same_log_probs(one: Ranks, check
         torch.testing.assert_close(saved[f"r3.{number}"][batch.mask], expected, rtol=1e-4, atol=1e-4)
     report = replayer.report()
     assert report.applied_fraction == 1.0
-    assert report.local_flip_rate > 0.8
+    assert (report.local_flip_rate or 0.0) > 0.8

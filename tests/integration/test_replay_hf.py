@@ -138,7 +138,7 @@ def test_random_routes_equal_forced_routing_written_out(family: str) -> None:
     router_gradients = [gate_of(block).weight.grad.clone() for block in moe_blocks(model).values()]
     report = replayer.report()
     assert report.replayed == report.matched == sum(LENGTHS) * len(layers)
-    assert report.local_flip_rate > 0.7
+    assert (report.local_flip_rate or 0.0) > 0.7
     replayer.detach()
     model.zero_grad()
     with pytest.MonkeyPatch.context() as patch:

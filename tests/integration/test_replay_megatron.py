@@ -60,7 +60,7 @@ def use_expected_sets(_: Path, dispatcher: str) -> None:
     report = replayer.report(dist.group.WORLD)
     assert report.replayed == report.matched == sum(LENGTHS) * len(LAYERS) * dist.get_world_size()
     assert report.applied_fraction == 1.0
-    assert report.local_flip_rate > 0.8
+    assert (report.local_flip_rate or 0.0) > 0.8
     assert set(report.local_flips_by_layer) == set(LAYERS)
     assert replayer.report(dist.group.WORLD).replayed == 0
 
@@ -135,7 +135,7 @@ def r2_is_bit_identical(_: Path) -> None:
             model.decoder.layers[layer].mlp.router.weight.neg_()
     run(replayer, model, source, data)
     report = replayer.report(dist.group.WORLD)
-    assert report.local_flip_rate > 0.5
+    assert (report.local_flip_rate or 0.0) > 0.5
     assert report.applied_fraction == 1.0
     with pytest.raises(RouteError) as error:
         run(replayer, model, source, batch(seed=1))

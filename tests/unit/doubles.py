@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader
+from moe_trm.config.engines import EngineTraits
 from moe_trm.learner.protocol import Learner, Scores, UpdateResult
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.sync.manifest import Share, TensorEntry, WeightPush
@@ -90,6 +91,10 @@ class StandInLearner(Learner):
 
 class StandInEngine(RolloutEngine):
     """Starts, closes and has no metrics; it samples nothing and takes no weights."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        return EngineTraits()
 
     async def start(self) -> None: ...
 

@@ -198,7 +198,11 @@ def test_the_engine_is_told_what_auto_became(tmp_path: Path) -> None:
     """One optimizer step per fresh batch replays nothing: without a probe no routes are asked for."""
 
     def asked(minibatches: int, every: int) -> bool:
-        sections = {"learner": {"minibatches": minibatches}, "probe": {"every": every}, "replay": {"mode": "auto"}}
+        sections: dict[str, Any] = {
+            "learner": {"minibatches": minibatches},
+            "probe": {"every": every},
+            "replay": {"mode": "auto"},
+        }
         engine = SglangEngine(settle(config(tmp_path, **sections))[0], None)
         return "return_routed_experts" in engine.generate_request((1, 2), SamplingParams())
 
