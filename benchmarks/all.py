@@ -1,9 +1,11 @@
-"""Every benchmark in turn, and its table in benchmarks/RESULTS.md: `python -m benchmarks.all [--only NAME ...] [--out FILE]`.
+"""Runs every benchmark and writes the tables of benchmarks/RESULTS.md.
 
-Each runs as a process of its own and writes its rows as JSON to `--rows`; its table then takes the place of the block between
-`<!-- NAME -->` and `<!-- end NAME -->`, which is made at the end of the page where there is none. Everything else on the page stays. One that
-fails leaves its block as it was, and is told at the end. Those that measure a trained model want `make quickstart` before. The hours-long
-`benchmarks.soak` and `benchmarks.resume_drill` are run by themselves.
+`python -m benchmarks.all [--only NAME ...] [--out FILE]`. Each benchmark is a process of its own and writes its rows as
+JSON to `--rows`. Its table then replaces the block between `<!-- NAME -->` and `<!-- end NAME -->`. A missing block is
+added at the end of the page; everything else on the page stays.
+
+A benchmark that fails leaves its block as it was and is named at the end. Benchmarks of a trained model need `make
+quickstart` first. `benchmarks.soak` and `benchmarks.resume_drill` take hours and are run separately.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ BENCHMARKS = (
     ),
     Benchmark("mask_rate", "What every rule and preset rejects", "mask_rate"),
     Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
-    Benchmark("step", "A step, and what recording costs", "step", ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0")),
+    Benchmark(
+        "step", "A step, and what recording costs", "step",
+        ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
+    ),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
@@ -64,7 +69,11 @@ BENCHMARKS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when all that were asked for succeeded."""
     names = [one.name for one in BENCHMARKS]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names, help=", ".join(names))
     parser.add_argument("--out", type=Path, default=RESULTS, help="the page (default: benchmarks/RESULTS.md)")
     parser.add_argument(

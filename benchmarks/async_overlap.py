@@ -1,9 +1,11 @@
-"""How long a step takes when sampling overlaps training, beside sampling and training in turn.
+"""Time of a step when sampling overlaps training, compared with sampling and training in turn.
 
-`python -m benchmarks.async_overlap [--steps N] [--json FILE]` makes a tiny checkpoint and a recording whose answers are held back, so that
-sampling a batch takes as long as training on it, and lets the real learner train on the recording in each pipeline mode. The bound is
-the longer of the two, step by step: the seconds that answers are held back, and the step's own seconds of everything but waiting. 1.0 of
-it is perfect overlap.
+`python -m benchmarks.async_overlap [--steps N] [--json FILE]` makes a tiny checkpoint and a recording. The recording
+delays its answers, so that sampling a batch takes as long as training on it. The real learner then trains on the
+recording in each pipeline mode.
+
+The bound is computed step by step. It is the longer of two times: the delay of the answers, and the step's own seconds
+without waiting. Perfect overlap is 1.0 of the bound.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def measure(folder: Path, steps: int, rollout_to_train: float) -> list[Row]:
 def summary(metrics: Sequence[Mapping[str, float]], rollout_s: float) -> dict[str, float]:
     """Means over the counted steps of one run.
 
-    The bound of each step is the longer of sampling and of that very step's training: on a machine that others use, both drift.
+    The bound of each step is the longer of sampling and of that very step's training: on a machine that others use,
+    both drift.
     """
     counted = metrics[1 + SKIPPED :]
     train_s = [row["time/step_s"] - row["time/wait_s"] for row in counted]

@@ -1,9 +1,9 @@
-"""A preset and all diagnostics of the engine mismatch, against verl's own function: `python -m benchmarks.corrections [--json FILE]`.
+"""A preset and all diagnostics of the engine mismatch, compared with verl's own function.
 
-256 rows of up to 8,192 tokens, half of it padding, on one CPU thread; both start from log-probs and mask. Times are of the
-processor, so that what else the machine does counts little. verl is no dependency:
-`--verl FOLDER` names one into which it was installed for this comparison
-(`pip install --no-deps --target FOLDER verl tensordict ray codetiming`). Without it only our part is measured.
+`python -m benchmarks.corrections [--json FILE]` uses 256 rows of up to 8,192 tokens, half of it padding, on one CPU
+thread. Both sides start from log-probs and mask. Times are CPU times, so other load on the machine matters little. verl
+is not a dependency: `--verl FOLDER` names a folder into which it was installed for this comparison (`pip install
+--no-deps --target FOLDER verl tensordict ray codetiming`). Without it only our part is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from moe_trm.ratios import LogRatios
 
 PRESET = "decoupled_geo_rs_seq_tis"
 PAIRS = 15
-SAME_NAMES = ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "chi2_token", "chi2_seq")  # fmt: skip
+SAME_NAMES = (
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
+    "chi2_token", "chi2_seq",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def load_verl(folder: Path | None) -> Callable[[Batch], Any] | None:
     if folder is None:
         return None
     if find_spec("moe_trm_sglang_cpu") is not None:
-        # verl imports model classes of transformers, which need this beside a CPU build of torch.
+        # verl imports model classes of transformers, which need this with a CPU build of torch.
         import_module("moe_trm_sglang_cpu.torchvision_ops").install()
     sys.path.append(str(folder))
     function = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
@@ -106,7 +109,7 @@ def check_equal(batch: Batch, theirs: Callable[[Batch], Any]) -> float:
 
 
 def peak_bytes(function: Callable[[Batch], tuple[Correction, dict[str, float]]], batch: Batch) -> int:
-    """Most memory that tensors made by the call hold at one time, beyond what is left when it returns: its results."""
+    """Peak memory of the tensors that the call makes, minus the memory of its results."""
     with torch.profiler.profile(profile_memory=True) as profile:
         result = function(batch)
     results = sum(value.numel() * value.element_size() for value in (result[0].weights, result[0].keep))

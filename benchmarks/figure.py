@@ -14,14 +14,20 @@ MORE_COLOURS = (*COLOURS, "#0891b2", "#65a30d", "#dc2626", "#64748b")
 
 def document(parts: Sequence[str], width: int, height: int) -> str:
     """The parts as one SVG document on white."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="12">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
+        'font-size="12">'
+    )
     return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
 def lines(
     panel: Panel, series: Mapping[str, Sequence[float]], dashed: Mapping[str, Sequence[float]] | None = None
 ) -> list[str]:
-    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap. Those of `dashed` share the colour of their name."""
+    """One line per series over x = 1, 2, ..., named to the right of the panel; NaN leaves a gap.
+
+    Those of `dashed` share the colour of their name.
+    """
     parts = []
     for place, ((name, values), colour) in enumerate(zip(series.items(), MORE_COLOURS, strict=False)):
         parts += _line(panel, values, colour)

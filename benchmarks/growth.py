@@ -1,15 +1,16 @@
-"""Does a quantity that was looked at again and again during a run grow with the steps? A slope with its error, and one word.
+"""Test for growth of a repeatedly measured quantity over the steps of a run: a slope, its error and one word.
 
-Memory goes in jumps, and a look is like the look before it, so neither the number of looks nor their distance from a line says how sure a
-slope is. The steps are therefore cut into blocks of equal length; the slope is the mean of what the blocks' medians gain from one to the
-next, and its error comes from how much those gains differ. One jump is then no trend. The first quarter of the steps is warm-up and takes
-no part.
+Memory grows in jumps, and successive measurements are correlated. So neither the number of measurements nor their
+distance from a line gives the error of a slope. The steps are therefore cut into blocks of equal length. The slope is
+the mean difference of the medians of successive blocks; its error comes from the spread of these differences. One jump
+is then no trend. The first quarter of the steps is warm-up and is not used.
 
-What is flat, grows or levels off:
+The words:
 
 - flat: over the second half of the run, the 95% interval of the slope holds 0 or less, or lies below `NEGLIGIBLE`.
-- levels off: not flat, but the logarithm of the step leaves less than half of the residuals that the step itself leaves. So does memory
-  that an allocator was given once and reuses: it touches a page for the first time ever more rarely. A leak is a line.
+- levels off: not flat, but the fit on the logarithm of the step leaves less than half of the squared residuals of the
+  fit on the step. Memory that an allocator keeps and reuses behaves like this, because it touches new pages ever more
+  rarely. A leak is a line.
 - grows: neither.
 """
 
@@ -59,11 +60,11 @@ class Growth:
 
 
 def growth(steps: Floats, values: Floats, num_steps: int) -> Growth | None:
-    """How `values`, in bytes, went with `steps`, `[N]` both; None where a block of the run was not looked at.
+    """Growth of `values`, in bytes, over `steps`, both `[N]`; None when a block of the run has no measurement.
 
     Args:
-        steps: the last finished step at each look, ascending.
-        values: what was seen.
+        steps: the last finished step at each measurement, ascending.
+        values: the measurements.
         num_steps: of the run.
     """
     settled = _blocks(steps, values, WARM_UP * num_steps, num_steps)
@@ -97,7 +98,7 @@ def _line(at: Floats, values: Floats) -> Line:
 
 
 def _residuals(at: Floats, values: Floats) -> float:
-    """What the best line through `values` over `at` leaves of them, squared and summed."""
+    """Sum of squared residuals of the least-squares line through `values` over `at`."""
     centred, values = at - at.mean(), values - values.mean()
     rest = values - centred * float(centred @ values) / float(centred @ centred)
     return float(rest @ rest)

@@ -1,6 +1,7 @@
-"""Which rows a rule rejects when nothing but noise separates the policies: `python -m benchmarks.length_bias [--json FILE]`.
+"""Reject rate by length when the policies differ by noise only.
 
-Token log-ratios are independent N(0, 0.1^2) at every length, so no length deserves to be rejected more than another.
+`python -m benchmarks.length_bias [--json FILE]`. Token log-ratios are independent N(0, 0.1^2) at every length, so no
+length deserves to be rejected more than another.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ RULES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Slope:
-    """Change of the reject rate, in percentage points, per doubling of length, with its 95% interval; and the rates by length."""
+    """Change of the reject rate per doubling of length, in percentage points with a 95% interval; and the rates by
+    length.
+    """
 
     rule: str
     slope: float
@@ -50,7 +53,7 @@ class Slope:
 
 
 def slope(name: str, fixed: dict[str, float]) -> Slope:
-    """Least-squares slope of the reject rate over log2 of length; the interval is that of independent binomial counts."""
+    """Least-squares slope of the reject rate over log2 of length. The interval assumes independent binomial counts."""
     rule = corrections.get(name)
     batches = [noise(length) for length in LENGTHS]
     bound = corrections.calibrate(rule, [corrections.scores(rule, b, **fixed) for b in batches], REJECTED, **fixed)

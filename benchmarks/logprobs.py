@@ -1,9 +1,10 @@
 """Log-probs that never hold `[T, V]`: time and extra memory against the plain way, forward and backward.
 
-`python -m benchmarks.logprobs --json FILE`. The plain way: logits, log-softmax, gather (for masks: the ids outside filled with -inf).
-Plain and ours alternate, and the time ratio is the median over pairs. Extra memory is the peak beyond inputs and gradients. The
-longest rows run ours alone, to show that memory does not follow the number of tokens. The last rows weigh encoded masks against their
-entropy. Shape letters: T tokens, V vocabulary, H hidden size, M kept ids.
+`python -m benchmarks.logprobs --json FILE`. The plain way: logits, log-softmax, gather (for masks: the ids outside
+filled with -inf). Plain and ours alternate, and the time ratio is the median over pairs. Extra memory is the peak
+beyond inputs and gradients. The longest rows run ours alone, to show that memory does not follow the number of tokens.
+The last rows weigh encoded masks against their entropy. Shape letters: T tokens, V vocabulary, H hidden size, M kept
+ids.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one size: `hidden` `[T, H]`, `weight` `[V, H]`, `target` and `slope` `[T]`; `slope` stands for the loss behind the log-probs."""
+    """Inputs of one size: `hidden` `[T, H]`, `weight` `[V, H]`, `target` and `slope` `[T]`.
+
+    `slope` is the gradient of the loss with respect to the log-probs.
+    """
 
     hidden: Tensor
     weight: Tensor

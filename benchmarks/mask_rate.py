@@ -1,10 +1,12 @@
-"""How many rows each rule rejects, and which ones.
+"""Reject rate of every rule, overall and by kind of row.
 
-`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges a recorded run
-(`record.bundle`), or a short one that it makes itself on a checkpoint with the real engines. Rules that compare one score with one
-threshold are tried on a grid of thresholds, each chosen to reject a given share of rows (of tokens, for rules on tokens); presets and
-other rules as they are. A row counts as rejected when it lost a token. Beside the measured rate of TRM-Max stands 1 - (1 - p)^T, what
-tokens that violate independently with the measured probability p would reject.
+`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges
+a recorded run (`record.bundle`), or a short run that it makes itself on a checkpoint with the real engines.
+
+Rules that compare one score with one threshold are tried on a grid of thresholds. Each threshold is chosen to reject a
+given share of rows (of tokens, for rules on tokens). Presets and other rules are used as they are. A row counts as
+rejected when it lost a token. The measured rate of TRM-Max is shown beside 1 - (1 - p)^T: the rate if tokens violated
+independently with the measured probability p.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.mask_rate_figure import draw
+from benchmarks.mask_rate_results import Prediction, Rates
 from benchmarks.options import command_line
 from benchmarks.short_run import record_run, starting_checkpoint
 from benchmarks.table import Row, report
@@ -40,42 +42,6 @@ FIXED: Mapping[str, Mapping[str, float | str]] = {"ln_trm": {"delta": 0.01}}
 """Thresholds that are not calibrated and have no default."""
 PLAIN = {"trm_max_avg", "seq_mean_k1", "seq_sum_k1", "token_k1"}
 """Rules that need thresholds by hand: the presets and the rules they are made of show them."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one rule (or preset) at one setting does, pooled over all updates.
-
-    Attributes:
-        rule, setting: its name and thresholds; target: the reject rate they were chosen for, None where they were given.
-        rows, tokens: rejected shares; ess: effective sample size of the weights over all tokens, (sum w)^2 / (n sum w^2).
-        deciles: rejected share of rows by decile of length, short to long; NaN where a decile is empty.
-        positive, negative, correct, wrong: rejected share of rows by sign of the advantage, by reward above 0.
-    """
-
-    rule: str
-    setting: Mapping[str, float | str]
-    target: float | None
-    rows: float
-    tokens: float
-    ess: float
-    deciles: tuple[float, ...]
-    positive: float
-    negative: float
-    correct: float
-    wrong: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Rows that TRM-Max rejects at one threshold, measured and as (1 - p)^T has it, overall and by decile of length."""
-
-    max_kl: float
-    violation_probability: float
-    measured: float
-    predicted: float
-    measured_deciles: tuple[float, ...]
-    predicted_deciles: tuple[float, ...]
 
 
 def evidences(updates: Iterable[ScoredUpdate]) -> list[Evidence]:
@@ -115,7 +81,7 @@ class Strata:
 def rates(
     name: str, bound: Sequence[BoundRule], found: Sequence[Evidence], strata: Strata, target: float | None
 ) -> Rates:
-    """What the rules `bound` do together."""
+    """Rates of the rules `bound` applied together."""
     joint = corrections.compose(bound, whole_minibatch=True)
     decided = [joint(evidence) for evidence in found]
     lost = np.concatenate([(~one.keep & e.mask).any(1).numpy() for one, e in zip(decided, found, strict=True)])[
@@ -156,7 +122,7 @@ def all_rates(found: Sequence[Evidence], strata: Strata) -> list[Rates]:
 
 
 def predictions(found: Sequence[Evidence], strata: Strata) -> list[Prediction]:
-    """TRM-Max at the thresholds of the grid, beside what independent tokens would reject."""
+    """TRM-Max at the thresholds of the grid, and the prediction for independent tokens."""
     rule, results = corrections.get("trm_max"), []
     window = [corrections.scores(rule, evidence) for evidence in found]
     scores = np.concatenate([one.double().numpy() for one in window])
@@ -234,7 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = evidences(update for updates in recording.steps.values() for update in updates)
     strata = Strata(found)
     results, predicted = all_rates(found, strata), predictions(found, strata)
-    what = f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths {strata.length.min():.0f} to {strata.length.max():.0f}"
+    what = (
+        f"{recording.source}: {len(strata.length)} rows, {int(strata.length.sum())} tokens, lengths "
+        f"{strata.length.min():.0f} to {strata.length.max():.0f}"
+    )
     details = {
         "grid": [vars(one) for one in results],
         "trm_max": [vars(one) for one in predicted],

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from benchmarks.figure import Panel, document, lines
-
-if TYPE_CHECKING:
-    from benchmarks.mask_rate import Prediction, Rates
+from benchmarks.mask_rate_results import Prediction, Rates
 
 SHOWN = ("trm_max", "trm_avg", "ln_trm", "ser", "seq_mean_k3", "seq_sum_k3", "geometric_mask", "opsm")
 TARGET = 0.1

@@ -1,4 +1,7 @@
-"""Synthetic kept sets shaped like published ones: mean 8 ids, median 2, 99th percentile 82, 46% singletons. Shape letters: S tokens, V vocabulary."""
+"""Synthetic kept sets shaped like published ones: mean 8 ids, median 2, 99th percentile 82, 46% singletons.
+
+Shape letters: S tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ def published_sizes(num_tokens: int, seed: int, largest: int = 4096) -> np.ndarr
 
 
 def synthetic_mask(sizes: np.ndarray, vocab_size: int, seed: int) -> tuple[SamplingMask, np.ndarray]:
-    """Sets of these sizes, uniform over the vocabulary, in ascending order, and the `[S]` sampled ids, uniform within their sets."""
+    """Sets of these sizes, uniform over the vocabulary and ascending; and the `[S]` sampled ids, uniform within their
+    sets.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for size in sizes.tolist():
@@ -34,7 +39,7 @@ def synthetic_mask(sizes: np.ndarray, vocab_size: int, seed: int) -> tuple[Sampl
 
 
 def entropy_bits_per_token(sizes: np.ndarray, vocab_size: int) -> float:
-    """Entropy of such sets given the sampled token: that of the sizes as they are distributed here, and log2 C(V - 1, size - 1)."""
+    """Entropy of such sets given the sampled token: the entropy of the sizes plus log2 C(V - 1, size - 1)."""
     counts = np.unique(sizes, return_counts=True)[1] / len(sizes)
     of_sizes = -float((counts * np.log2(counts)).sum())
     return of_sizes + float(np.mean([_log2_choose(vocab_size - 1, size - 1) for size in sizes.tolist()]))

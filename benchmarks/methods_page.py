@@ -24,16 +24,16 @@ INTRO = """# Methods
 
 Written by `python -m benchmarks.methods_page` from the docstrings of the code; a test keeps it up to date.
 
-**Policies.** `mu`: the rollout engine at the weights that sampled (`rollout_logprobs`). `pi_old`: the learner at the same weights
-(`behavior_logprobs`). `pi_prox`: the learner when the step began (`proximal_logprobs`). `pi_theta`: the learner now
-(`current_logprobs`).
+**Policies.** `mu`: the rollout engine at the weights that sampled (`rollout_logprobs`). `pi_old`: the learner at the
+same weights (`behavior_logprobs`). `pi_prox`: the learner when the step began (`proximal_logprobs`). `pi_theta`: the
+learner now (`current_logprobs`).
 
 **Ratios.** `engine` = pi_old / mu (written rho), `lag` = pi_prox / pi_old, `update` = pi_theta / pi_prox (written r),
-`staleness` = lag x update, `merged` = engine x lag, `total` = pi_theta / mu (written w). Any method takes `ratio: NAME` to read
-another one than its own.
+`staleness` = lag x update, `merged` = engine x lag, `total` = pi_theta / mu (written w). Any method takes `ratio: NAME`
+to read another one than its own.
 
-**Shapes.** B rows, T tokens: log-probs, ratios, advantages, masks, weights and keep masks are `[B, T]`; row statistics are `[B]`.
-Only sampled tokens count: prompts, tool outputs and padding change nothing. Statistics are float32 at least.
+**Shapes.** B rows, T tokens: log-probs, ratios, advantages, masks, weights and keep masks are `[B, T]`; row statistics
+are `[B]`. Only sampled tokens count: prompts, tool outputs and padding change nothing. Statistics are float32 at least.
 
 **Calibration.** Where `target_reject_rate` is possible, it takes the place of the thresholds: the rule measures for
 `correction.calibration_steps` steps, and then rejects what would have been that share.
@@ -46,16 +46,20 @@ AGAIN = "; every update of a step but the first needs one more forward pass with
 ENTROPY = " The entropy takes one more pass of the output layer over the vocabulary."
 
 WHEN = {
-    "corrections": """Listed in `correction.rules`, or by `correction.preset`. In short: reweight (`*_tis`, `icepop`) when the mismatch is small and
-unbiased gradients matter; reject tokens (`token_*`, `icepop`) against isolated outliers; reject rows by a mean (`trm_avg`, `ser`,
-`ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`, `seq_max_*`) for guarantees on every
-token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with `target_reject_rate` choose their threshold
-themselves. Look at `acceptance/length_*` before you trust any of them.""",
-    "losses": """Chosen by `loss.name`, parameters in `loss.parameters`. In short: `ppo_clip` unless there is a reason; sequence ratios
-(`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still learn;
-`vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
-    "advantages": """Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard deviation;
-`opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
+    "corrections": """\
+Listed in `correction.rules`, or by `correction.preset`. In short: reweight (`*_tis`, `icepop`) when the mismatch is
+small and unbiased gradients matter; reject tokens (`token_*`, `icepop`) against isolated outliers; reject rows by a
+mean (`trm_avg`, `ser`, `ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`,
+`seq_max_*`) for guarantees on every token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with
+`target_reject_rate` choose their threshold themselves. Look at `acceptance/length_*` before you trust any of them.""",
+    "losses": """\
+Chosen by `loss.name`, parameters in `loss.parameters`. In short: `ppo_clip` unless there is a reason; sequence ratios
+(`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still
+learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
+    "advantages": """\
+Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
+deviation; `opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k
+objectives.""",
 }
 
 
@@ -103,7 +107,7 @@ def _loss(name: str) -> str:
 
 
 def _cost(scope: str, *, moves: bool) -> str:
-    """What a method of that scope costs; `moves`: it reads a ratio that changes with every update."""
+    """Cost of a method of that scope. `moves`: it reads a ratio that changes with every update."""
     if scope == "batch":
         return GATHERED + (AGAIN if moves else "")
     return ROWS if scope == "sequence" else TOKENS
@@ -147,9 +151,10 @@ def _thresholds(values: Any) -> str:
 def _length_bias() -> str:
     lines = [
         "## Length bias\n",
-        "On independent noise no length deserves to be rejected more than another. Rejected rows in percent by number of tokens, at",
-        f"thresholds that reject {length_bias.REJECTED:.0%} of all rows, and the slope in percentage points per doubling of length with its 95%",
-        "interval (binomial counts at the calibrated threshold): `python -m benchmarks.length_bias`.\n",
+        "On independent noise no length deserves to be rejected more than another. The table has the rejected rows",
+        f"in percent by number of tokens, at thresholds that reject {length_bias.REJECTED:.0%} of all rows. The slope",
+        "is in percentage points per doubling of length, with its 95% interval (binomial counts at the calibrated",
+        "threshold): `python -m benchmarks.length_bias`.\n",
         "| rule | slope | " + " | ".join(str(length) for length in length_bias.LENGTHS) + " |",
         "|---|---|" + "---|" * len(length_bias.LENGTHS),
     ]
@@ -157,7 +162,8 @@ def _length_bias() -> str:
         rates = " | ".join(f"{rate:.1f}" for rate in found.rates)
         lines.append(f"| `{found.rule}` | {found.slope:+.1f} ({found.low:+.1f} to {found.high:+.1f}) | {rates} |")
     lines.append(
-        "\nMaxima and sums reject long rows more; means reject short rows more, because their spread shrinks with length.\n"
+        "\nMaxima and sums reject long rows more. Means reject short rows more, because their spread shrinks with\n"
+        "length.\n"
     )
     return "\n".join(lines)
 

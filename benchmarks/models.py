@@ -1,8 +1,9 @@
-"""Which family works with which engine: `python -m benchmarks.models [--family NAME ...]` runs them and writes docs/models.md.
+"""Support table of model families and engines: runs the checks and writes docs/models.md.
 
-For each family a tiny random checkpoint is made. A real server samples two training steps from it in float32, with routes and sampling masks,
-while a learner trains and pushes; then each learner is examined on the recorded samples. What was found is kept in benchmarks/models.json,
-family by family, and the page is made from that file alone (`--page-only`).
+`python -m benchmarks.models [--family NAME ...]` makes a tiny random checkpoint for each family. A real server samples
+two training steps from it in float32, with routes and sampling masks, while a learner trains and pushes. Then each
+learner is tested on the recorded samples. The results are kept in benchmarks/models.json, family by family. The page is
+made from that file alone (`--page-only`).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def examine(family: str, folder: Path) -> dict[str, Any]:
 
 
 def _live(config: Path, folder: Path) -> dict[str, Any]:
-    """Two steps with the real server, in processes of their own."""
+    """Two steps with the real server, in separate processes."""
     done = _run([sys.executable, "-m", "moe_trm", "train", str(config), "--nproc-per-node=1"])
     metrics = folder / "runs" / "models" / "metrics.jsonl"
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
@@ -92,7 +93,7 @@ def _live(config: Path, folder: Path) -> dict[str, Any]:
 
 
 def _learner(name: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The learner `name` on the recorded samples, in a process of its own."""
+    """The learner `name` on the recorded samples, in a separate process."""
     backend = {**settings["learner"], "backend": name}
     config, out = folder / f"{name}.yaml", folder / f"{name}.json"
     own = {"learner": backend, "replay": {"mode": "R3", "max_local_flip_rate": 1.0}, "record": {}}

@@ -1,9 +1,14 @@
-"""Does the doctor name the fault that was planted? `python -m benchmarks.planted_faults [--checkpoint DIR] [--seeds 0 1 2] [--only FAULT ...] [--json FILE]`
+"""Confusion matrix of the doctor: planted faults against the causes it names.
 
-Every fault is planted from outside, into what one of the two engines is given: its weights, its config.json, its settings, its tokenizer,
-or the line between them. Rollouts are recorded once per seed by a real float32 SGLang server that serves the untouched checkpoint; then
-they are scored by a learner that was given something else, three severities each, and the doctor's judgement names a cause. Clean controls
-are given the same. Faults that no recording shows are planted between a live server and `moe-trm doctor`. Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
+`python -m benchmarks.planted_faults [--checkpoint DIR] [--seeds 0 1 2] [--only FAULT ...] [--json FILE]`
+
+Every fault is planted from outside, into an input of one of the two engines: its weights, its config.json, its
+settings, its tokenizer, or the connection between them. A real float32 SGLang server that serves the untouched
+checkpoint records rollouts once per seed. A learner with a faulty input then scores them, at three severities, and the
+doctor names a cause. Clean controls are treated the same way. Faults that no recording shows are planted between a live
+server and `moe-trm doctor`.
+
+Printed: the confusion matrix, the share of severe faults whose cause was named, and false alarms.
 """
 
 from __future__ import annotations
@@ -283,7 +288,7 @@ def of_recordings(
 
 
 def rescore(config: Config, bundle: Path) -> Measurements:
-    """What the doctor's probe would see of a recording, from a learner built in this process."""
+    """The doctor's probe of a recording, from a learner built in this process."""
     from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 
     learner = build_megatron_learner(config)

@@ -1,4 +1,4 @@
-"""The processes of a job as the kernel shows them (Linux): memory, open files, sockets and threads, once a second until the job ends."""
+"""Memory, open files, sockets and threads of a job's processes, read from the kernel (Linux) once a second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLES = {
     "sglang.launch_server": "SGLang server",
     "moe_trm": "moe-trm train",
 }
-"""What the module on a command line is called here."""
+"""Short name of a process, by the module on its command line."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Look:
 
     Attributes:
         step: the last finished one.
-        memory: bytes that only this process keeps in use: its anonymous pages, and its share of shared memory. File pages, which the
-            kernel drops when it wants to, are left out.
+        memory: bytes that only this process keeps in use: its anonymous pages, and its share of shared memory. File
+            pages, which the kernel drops when it wants to, are left out.
         resident: bytes of its resident set, files and all.
         files, sockets, threads: how many are open.
     """
@@ -46,7 +46,7 @@ class Look:
 def watch(
     command: Sequence[str], step: Callable[[], int], each_look: Callable[[], object]
 ) -> list[tuple[str, list[Look]]]:
-    """Run `command` to its end; what every process of it is called, and what it looked like.
+    """Run `command` to its end. Returns the name and the measurements of each of its processes.
 
     Args:
         command: of the job.
@@ -93,7 +93,7 @@ def look(process: psutil.Process, step: int) -> Look:
 
 
 def role(words: Sequence[str]) -> str:
-    """What a process with this command line is."""
+    """Short name of the process with this command line."""
     line = " ".join(words)
     if found := next((name for module, name in ROLES.items() if module in words), None):
         return found

@@ -1,8 +1,10 @@
-"""What replay costs: forward and backward of a small Megatron model with the rollout's routes against its own, in one process on the CPU.
+"""Cost of replay: forward and backward of a small Megatron model on the CPU, with the rollout's and with its own
+routes.
 
-`python -m benchmarks.replay_overhead --json FILE`. Native and replayed passes alternate and every figure is the median over pairs, by
-CPU time and by wall time. The proof is timed directly, inside the replayed passes: the second cut of the records, the count of local
-flips, the comparison with the dispatcher's map, the report. Replayed routes are the model's own, so that both sides compute the same.
+`python -m benchmarks.replay_overhead --json FILE`. Native and replayed passes alternate in one process. Every figure is
+the median over pairs, by CPU time and by wall time. The proof is timed directly, inside the replayed passes: the second
+cut of the records, the count of local flips, the comparison with the dispatcher's map, the report. Replayed routes are
+the model's own, so both sides compute the same.
 
 Shape letters: B sequences, R tokens of each, L MoE layers, K experts per token, E experts.
 """

@@ -1,8 +1,9 @@
-"""Kills a run with SIGKILL at random moments, resumes it each time, and compares its metrics with those of a run left alone, bit for bit.
+"""Kills a run with SIGKILL at random moments, resumes it, and compares its metrics bit for bit with an undisturbed run.
 
-`python -m benchmarks.resume_drill CONFIG --bundle DIR [--kills 50] [--ranks 1 2] [--json FILE] [key=value ...]` needs a recording of as many
-steps as are run (`record.bundle=DIR`). Every process of the run is killed at once, as when a machine loses power; a checkpoint is written
-after every step, so kills also fall into the writing of checkpoints.
+`python -m benchmarks.resume_drill CONFIG --bundle DIR [--kills 50] [--ranks 1 2] [--json FILE] [key=value ...]` needs a
+recording with at least as many steps as are run (`record.bundle=DIR`). All processes of the run are killed at once, as
+when a machine loses power. A checkpoint is written after every step, so some kills happen while a checkpoint is being
+written.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ TIMED = ("time/", "rollout/tokens_per_s")
 
 @dataclass(frozen=True)
 class Drill:
-    """A finished run that was killed: how often, in how many different steps, whether its metrics are those of the run left alone, and
-    whether every sample that was issued is accounted for at every step."""
+    """A finished run that was killed several times.
+
+    It says how often it was killed, in how many different steps, whether its metrics equal those of the undisturbed
+    run, and whether every issued sample is accounted for at every step.
+    """
 
     kills: int
     steps_hit: int
@@ -103,7 +107,10 @@ def _kill_until_finished(
     config: str, settings: list[str], ranks: int, run: Path, done: int, kills: int, hit: set[int],
     rng: random.Random, step_s: float,
 ) -> int:  # fmt: skip
-    """Start the run again and again until it is finished; kill it at a random moment while kills are left. The kills done so far."""
+    """Restart the run until it is finished; while kills are left, kill it at a random moment.
+
+    Returns the number of kills.
+    """
     while True:
         before, process = len(metrics_of(run)), _start(config, settings, ranks)
         if done < kills:
@@ -158,7 +165,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def books_balance(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether issued = queued + in_flight + trained + rejected + dropped in every row that has books, and at least one has."""
+    """True when a row has ledger totals, and issued = queued + in_flight + trained + rejected + dropped in these."""
     places = ("queued", "in_flight", "trained", "rejected", "dropped")
     booked = [row for row in rows if "ledger/issued" in row]
     return bool(booked) and all(

@@ -1,12 +1,15 @@
-"""How far two engines are apart on the same tokens, and how much of it is routing.
+"""Difference of two engines on the same tokens, and the part of it that routing causes.
 
-`python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE] [--picture FILE]`
+`python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE]
+[--picture FILE]`
 
-Side A samples answers (SGLang by decoding; the others score what Hugging Face samples), side B scores the same tokens twice: with its own
-routes and, where it can, with those of A replayed and proved. Reported: how often expert sets differ, by layer, position and
-router margin; the log-prob differences with and without replay; 95% bootstrap intervals over prompts. The cause is what the sides differ
-in: engine, dtype, layout, sequences computed together, or (with --versions) the age of the weights. Router margins are always those of
-the Hugging Face model in float32 with B's weights.
+Side A samples answers (SGLang by decoding; the others score samples of Hugging Face). Side B scores the same tokens
+twice: with its own routes and, where it can, with the routes of A, replayed and proved.
+
+Reported are the rate of different expert sets by layer, position and router margin; the log-prob differences with and
+without replay; and 95% bootstrap intervals over prompts. The cause is the difference between the sides: engine, dtype,
+layout, sequences computed together, or (with --versions) the age of the weights. Router margins are always those of the
+Hugging Face model in float32 with B's weights.
 
 Shape letters: N scored tokens, L MoE layers, K experts per token.
 """
@@ -160,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     cause = "weights" if args.versions else "engine, arithmetic or layout"
-    title = f"A: {a}\nB: {b}\nthey differ in: {cause}; {compared.num_tokens} tokens of {args.prompts} prompts, {time.perf_counter() - started:.0f} s"
+    title = (
+        f"A: {a}\nB: {b}\nthey differ in: {cause}; {compared.num_tokens} tokens of {args.prompts} prompts, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
     report(title, table(compared), args.json)
     if args.picture:
         args.picture.write_text(draw(compared, str(a), str(b)), encoding="utf-8")

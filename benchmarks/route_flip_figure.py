@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.route_flip`: flip rates by layer and by router margin, and k3 KL with and without replay."""
+"""Figure of `benchmarks.route_flip`: flip rates by layer and by router margin, and k3 KL with and without replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _bars(left: float, right: float, title: str, axis: str, strata: Mapping[str,
         x, width = panel.x(place), 0.6 * (right - left) / (len(strata) + 1)
         height = panel.bottom - panel.y(one.rate.value)
         parts.append(
-            f'<rect x="{x - width / 2:.1f}" y="{panel.y(one.rate.value):.1f}" width="{width:.1f}" height="{height:.1f}" fill="{REPLAYED}"/>'
+            f'<rect x="{x - width / 2:.1f}" y="{panel.y(one.rate.value):.1f}" width="{width:.1f}" '
+            f'height="{height:.1f}" fill="{REPLAYED}"/>'
         )
         parts.append(f'<path d="M{x:.1f} {panel.y(one.rate.low):.1f}V{panel.y(one.rate.high):.1f}" stroke="{INK}"/>')
         parts.append(panel.below(x, name.split(" ")[0].replace("below", "0")))

@@ -1,8 +1,9 @@
-"""What routes of long sequences weigh on their way: peak memory of the controller and of every rank.
+"""Peak memory that routes of long sequences need, in the controller and in every rank.
 
-`python -m benchmarks.route_memory --json FILE`. The controller, its store and its service are the real ones, and so are the ranks'
-clients; answers come from a file as SGLang would send them (64 sequences of 32,768 tokens of DeepSeek-V3, one answer at a time). A
-process's share is what it has to hold: the controller all sequences of the step, a rank its rows and layers.
+`python -m benchmarks.route_memory --json FILE`. The controller, its store, its service and the clients of the ranks are
+the real ones. Answers come from a file as SGLang would send them: 64 sequences of 32,768 tokens of DeepSeek-V3, one
+answer at a time. A process's share is the data it must hold: for the controller all sequences of the step, for a rank
+its rows and layers.
 
 Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 """
@@ -118,7 +119,7 @@ def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int
 
 
 def run_rank(told: Connection, endpoint: str, rank: int, ranks: int, layers: tuple[int, ...]) -> None:
-    """Take this rank's share of the step; tell the bytes of its routes, and those that this process grew by at most."""
+    """Take this rank's share of the step. Send the bytes of its routes and the peak growth of this process."""
     client = RolloutClient(endpoint, KEY, ranks=(rank, ranks), data=(rank, ranks))
     before = _forget_peak()
     batch = client.next_batch(1, layers)

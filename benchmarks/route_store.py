@@ -1,8 +1,8 @@
-"""Routes as bytes: size of each codec against the information limit, speed, groups of samples, and the way to a rank's tensor.
+"""Codecs of routes: size against the information limit, speed, groups of samples, and decoding into a rank's tensor.
 
-`python -m benchmarks.route_store --json FILE`. Speeds are MB/s of raw one- or two-byte ids, by CPU time of this process (medians; wall
-time beside it shows what a busy machine adds). Routes are random legal ones; the set codec's size does not depend on them.
-Memory is weighed by `benchmarks.route_memory`.
+`python -m benchmarks.route_store --json FILE`. Speeds are MB/s of raw one- or two-byte ids, by CPU time of this process
+(medians). The wall time beside it shows the effect of other load. Routes are random legal ones; the set codec's size
+does not depend on them. `benchmarks.route_memory` measures memory.
 
 Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 """

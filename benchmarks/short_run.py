@@ -1,4 +1,4 @@
-"""A short real run to measure on: the starting checkpoint, and training steps whose rollouts and scores are recorded."""
+"""A short real run for measurements: the starting checkpoint, and training steps with recorded rollouts and scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SETTINGS = {
 
 
 def starting_checkpoint(given: Path | None, folder: Path) -> Path:
-    """The checkpoint to measure on: the one given, the quickstart's where it was made, else a tiny random one made in `folder`."""
+    """The checkpoint to measure on: the given one, else the quickstart's if it exists, else a tiny random one.
+
+    The last is made in `folder`.
+    """
     if given is not None:
         return given
     if (WARM / "config.json").is_file():
@@ -33,10 +36,10 @@ def starting_checkpoint(given: Path | None, folder: Path) -> Path:
 
 
 def record_run(checkpoint: Path, folder: Path, steps: int, overrides: Sequence[str] = ()) -> Path:
-    """Train `steps` steps on sums with the real engines, recording into a bundle under `folder`, which is returned.
+    """Train `steps` steps on sums with the real engines. Returns the recorded bundle, a folder under `folder`.
 
     Raises:
-        MoeTrmError: the run failed; `ConfigError` and others where it was refused.
+        MoeTrmError: the run failed; `ConfigError` and others when it was refused.
     """
     bundle = folder / "bundle"
     settings = SETTINGS | {"run_dir": str(folder / "runs"), "model": {"checkpoint": str(checkpoint)}}

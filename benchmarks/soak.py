@@ -1,12 +1,13 @@
-"""A long run, watched from outside: what does a process, or what the run keeps on disk, gain with the steps?
+"""A long run, observed from outside: growth of its processes and of its files over the steps.
 
-`python -m benchmarks.soak [key=value ...] [--config FILE] [--steps 500] [--json FILE]` runs `moe-trm train` and looks at every process of it
-once a second. Without a configuration of your own a tiny model is trained on a live SGLang server, with a reward function, probes,
-checkpoints, evaluations and two learner ranks (`soak_job`). `record.bundle=DIR` records it, and `rollout.engine=bundle rollout.bundle=DIR`
-runs on the recording, without a server.
+`python -m benchmarks.soak [key=value ...] [--config FILE] [--steps 500] [--json FILE]` runs `moe-trm train` and
+measures every process of it once a second. Without a configuration of your own, a tiny model is trained on a live
+SGLang server, with a reward function, probes, checkpoints, evaluations and two learner ranks (`soak_job`).
+`record.bundle=DIR` records it. `rollout.engine=bundle rollout.bundle=DIR` runs on the recording, without a server.
 
-The verdict on each process is that of `growth` on its memory, and `handles` where it ends with more files, sockets or threads than in the
-second quarter of the steps. The exit status is 1 where a process of ours, the run folder or the pushes grow; SGLang's growth is shown.
+The verdict on each process is that of `growth` on its memory. It is `handles` when the process ends with more files,
+sockets or threads than in the second quarter of the steps. The exit status is 1 when one of our processes, the run
+folder or the pushes grow. SGLang's growth is only shown.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.table import Row, report
 NAME = "soak"
 PUSHES = Path("/dev/shm")
 LOGS = ("*.log", "*.jsonl", "*.html", "transcripts/*")
-"""What a run writes down of each step, which is meant to become more."""
+"""Files that a run appends to at each step; they are expected to grow."""
 SPARE_HANDLES = 2
 """A file or thread more or less at the moment of a look is no growth."""
 GOOD = ("flat", "levels off")
@@ -42,7 +43,7 @@ MIB = 1 << 20
 
 @dataclass
 class Kept:
-    """What lies in a place, look by look: the last finished step, bytes, files."""
+    """Measurements of one folder: the last finished step, bytes and files at each."""
 
     looks: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -82,8 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = statistics.median(row["time/step_s"] for row in metrics[1:])
     held = max(row["ledger/queued"] + row["ledger/in_flight"] for row in metrics[1:])
     title = (
-        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. Growth in MiB per 100 steps, "
-        "with its standard error, after the first quarter of the steps and over the second half; handles gained since the second quarter"
+        f"{len(metrics) - 1} steps, median {seconds:.2f} s; at most {held:.0f} samples held between steps. Growth in "
+        "MiB per 100 steps, "
+        "with its standard error, after the first quarter of the steps and over the second half; handles gained since "
+        "the second quarter"
     )
     raw = [{"process": name, "looks": [astuple(each) for each in seen]} for name, seen in looks]
     report(title, rows, args.json, {"look": [each.name for each in fields(Look)], "processes": raw})
@@ -127,7 +130,7 @@ def steps_in(path: Path) -> int:
 
 
 def state_files(run: Path) -> list[Path]:
-    """What the run keeps of itself to go on: all of its files but the logs."""
+    """Files of the state that the run needs to continue: all of its files but the logs."""
     return [path for path in files_in(run) if not any(path.relative_to(run).match(pattern) for pattern in LOGS)]
 
 

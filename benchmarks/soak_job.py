@@ -30,7 +30,7 @@ SHAPE = TinyShape(layers=2, hidden=64, heads=2, kv_heads=1, experts=8, expert_ff
 
 
 def write_job(folder: Path) -> Path:
-    """The model, the same each time, and a configuration that trains it on real engines: SGLang, and two learner ranks."""
+    """The model, the same each time, and a configuration that trains it on SGLang and two learner ranks."""
     make_checkpoint(folder / "model", shape=SHAPE)
     path = folder / "config.yaml"
     path.write_text(json.dumps(SETTINGS | {"model": {"checkpoint": str(folder / "model")}}), encoding="utf-8")
@@ -38,5 +38,5 @@ def write_job(folder: Path) -> Path:
 
 
 def share_of_digits(sample: RewardInput) -> float:
-    """Reward that tells the answers of a random model apart, and runs in processes of its own as any function does."""
+    """Reward that differs between the answers of a random model. It runs in its own processes, as any function does."""
     return sum(character.isdigit() for character in sample.completion) / max(1, len(sample.completion))

@@ -1,7 +1,8 @@
-"""What recording costs at the rollout engine, and where the seconds of a training step go.
+"""Cost of recording at the rollout engine, and the phases of a training step in seconds.
 
-`python -m benchmarks.step --checkpoint DIR [--run RUN_DIR] [--json FILE]` starts a real server on the checkpoint and lets it answer the same
-prompts with and without capture (log-probs, routes, masks), in turn; with `--run`, adds the phases of a finished run.
+`python -m benchmarks.step --checkpoint DIR [--run RUN_DIR] [--json FILE]` starts a real server on the checkpoint. It
+answers the same prompts with and without capture (log-probs, routes, masks), in turn. With `--run`, the phases of a
+finished run are added.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def recording(checkpoint: str, rounds: int) -> list[Row]:
-    """Tokens per second with and without capture, parsing and validation included, and the median of the paired ratios."""
+    """Tokens per second with and without capture, parsing and validation included; and the median ratio of pairs."""
     config = Config.model_validate(
         {"model": {"checkpoint": checkpoint}, "rollout": {"top_p": 0.95, "server": {"port": 0}}}
     )

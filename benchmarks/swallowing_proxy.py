@@ -1,4 +1,4 @@
-"""A proxy in front of a rollout server that makes a weight push arrive incomplete: some of what was sent is replaced by what was there before."""
+"""A proxy in front of a rollout server that corrupts weight pushes: part of the sent weights is replaced by others."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def report(
 
 
 def origin() -> dict[str, str | int]:
-    """What figures need to be repeated: command, date (UTC), and machine."""
+    """Information needed to repeat a measurement: command, date (UTC) and machine."""
     return {
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -58,8 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(levelname)s %(message)s")
     try:
         config, choices = load_here(args.config, args.overrides)
-        check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        run(config, interruption, choices, restarted=args.restarted)
+        restarted = args.restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
+        run(config, interruption, choices, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status if isinstance(error, MoeTrmError) else REFUSED
@@ -85,7 +86,7 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
     torch.manual_seed(config.seed)
     mode, _ = replay_mode(config)
     run_dir = Path(config.run_dir) / config.name
-    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted or restarts > 0)
+    checkpoints = Checkpoints(config, run_dir, interruption, restarted=restarted)
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if rank == 0:

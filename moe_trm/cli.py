@@ -1,4 +1,7 @@
-"""The `moe-trm` command. A subcommand's module is imported only when it is called, so that `moe-trm --help` answers at once."""
+"""The `moe-trm` command.
+
+A subcommand's module is imported only when it is called, so that `moe-trm --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the chosen subcommand, with its `run`. Exits, as argparse does, after `--help` and on a wrong command line."""
+    """The arguments of the chosen subcommand, with its `run`.
+
+    Exits, as argparse does, after `--help` and on a wrong command line.
+    """
     parser = argparse.ArgumentParser(
         prog="moe-trm",
         description="Record, replay, split and correct the mismatch between rollout and learner in RL of MoE models.",

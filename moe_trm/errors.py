@@ -1,4 +1,4 @@
-"""Typed errors. Each tells what is wrong, where, what was got and expected, and what to do about it."""
+"""Typed errors. Each names the fault, the place, the value found, the value expected, and the remedy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class EngineError(MoeTrmError):
 
 
 class EngineLost(EngineError):
-    """The engine did not answer, or only with failures of its own (5xx): what was asked may be asked again, here or elsewhere."""
+    """The engine did not answer, or answered with server errors (5xx) only.
+
+    The request may be repeated, here or elsewhere.
+    """
 
 
 class RecordRejected(MoeTrmError):
@@ -71,7 +74,7 @@ class LearnerError(MoeTrmError):
 
 
 class SyncError(MoeTrmError):
-    """A weight push is incomplete or wrong: the engine's own checksums differ from what the learner sent."""
+    """A weight push is incomplete or wrong: the engine's checksums differ from those of the sent tensors."""
 
     may_pass = True
 
@@ -81,7 +84,10 @@ class BundleError(MoeTrmError):
 
 
 class ControllerError(MoeTrmError):
-    """The rollout controller died, refused a request, or broke the wire protocol. `may_pass` as of what ended or refused."""
+    """The rollout controller died, refused a request, or broke the wire protocol.
+
+    `may_pass` as of what ended or refused.
+    """
 
     def __init__(
         self,
@@ -98,4 +104,4 @@ class ControllerError(MoeTrmError):
 
 
 class RunError(MoeTrmError):
-    """A folder that holds no run, a run that has nothing to show yet, or one that cannot write down what it does."""
+    """A folder without a run, a run without results yet, or a run that cannot write its files."""

@@ -1,8 +1,9 @@
-"""The algorithm on one page. Every learner rank runs it; collective calls are in the same order on all of them.
+"""The algorithm on one page. Every learner rank runs it; all ranks make collective calls in the same order.
 
-Synchronous training: the engine serves exactly the learner's weights while it samples, so the behaviour pass is the proximal pass
-(age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping `pipeline.mode` the controller samples
-what later steps train while this one does, and a push returns as soon as the engine has been given its files.
+Synchronous training: the engine serves exactly the learner's weights while it samples. So the behaviour pass is the
+proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping
+`pipeline.mode` the controller samples for later steps while this step trains, and a push returns as soon as the engine
+has its files.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def train(
     mode: ReplayMode,
     run_dir: Path,
 ) -> None:
-    """Run `config.train.steps` steps, or what is left of them. Raises on the first broken proof or failed push; nothing unproved is trained on."""
+    """Run `config.train.steps` steps, or what is left of them.
+
+    Raises on the first broken proof or failed push; nothing unproved is trained on.
+    """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.quantization)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
@@ -130,11 +134,15 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def replay_metrics(report: ReplayReport) -> dict[str, float]:
+    """`replay/*` and `routing/local_flip_rate*`; where nothing was replayed there is nothing to prove, and only that is told."""
+    counted = {"replay/token_layers": float(report.replayed), "replay/native_fraction": report.native_fraction}
+    applied, flips = report.applied_fraction, report.local_flip_rate
+    if applied is None or flips is None:
+        return counted
     return {
-        "replay/applied_fraction": report.applied_fraction,
-        "replay/token_layers": float(report.replayed),
-        "replay/native_fraction": report.native_fraction,
-        "routing/local_flip_rate": report.local_flip_rate,
+        "replay/applied_fraction": applied,
+        **counted,
+        "routing/local_flip_rate": flips,
         **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
     }
 

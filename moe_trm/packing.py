@@ -1,4 +1,7 @@
-"""Sampled tokens without their padding. Shape letters: B rows, T columns, N sampled tokens, R runs of neighbouring ones."""
+"""Sampled tokens without their padding.
+
+Shape letters: B rows, T columns, N sampled tokens, R runs of neighbouring ones.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ TOKENS_PER_RUN = 32
 
 
 class Packing:
-    """Where the True positions of a bool `mask` `[B, T]` are.
+    """Places of the True positions of a bool `mask` `[B, T]`.
 
     Attributes:
         lengths: `[B]` int64, sampled tokens of each row.

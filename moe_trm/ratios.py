@@ -1,10 +1,12 @@
 """The decomposition of the total log-ratio between the trained policy and the policy that sampled.
 
-`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe.run`) the engine part splits further,
-`log_engine = numerics + routing`, and truncation has its own number, the log kept mass. Shape letters: B sequences, T tokens.
+`log_total = log_engine + log_lag + log_update`; staleness = lag + update. On a probe step (`moe_trm.probe.run`) the
+engine part splits further: `log_engine = numerics + routing`. Truncation has its own number, the log kept mass.
 
-Every tensor here is float32 (float64 for float64 inputs) and 0 where `mask` is False; what the inputs hold there, NaN and
-infinities included, reaches neither values nor gradients.
+Shape letters: B sequences, T tokens.
+
+Every tensor here is float32 (float64 for float64 inputs) and 0 where `mask` is False. Input values there may be
+anything, NaN and infinities included: they affect neither values nor gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     """`left - right` where `mask` is True, else 0; float32 or float64.
 
-    Both sides are replaced before they are subtracted: a NaN that is only selected away afterwards would still spoil gradients.
+    Both sides are replaced before they are subtracted: a NaN that is only selected away afterwards would still spoil
+    gradients.
     """
     dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     return torch.where(mask, left, 0.0).to(dtype) - torch.where(mask, right, 0.0).to(dtype)
@@ -45,20 +48,20 @@ class LogRatios:
 
     engine    = behavior - rollout      same weights, two engines
     lag       = proximal - behavior     the learner's weights moved between sampling and this step
-    merged    = engine + lag            all that is known of the two when the weights that sampled are gone
+    merged    = engine + lag            the only known sum when the weights that sampled are gone
     update    = current - proximal      the learner's weights moved within this step (what PPO clips)
     staleness = lag + update
     total     = merged + update
 
     Args:
         rollout_logprobs, current_logprobs: `[B, T]`.
-        behavior_logprobs: `[B, T]`, or None when the weights that sampled are gone; then `proximal_logprobs` is needed and
-            `engine`, `lag` and `staleness` raise `ConfigError`, because they cannot be told apart.
+        behavior_logprobs: `[B, T]`, or None when the weights that sampled are gone. Then `proximal_logprobs` is needed,
+            and `engine`, `lag` and `staleness` raise `ConfigError`, because they are not known apart.
         mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.
         proximal_logprobs: `[B, T]`, or None at age 0, where it equals `behavior_logprobs`.
 
-    `rollout_logprobs` is kept, masked: adding a ratio to it gives back the log-probs of the other policy.
-    Every ratio is detached except `update`, and through it `staleness` and `total`: they carry the gradient of `current_logprobs`.
+    `rollout_logprobs` is kept, masked: adding a ratio to it gives back the log-probs of the other policy. Every ratio
+    is detached except `update`, and through it `staleness` and `total`: they carry the gradient of `current_logprobs`.
     """
 
     def __init__(
@@ -83,12 +86,12 @@ class LogRatios:
 
     @property
     def split(self) -> bool:
-        """Whether `engine` and `lag` are known apart."""
+        """True when `engine` and `lag` are known apart."""
         return self._behavior is not None
 
     @cached_property
     def packing(self) -> Packing:
-        """Where the sampled tokens are."""
+        """Places of the sampled tokens."""
         return Packing(self.mask)
 
     @property
@@ -157,14 +160,17 @@ RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
 
 
 def log_kept_mass(kept_logprobs: Tensor, full_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Log of the probability that top-k, top-p and min-p kept, `[B, T]`, from one token's log-prob over both supports.
+    """Log of the mass that top-k, top-p and min-p kept, `[B, T]`, from one token's log-prob over both supports.
 
-    log p_full(y) = log p_kept(y) + log mass, so log mass = full - kept; 0 without truncation, negative with it.
+    log p_full(y) = log p_kept(y) + log mass, so log mass = full - kept. It is 0 without truncation, negative with it.
     """
     return masked_difference(full_logprobs.detach(), kept_logprobs.detach(), mask.bool())
 
 
 def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of e^x - 1 - x over the clamped log-ratio, float64: in float32 the difference of nearly equal numbers would be their rounding."""
+    """Sum of e^x - 1 - x over the clamped log-ratio, in float64.
+
+    In float32 the difference of nearly equal numbers would be rounding error.
+    """
     x = clamp_log_ratio(log_ratio.double())
     return (x.expm1() - x).sum()

@@ -1,6 +1,6 @@
-"""Metrics that may be added: over micro-batches, over ranks, over steps. Only then are they finished into the numbers people read.
+"""Metrics that may be added over micro-batches, ranks and steps. After that they are finished into readable numbers.
 
-A metric travels as 0-d float64 tensors under `NAME:ROLE`. The roles of one name say what it becomes:
+A metric is a set of 0-d float64 tensors under `NAME:ROLE`. The roles of one name determine the result:
 
 | roles | finished as |
 |---|---|
@@ -10,8 +10,8 @@ A metric travels as 0-d float64 tensors under `NAME:ROLE`. The roles of one name
 | `x`, `y`, `xx`, `yy`, `xy`, `count` | `NAME` = Pearson correlation |
 | `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
 
-Which names exist depends on configuration and shapes, never on values: every rank has the same keys, an empty
-micro-batch included. A name with count 0 is left out of the result: there is nothing to say about nothing.
+The names depend on configuration and shapes, never on values: every rank has the same keys, an empty micro-batch
+included. A name with count 0 is left out of the result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def moments(name: str, values: Tensor, mask: Tensor) -> Summable:
 
 
 def deviation(name: str, values: Tensor, mask: Tensor) -> Summable:
-    """Mean and standard deviation of `values` where `mask` is True, for values whose effective sample size would mean nothing."""
+    """Mean and standard deviation of `values` where `mask` is True, without the effective sample size."""
     return mean(name, values, mask) | {f"{name}:squared": _total(values.detach() ** 2, mask)}
 
 
@@ -68,7 +68,7 @@ def lowest(values: Tensor) -> Tensor:
 
 
 def compared(name: str) -> bool:
-    """Whether the metric `name` is a maximum or minimum, which is compared where others are added."""
+    """True when the metric `name` is a maximum or minimum, which is compared where others are added."""
     return name.endswith((":max", ":min"))
 
 

@@ -1,7 +1,7 @@
 """The contract between rollout, store, learner and correction, on one page.
 
-Shape letters: T tokens of one sequence, S tokens the policy sampled in it, B rows of a micro-batch, R forwarded rows
-(`T - 1`; in a padded micro-batch the longest of them), L MoE layers, K experts per token.
+Shape letters: T tokens of one sequence, S tokens the policy sampled in it, B rows of a micro-batch, R forwarded rows, L
+MoE layers, K experts per token. R is `T - 1`; in a padded micro-batch that of the longest sequence.
 
 Row convention, everywhere: row `r` has input token `r`, the routes of that token, and the log-prob of token `r + 1`.
 """
@@ -21,7 +21,10 @@ from routing import RouteRecord
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the behaviour policy samples. `top_k` is always finite: the engine needs that to return its sampling mask."""
+    """Sampling settings of the behaviour policy.
+
+    `top_k` is always finite: the engine needs that to return its sampling mask.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,7 +36,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task instance. `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them."""
+    """One task instance.
+
+    `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them.
+    """
 
     prompt_id: str
     token_ids: tuple[int, ...]
@@ -44,22 +50,23 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """What the rollout engine really did for one sequence.
+    """Record of one sequence from the rollout engine.
 
     Attributes:
         sample_id: unique within a run; `group_id` is shared by the samples of one prompt.
         tokens: `[T]` int32, prompt and everything after it.
         sampled: `[T]` bool, True on the `S` tokens the policy sampled (never on prompt or tool tokens).
         turn_ids: `[T]` int16, 0 on the prompt and the first answer, rising by one with each later turn.
-        rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over the
-            kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
-        full_logprobs: `[S]` float32, the same over the whole vocabulary at the sampling temperature. The difference is the log kept mass.
+        rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over
+            the kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
+        full_logprobs: `[S]` float32, the same over the whole vocabulary at the sampling temperature. The difference is
+            the log kept mass.
         versions: `[S]` int32, the weight version that sampled each token.
         routes: expert ids of the `T - 1` forwarded tokens, or None when routes were not asked for.
         sampling_mask: kept ids of each of the `S` sampled tokens, or None when masks were not asked for.
         finish_reason: `stop`, `length` or `abort`.
         reward: set by the task; None until then.
-        reward_parts: what the reward is the weighted sum of, by name; empty when it is one number.
+        reward_parts: terms of the reward's weighted sum, by name; empty when the reward is one number.
     """
 
     sample_id: int
@@ -95,13 +102,14 @@ class RolloutRecord:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """What the engine really did in one answer. Arrays as in `RolloutRecord`, of this answer's tokens only.
+    """Record of one answer of the engine. Arrays as in `RolloutRecord`, of this answer's tokens only.
 
     Attributes:
         tokens: `[S]` int32 sampled ids, the stop token included.
-        routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T tokens.
-        recomputed: leading sampled tokens, at which the engine may have computed routes again after a change of weights: all before the
-            last version of an answer that was not interrupted.
+        routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T
+            tokens.
+        recomputed: number of leading sampled tokens whose routes the engine may have recomputed after a change of
+            weights: all before the last version of an answer that was not interrupted.
     """
 
     tokens: np.ndarray
@@ -128,7 +136,10 @@ class TrainRow:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that are forwarded together on one rank. An empty micro-batch (no rows) keeps ranks in step and trains nothing."""
+    """Rows that are forwarded together on one rank.
+
+    An empty micro-batch (no rows) keeps ranks in step and trains nothing.
+    """
 
     rows: tuple[TrainRow, ...]
 
@@ -171,11 +182,14 @@ class TokenBatch:
         versions: `[B, R]` int32, -1 where `mask` is False.
         turn_ids: `[B, R]` int16 turn of the target.
         advantages: `[B, R]` float32, 0 where `mask` is False.
-        routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to tensors by `routing.layout`.
-        rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on padding rows. None in batches
-            that are only scored.
-        kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]` offsets; None in `off` mode.
-        kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were recorded.
+        routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to
+            tensors by `routing.layout`.
+        rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
+            padding rows. None in batches that are only scored.
+        kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]`
+            offsets; None in `off` mode.
+        kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
+            recorded.
     """
 
     input_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""Expert routes as a thing of their own: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
+"""Expert routes without a harness: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
 from routing.codec import decode, encode
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError

@@ -6,9 +6,11 @@ Layout of the bytes, little-endian:
     | layer ids L x u32 | token digest 0 or 16 bytes | coverage 0 or ceil((T-1)/8) bytes | body
     | checksum 16 bytes (blake2b of everything before it)
 
-Bit 4 of the codec byte says that some rows have no routes; then one bit per row, most significant first, tells which have.
+Bit 4 of the codec byte says that some rows have no routes; then one bit per row, most significant first, tells which
+have.
 
-Body of codec `raw`: ids as uint8 or uint16 (`expert_dtype`). Body of codec `set`: one rank per row and layer, bit-packed (see `routing.combinations`).
+Body of codec `raw`: ids as uint8 or uint16 (`expert_dtype`). Body of codec `set`: one rank per row and layer,
+bit-packed (see `routing.combinations`).
 
 Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 """
@@ -40,10 +42,12 @@ def encode(record: RouteRecord, order: Literal["engine", "set"] = "engine") -> b
     Args:
         record: any legal record.
         order: `engine` keeps ids as they are, one or two bytes each. `set` keeps only which experts were chosen, in
-            `ceil(log2 C(E, K))` bits per row and layer; decoding gives ascending ids and a record whose `order` says so.
+            `ceil(log2 C(E, K))` bits per row and layer; decoding gives ascending ids and a record whose `order` says
+            so.
 
     Raises:
-        RouteError: the record is not legal, or `set` cannot rank its expert sets (more than 2^126 of them; use `engine`).
+        RouteError: the record is not legal, or `set` cannot rank its expert sets (more than 2^126 of them; use
+            `engine`).
     """
     record.validate()
     if record.token_digest is not None and len(record.token_digest) != _DIGEST_BYTES:
@@ -76,11 +80,12 @@ def decode(data: bytes | memoryview, num_rows: int | None = None) -> RouteRecord
 
     Args:
         data: the bytes.
-        num_rows: T - 1 if known: a record of another length is refused before memory is taken for it. Where nearly every expert is
-            chosen, sets take few bits, and a small payload may claim a large record.
+        num_rows: T - 1 if known: a record of another length is refused before memory is taken for it. Where nearly
+            every expert is chosen, sets take few bits, and a small payload may claim a large record.
 
     Raises:
-        RouteError: `payload` (not ours, another version, cut, extended, or changed), or the reason of the invariant a record violates.
+        RouteError: `payload` (not ours, another version, cut, extended, or changed), or the reason of the invariant a
+            record violates.
     """
     content, stored_checksum = memoryview(data)[:-CHECKSUM_BYTES], bytes(data[-CHECKSUM_BYTES:])
     if len(data) < _HEADER.size + CHECKSUM_BYTES or content[: len(MAGIC)] != MAGIC:

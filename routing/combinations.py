@@ -1,8 +1,8 @@
 """Sets of K experts out of E as numbers, and those numbers as packed bits.
 
-The rank of the ascending set `c_1 < ... < c_K` is `C(c_1, 1) + C(c_2, 2) + ... + C(c_K, K)`, a bijection onto `0 .. C(E, K) - 1`
-(the combinatorial number system, Lehmer 1964). Ranks take `ceil(log2 C(E, K))` bits: 41 for 8 of 128, 69 for 10 of 512.
-They are held in two limbs of 63 bits, so that sums of limbs never leave uint64.
+The rank of the ascending set `c_1 < ... < c_K` is `C(c_1, 1) + C(c_2, 2) + ... + C(c_K, K)`, a bijection onto `0 ..
+C(E, K) - 1` (the combinatorial number system, Lehmer 1964). Ranks take `ceil(log2 C(E, K))` bits: 41 for 8 of 128, 69
+for 10 of 512. They are held in two limbs of 63 bits, so that sums of limbs never leave uint64.
 
 Shape letters: M sets, K experts per set, E experts, W bits of a rank.
 """
@@ -51,7 +51,10 @@ def pack(sets: np.ndarray, num_experts: int) -> bytes:
 
 
 def unpack(body: bytes | memoryview, num_sets: int, num_experts: int, top_k: int) -> np.ndarray:
-    """Inverse of `pack`: ascending ids `[M, K]` int64. Raises `RouteError` for a rank that is no set, or padding that is not zero."""
+    """Inverse of `pack`: ascending ids `[M, K]` int64.
+
+    Raises `RouteError` for a rank that is no set, or padding that is not zero.
+    """
     width = rank_bits(num_experts, top_k)
     bits = num_sets * width
     if len(body) != packed_bytes(num_sets, num_experts, top_k) or (bits % 8 and body[-1] & ((1 << (8 - bits % 8)) - 1)):
@@ -166,7 +169,10 @@ def _by_place(limb: np.ndarray) -> np.ndarray:
 
 
 def _put(words_WG: np.ndarray, value_G: np.ndarray, last: int, width: int) -> None:
-    """Write `value` (`width` bits, at most 63) so that its least significant bit is bit `last` of the words, the first bit being bit 0."""
+    """Write `value` (`width` bits, at most 63) with its least significant bit at bit `last` of the words.
+
+    Bits are counted from 0.
+    """
     word, shift = last // _WORD, _WORD - 1 - last % _WORD
     words_WG[word] |= value_G << np.uint64(shift)
     if shift + width > _WORD:

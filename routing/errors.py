@@ -6,7 +6,8 @@ from __future__ import annotations
 class RouteError(ValueError):
     """A route record that violates an invariant.
 
-    `reason` is a short stable word for counting: `shape`, `dtype`, `range`, `duplicate`, `layers`, `payload`, `digest`, `rows`.
+    `reason` is a short stable word for counting: `shape`, `dtype`, `range`, `duplicate`, `layers`, `payload`, `digest`,
+    `rows`.
     """
 
     def __init__(

@@ -1,8 +1,13 @@
-"""How often two sets of routes differ. The order of experts within a row never matters.
+"""Flips: token-layers whose sets of experts differ between two sets of routes.
 
-By cause, the same comparison with other sides: *local*, the replayed set against the same logits' own top-k (counted on every replayed
-forward, `ReplayReport.local_flips_by_layer`); *engine*, the learner's routes against the rollout's at the same weights; *staleness*, one
-engine's routes at two versions of the weights.
+The order of experts within a row is ignored.
+
+By cause, the same comparison with other sides:
+
+- *local*: the replayed set against the same logits' own top-k, counted on every replayed forward
+  (`ReplayReport.local_flips_by_layer`).
+- *engine*: the learner's routes against the rollout's at the same weights.
+- *staleness*: one engine's routes at two versions of the weights.
 
 Shape letters: T rows, L MoE layers, K experts per token, E experts.
 """
@@ -32,7 +37,8 @@ class Flips:
         token_layer_rate: mean of `flip` over `(t, l)`.
         token_any_layer_rate: share of rows with a flip in at least one layer.
         overlap_loss: mean of `1 - |a & b| / K`.
-        expert_delta: mean over experts of the chance that one side uses the expert and the other does not, `2 K overlap_loss / E`.
+        expert_delta: mean over experts of the chance that one side uses the expert and the other does not, `2 K
+            overlap_loss / E`.
         per_layer: `[L]` float64, mean of `flip` in each layer.
         per_expert: `[E]` float64, that chance for each expert.
     """
@@ -61,9 +67,11 @@ def flips(
         num_experts: `E`; taken from the records, or one more than the largest id when both are arrays.
 
     Raises:
-        RouteError: `shape` or `layers` when the two do not describe the same tokens and layers; `range` for ids outside `0..E-1`.
+        RouteError: `shape` or `layers` when the two do not describe the same tokens and layers; `range` for ids outside
+            `0..E-1`.
 
-    Source: flip rates as in the R3 report (Rollout Routing Replay); overlap and per-expert change follow from the set difference.
+    Source: flip rates as in the R3 report (Rollout Routing Replay); overlap and per-expert change follow from the set
+    difference.
     """
     left, right = _ids(a), _ids(b)
     if left.shape != right.shape or left.ndim < 2:
@@ -104,9 +112,12 @@ def flips(
 
 
 def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], length: int) -> Tensor:
-    """Where a pass's own routes differ from the rollout's: `[B, R, L]` bool on the CPU, layers in the order of `recorded.experts`.
+    """Mask of the token-layers whose own routes differ from the rollout's: `[B, R, L]` bool on the CPU.
 
-    False on padding, on rows without recorded routes, and on tokens of other ranks (the maximum over the context and sequence parallel group is the whole micro-batch).
+    Layers are in the order of `recorded.experts`.
+
+    False on padding, on rows without recorded routes, and on tokens of other ranks. The maximum over the context and
+    sequence parallel group is the whole micro-batch.
 
     Args:
         recorded: of this rank.
@@ -152,7 +163,8 @@ def strata(flipped_TL: np.ndarray | Tensor, values_T: np.ndarray | Tensor, edges
     Args:
         flipped_TL: `[T, L]` bool.
         values_T: `[T]`, or `[T, L]` where the value belongs to a row and layer (a router margin).
-        edges: ascending; stratum `i` holds values from `edges[i - 1]` up to, not including, `edges[i]`. Empty strata give NaN.
+        edges: ascending; stratum `i` holds values from `edges[i - 1]` up to, not including, `edges[i]`. Empty strata
+            give NaN.
 
     Raises:
         RouteError: `shape`, when the two do not fit.
@@ -170,13 +182,19 @@ def strata(flipped_TL: np.ndarray | Tensor, values_T: np.ndarray | Tensor, edges
 
 
 def router_margin(scores: Tensor, top_k: int) -> Tensor:
-    """`[..., ]` gap between the last chosen and the first rejected score of `[..., E]`: small gaps flip first. Needs `top_k < E`."""
+    """`[..., ]` gap between the last chosen and the first rejected score of `[..., E]`: small gaps flip first.
+
+    Needs `top_k < E`.
+    """
     best = scores.topk(top_k + 1, dim=-1)[0]
     return best[..., top_k - 1] - best[..., top_k]
 
 
 def gate_weight_shift(ids_a: Tensor, weights_a: Tensor, ids_b: Tensor, weights_b: Tensor) -> Tensor:
-    """`[N]` mean of `|w_a(e) - w_b(e)|` over the experts that both sides chose; NaN where they have none in common. All `[N, K]`."""
+    """`[N]` mean of `|w_a(e) - w_b(e)|` over the experts that both sides chose; NaN where they share none.
+
+    Inputs are `[N, K]`.
+    """
     common = ids_a[:, :, None] == ids_b[:, None, :]
     distance = (weights_a[:, :, None] - weights_b[:, None, :]).abs() * common
     return distance.sum((1, 2)) / common.sum((1, 2))

@@ -1,15 +1,17 @@
 """Records that share rows: the samples of one prompt, and the turns of one conversation. Shared rows are stored once.
 
-Nothing is assumed about what is shared: the leading rows that are equal in every id are found by comparing, so decoding gives back
-exactly the records that were encoded, whether or not the engine routed a prompt the same way twice.
+Nothing is assumed about the shared rows: leading rows that are equal in every id are found by comparing. So decoding
+returns exactly the encoded records, even if the engine routed a prompt differently the second time.
 
 Bytes of a group, little-endian:
 
-    magic "MTRG" | version u8 | members u16 | per member: base u16, shared rows u32, length u64 | members | checksum 16 bytes
+    magic "MTRG" | version u8 | members u16 | per member: base u16, shared rows u32, length u64 | members |
+    checksum 16 bytes
 
-Member `i` is `routing.encode` of its own rows behind the `shared` leading rows of member `base < i`. Bytes of a delta:
+Member `i` is `routing.encode` of its own rows after the `shared` leading rows of member `base < i`. Bytes of a delta:
 
-    magic "MTRD" | version u8 | shared rows u32 | 16-byte digest of the earlier record's shared rows | record | checksum 16 bytes
+    magic "MTRD" | version u8 | shared rows u32 | 16-byte digest of the earlier record's shared rows | record |
+    checksum 16 bytes
 
 Shape letters: T tokens, L MoE layers, K experts per token.
 """
@@ -34,7 +36,9 @@ _HEAD, _MEMBER, _DELTA_HEAD = struct.Struct("<4sBH"), struct.Struct("<HIQ"), str
 
 
 def shared_rows(a: RouteRecord, b: RouteRecord) -> int:
-    """How many leading rows of two records of one model are equal: the same ids in the same order, known in both or in neither."""
+    """Number of equal leading rows of two records of one model: the same ids in the same order, known in both or
+    neither.
+    """
     if _model(a) != _model(b):
         return 0
     rows, known_a, known_b = min(a.num_rows, b.num_rows), a.coverage(), b.coverage()
@@ -78,7 +82,8 @@ def decode_group(data: bytes | memoryview, num_rows: Sequence[int] | None = None
 
     Args:
         data: the bytes.
-        num_rows: T - 1 of each member if known: others are refused before memory is taken for them, as by `routing.decode`.
+        num_rows: T - 1 of each member if known: others are refused before memory is taken for them, as by
+            `routing.decode`.
 
     Raises:
         RouteError: `payload`, for bytes that were changed in any way, or a group of another number of records or rows.
@@ -137,7 +142,9 @@ def decode_delta(data: bytes | memoryview, earlier: RouteRecord) -> RouteRecord:
 
 
 def extend(earlier: RouteRecord, later: RouteRecord, start: int) -> RouteRecord:
-    """A whole record from an earlier turn's and a later answer whose rows begin at token `start` (SGLang's `routed_experts_start_len`).
+    """Join an earlier turn's record and a later answer whose rows begin at token `start`.
+
+    `start` is SGLang's `routed_experts_start_len`.
 
     Args:
         earlier: covers at least the first `start` rows.

@@ -1,18 +1,23 @@
-"""Replay on the mixture-of-experts blocks of Hugging Face transformers (5.0 and later), unpatched, with the proof that it happened.
+"""Replay on the MoE blocks of Hugging Face transformers (5.0 and later), unpatched, with the proof that it happened.
 
-In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states, ids, weights).
-A forward hook on the gate replaces ids and weights; a pre-hook on the experts counts what they are really given. That fits Qwen3-MoE,
-OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a selection bias and expert groups).
+In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states,
+ids, weights). A forward hook on the gate replaces ids and weights. A pre-hook on the experts counts the ids that they
+are really given. That fits Qwen3-MoE, OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a
+selection bias and expert groups).
 
 Gate weights are recomputed over the replayed ids from the live logits, with gradient:
-softmax: `w = p[I]`, divided by its sum where the gate normalises; sigmoid: `w = s[I]`, the same, times the scaling factor. The bias and
-the groups of a sigmoid gate choose experts and never weigh them. That this is the gate's own formula is checked on every replayed
-forward, by applying it to the gate's own ids; a gate that computes anything else is refused at `report`.
 
-What stays natural: the auxiliary loss of transformers takes its top-k from the returned logits.
+- softmax: `w = p[I]`, divided by its sum where the gate normalises.
+- sigmoid: `w = s[I]`, the same, times the scaling factor. The bias and the groups of a sigmoid gate select experts but
+  are not part of the weights.
 
-Shape letters: B sequences, R columns, N = B * R tokens in batch order (token `n` is column `n % R` of sequence `n // R`),
-K experts per token, E experts.
+Every replayed forward checks that this is the gate's own formula, by applying it to the gate's own ids. A gate that
+computes anything else is refused at `report`.
+
+The auxiliary loss stays natural: transformers takes its top-k from the returned logits.
+
+Shape letters: B sequences, R columns, N = B * R tokens in batch order (token `n` is column `n % R` of sequence `n //
+R`), K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -51,14 +56,18 @@ FORMULA_TOLERANCE = 1e-2
 
 
 class HFReplayer:
-    """Chooses and proves the routes of every forward of one transformers model. Used as `routing.megatron.MegatronReplayer` is.
+    """Chooses and proves the routes of every forward of one transformers model.
+
+    Used as `routing.megatron.MegatronReplayer` is.
 
     Activation checkpointing is covered: recomputation uses the routes of the micro-batch it belongs to.
 
     Args:
         model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed) may stay on.
-        max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's own more often.
-        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live gate and counts them.
+        max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's
+            own more often.
+        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live gate
+            and counts them.
 
     Raises:
         ReplayRefusedError: a dense model, or gates this module cannot replay.
@@ -100,15 +109,16 @@ class HFReplayer:
 
     @contextmanager
     def use(self, source: RouteSource, input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> Iterator[ReplayPass]:
-        """Run exactly one forward of one right-padded micro-batch inside this context; its backward may come any time later.
+        """Context for exactly one forward of one right-padded micro-batch; its backward may come any time later.
 
         Args:
             source: whose routes.
             input_ids, target_ids, valid: `[B, R]`. Tensors on the CPU save a device sync.
 
         Raises:
-            RouteError: routes that are not this micro-batch's, before anything is computed.
-            ReplayProofError: on leaving, when the blocks were not forwarded exactly once each, or are no longer those attached to.
+            RouteError: routes of another micro-batch, before anything is computed.
+            ReplayProofError: on leaving, when the blocks were not forwarded exactly once each, or are no longer those
+                attached to.
         """
         if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
@@ -124,7 +134,10 @@ class HFReplayer:
             raise ReplayProofError(f"MoE blocks must be forwarded once inside `use`; forwards by layer: {wrong}")
 
     def report(self, group: ProcessGroup | None = None) -> ReplayReport:
-        """Read and reset the counters, summed over `group` (collective). Raises `ReplayProofError` on a step that is not proved."""
+        """Read and reset the counters, summed over `group` (collective).
+
+        Raises `ReplayProofError` on a step that is not proved.
+        """
         counters, other = self._counters.clone(), self._other_formula.clone()
         self._counters.zero_()
         self._other_formula.zero_()
@@ -133,7 +146,8 @@ class HFReplayer:
             torch.distributed.all_reduce(other, group=group)
         if int(other):
             raise ReplayProofError(
-                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this model is not supported"
+                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this "
+                "model is not supported"
             )
         return judge(counters, self.max_local_flip_rate)
 
@@ -210,7 +224,10 @@ class HFReplayer:
 
 
 def gate_weights(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate itself weighs its choice. Differentiable in `logits`."""
+    """Gate weights `[N, K]` of `ids` from live `logits` `[N, E]`, as the gate itself weighs its choice.
+
+    Differentiable in `logits`.
+    """
     if hasattr(gate, "e_score_correction_bias"):
         scores = logits.sigmoid().gather(1, ids)
         if gate.norm_topk_prob:
@@ -241,8 +258,8 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
     """0-based decoder layer -> its block with `gate` and `experts`, ascending.
 
     Raises:
-        ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the block), or
-            input noise that would make replay differ from the rollout.
+        ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the
+            block), or input noise that would make replay differ from the rollout.
     """
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
@@ -251,7 +268,8 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
             continue
         if not all(hasattr(gate_of(module), needed) for needed in ("top_k", "num_experts", "weight")):
             raise ReplayRefusedError(
-                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes cannot be replayed by hooks. Use transformers 5.0 or later."
+                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes "
+                "cannot be replayed by hooks. Use transformers 5.0 or later."
             )
         if getattr(module, "jitter_noise", 0):
             raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")
@@ -260,7 +278,7 @@ def moe_blocks(model: nn.Module) -> dict[int, Any]:
 
 
 def _body(model: nn.Module) -> nn.Module:
-    """The module that holds the decoder layers: its output is the first thing a backward meets before any layer recomputes."""
+    """The module that holds the decoder layers. A backward reaches its output before any layer recomputes."""
     for module in model.modules():
         if isinstance(getattr(module, "layers", None), nn.ModuleList):
             return module

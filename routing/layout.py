@@ -1,11 +1,11 @@
-"""The one map that cuts tokens and routes for a rank, so that the two can never be cut differently.
+"""The one map that cuts both tokens and routes for a rank, so that the two always match.
 
-Shape letters: B sequences, R forwarded tokens of the longest, C = R / cp_size columns of this rank, N = B * C / sp_size tokens
-in router order, K experts per token.
+Shape letters: B sequences, R forwarded tokens of the longest, C = R / cp_size columns of this rank, N = B * C / sp_size
+tokens in router order, K experts per token.
 
 Order of the cut, for a right-padded `[B, R]` micro-batch:
-1. context parallel: columns are split into `2 * cp_size` equal chunks; rank `i` owns chunks `i` and `2 * cp_size - 1 - i`
-   (balanced causal work), and feeds them to the model as `[B, C]`;
+1. context parallel: columns are split into `2 * cp_size` equal chunks; rank `i` owns chunks `i` and
+   `2 * cp_size - 1 - i` (balanced causal work), and feeds them to the model as `[B, C]`;
 2. the model works sequence-first: `[C, B]`;
 3. sequence parallel: rows of `[C, B]` are split into `sp_size` equal shards;
 4. the router sees the shard flattened: local token `n` is sequence `n % B`.
@@ -23,13 +23,14 @@ from routing.errors import RouteError
 
 @dataclass(frozen=True)
 class Layout:
-    """How one rank cuts a right-padded `[B, R]` micro-batch.
+    """Cut of a right-padded `[B, R]` micro-batch on one rank.
 
     Attributes:
         batch: `B`, sequences.
         length: `R`, columns, padding included.
         cp_size, cp_rank: context parallel group (zigzag split of the columns).
-        sp_size, sp_rank: sequence parallel group, that is the tensor parallel group when sequence parallelism is on, else 1 and 0.
+        sp_size, sp_rank: sequence parallel group, that is the tensor parallel group when sequence parallelism is on,
+            else 1 and 0.
 
     Raises:
         RouteError: `shape`, when sizes do not divide or a rank is outside its group.
@@ -96,12 +97,17 @@ class Layout:
         return (shard[:, None] + self.length * torch.arange(self.batch)[None, :]).flatten()
 
     def cut_tokens(self, values: Tensor) -> Tensor:
-        """`[B, R, ...]` to the `[B, C, ...]` that this rank feeds to the model (token ids, targets, masks, position ids)."""
+        """Cut `[B, R, ...]` to the `[B, C, ...]` that this rank feeds to the model.
+
+        Values are token ids, targets, masks and position ids.
+        """
         self._check(values, (self.batch, self.length))
         return values if self.cp_size == 1 else values.index_select(1, self.positions().to(values.device))
 
     def uncut_tokens(self, local: Tensor, fill: float = 0.0) -> Tensor:
-        """Inverse of `cut_tokens` for outputs: `[B, C, ...]` to `[B, R, ...]`, `fill` where another rank holds the value.
+        """Inverse of `cut_tokens` for outputs: `[B, C, ...]` to `[B, R, ...]`.
+
+        `fill` stands where another rank holds the value.
 
         With `fill=0` the sum over the context parallel group is the whole micro-batch. Differentiable.
         """
@@ -135,5 +141,5 @@ class Layout:
 
 
 def padding_multiple(cp_size: int = 1, sp_size: int = 1) -> int:
-    """What the padded length of a micro-batch must be a multiple of: `2 * cp_size * sp_size` with context parallelism, else `sp_size`."""
+    """Divisor of a micro-batch's padded length: `2 * cp_size * sp_size` with context parallelism, else `sp_size`."""
     return (2 * cp_size if cp_size > 1 else 1) * sp_size

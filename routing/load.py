@@ -1,4 +1,6 @@
-"""How evenly routes load the experts. Under replay this describes the rollout's routing; natural routing is what a `Record` pass gives.
+"""Balance of the load that routes put on the experts.
+
+Under replay this describes the rollout's routing. A `Record` pass gives natural routing.
 
 Shape letters: T rows, L MoE layers, K experts per token, E experts.
 """
@@ -36,9 +38,9 @@ def expert_load(records: Iterable[RouteRecord]) -> np.ndarray:
 
 
 def load_entropy(load: np.ndarray) -> np.ndarray:
-    """`[L]` entropy of the load over its largest value: `-sum_e p_e ln p_e / ln E` with `p` the shares. 1 is even, 0 a single expert.
+    """`[L]` entropy of the load over its largest value: `-sum_e p_e ln p_e / ln E`, where `p` are the shares.
 
-    A layer without any token gives 0. `load` is `[L, E]`.
+    1 is even, 0 is a single expert. A layer without any token gives 0. `load` is `[L, E]`.
     """
     total = load.sum(-1, keepdims=True)
     share = load / np.maximum(total, 1)

@@ -1,15 +1,15 @@
 """Replay on stock Megatron-Core routers, with the proof that it happened.
 
-`topk_routing_with_score_function` asks `router.router_replay`, when there is one, for its top-k. `MegatronReplayer` puts an object
-of its own there, one per MoE layer of the model that is forwarded. Megatron's process-wide list of replay objects is not used.
-Only the selection is replaced: Megatron computes gate weights from live logits over the replayed ids, for softmax before or after
-the top-k and for sigmoid with expert bias alike, so gradients reach the router.
+`topk_routing_with_score_function` asks `router.router_replay`, when there is one, for its top-k. `MegatronReplayer`
+puts one object there for each MoE layer of the forwarded model. Megatron's process-wide list of replay objects is not
+used. Only the selection is replaced. Megatron computes gate weights from live logits over the replayed ids, for softmax
+before or after the top-k and for sigmoid with expert bias. So gradients reach the router.
 
-What stays natural: auxiliary load-balancing losses take their own top-k from the logits, so they see natural routing.
-What does not: expert-bias statistics count the routing map, so under replay they count replayed routes.
+Natural: auxiliary load-balancing losses take their own top-k from the logits, so they see natural routing. Not natural:
+expert-bias statistics count the routing map, so under replay they count replayed routes.
 
-The proof does not trust the object that replays. Just before the experts compute, the dispatcher's own routing map is compared with
-a second cut of the records, and what was due is counted from the batch.
+The proof does not trust the object that replays. Just before the experts compute, the dispatcher's own routing map is
+compared with a second cut of the records. The number of tokens with recorded routes is counted from the batch.
 
 Shape letters: B sequences, R columns, N local tokens in router order, K experts per token, E experts.
 """
@@ -49,18 +49,21 @@ from routing.running import Running
 class MegatronReplayer:
     """Chooses and proves the routes of every forward of the attached model chunks.
 
-    Use: one replayer per model (an actor and a reference have one each); one `use` around each forward of each micro-batch; one
-    `report` per step, before the optimizer. While attached, a forward outside `use` raises: it would be silently native.
-    Activation recompute in backward uses the routes of the micro-batch it belongs to, in any order of micro-batches: the pass is
-    found through the autograd graph of the chunk's output, so nothing is queued and nothing is left behind.
+    Use one replayer per model (an actor and a reference have one each). Use one `use` around each forward of each
+    micro-batch, and one `report` per step, before the optimizer. While attached, a forward outside `use` raises: it
+    would be silently native. Activation recompute in backward uses the routes of its own micro-batch, in any order of
+    micro-batches. The pass is found through the autograd graph of the chunk's output, so there is no queue.
 
     Args:
-        models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked through.
-        max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live router's own more often.
-        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router and counts them.
+        models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked
+            through.
+        max_local_flip_rate: bound on the share of replayed sets that differ from the live router's own, in any layer
+            and overall; `report` raises above it.
+        missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router
+            and counts them.
 
     Raises:
-        ReplayRefusedError: a model or setting on which replay would not happen or could not be proved.
+        ReplayRefusedError: a model or setting for which replay would not happen or could not be proved.
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class MegatronReplayer:
         Args:
             source: whose routes.
             layout: this rank's cut of the micro-batch.
-            input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut. Tensors on the CPU save a device sync.
+            input_ids, target_ids, valid: `[B, R]`, the whole micro-batch before any cut. Tensors on the CPU save a
+                device sync.
             model: the forwarded chunk; needed only with virtual pipeline chunks.
 
         Yields:
@@ -127,7 +131,8 @@ class MegatronReplayer:
 
         Raises:
             RouteError: records or recorded routes that are not this micro-batch's, before anything is computed.
-            ReplayProofError: on leaving, when the attached MoE layers were not forwarded exactly once each, or are no longer ours.
+            ReplayProofError: on leaving, when the attached MoE layers were not forwarded exactly once each, or are no
+                longer ours.
         """
         if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
@@ -143,7 +148,8 @@ class MegatronReplayer:
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
             raise ReplayProofError(
-                f"MoE layers must be forwarded once inside `use`; forwards by layer: {wrong}. Another model was forwarded, or the model was rebuilt after the replayer was attached."
+                f"MoE layers must be forwarded once inside `use`; forwards by layer: {wrong}. Another model was "
+                "forwarded, or the model was rebuilt after the replayer was attached."
             )
 
     def report(self, group: ProcessGroup | None = None) -> ReplayReport:
@@ -179,7 +185,8 @@ class MegatronReplayer:
         if isinstance(source, ReplayRecords):
             check_records(source.records, input_ids, target_ids, valid, self.missing)
             for record in source.records:
-                # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another model.
+                # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
+                # model.
                 if record is not None and not set(record.layer_ids) <= set(self._model_layer_ids):
                     raise RouteError(
                         "layers",
@@ -266,5 +273,6 @@ class MegatronReplayer:
             )
             if not same or any(moe.router.router_replay is not self._taps.get(layer) for layer, moe in now):
                 raise ReplayProofError(
-                    "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something else took `router_replay`"
+                    "routers are no longer the ones the replayer was attached to: the model was rebuilt, or something "
+                    "else took `router_replay`"
                 )

@@ -1,4 +1,4 @@
-"""Where replay would silently do nothing, or could not be proved, on a Megatron-Core model: refused before the first step."""
+"""Refusal of Megatron-Core models on which replay would do nothing or could not be proved, before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def unwrap(model: Any) -> Any:
 
 
 def moe_layers(chunk: Any) -> list[tuple[int, Any]]:
-    """(0-based decoder layer, MoE layer module) of one model chunk, in order. `layer_number` counts over the whole model."""
+    """(0-based decoder layer, MoE layer module) of one model chunk, in order.
+
+    `layer_number` counts over the whole model.
+    """
     found = []
     for layer in chunk.decoder.layers:
         mlp = getattr(layer, "mlp", None)

@@ -1,6 +1,7 @@
-"""What a Megatron-Core token dispatcher is about to do, read back from the dispatcher just before the experts compute.
+"""Expert sets in a Megatron-Core token dispatcher, read just before the experts compute.
 
-Shape letters: N local tokens in router order, G ranks of the dispatcher's group, K experts per token, E experts, H local experts.
+Shape letters: N local tokens in router order, G ranks of the dispatcher's group, K experts per token, E experts, H
+local experts.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from routing.proof import same_set
 class Dispatched:
     """The expert sets of one MoE layer as its dispatcher holds them.
 
-    The all-to-all dispatcher keeps the whole map `[N, E]`. The all-gather dispatcher keeps, for the tokens of all G ranks, only the
-    columns of this rank's experts, `[G * N, H]`. With one rank that is the whole map too; with more, the map the router handed over
-    is compared in full and the dispatcher's columns must equal it, so that nothing in between has changed it.
+    The all-to-all dispatcher keeps the whole map `[N, E]`. The all-gather dispatcher keeps, for the tokens of all G
+    ranks, only the columns of this rank's experts, `[G * N, H]`. With one rank that is the whole map too. With more,
+    the router's map is compared in full and the dispatcher's columns must equal it, so nothing in between has changed
+    it.
     """
 
     def __init__(self, moe: Any) -> None:
@@ -54,6 +56,7 @@ class Dispatched:
     def _check(routing_map: Tensor | None, experts: Tensor) -> Tensor:
         if routing_map is None or routing_map.shape[0] != len(experts):
             raise ReplayProofError(
-                f"the dispatcher's routing map does not describe this rank's tokens: {None if routing_map is None else tuple(routing_map.shape)}, expected {len(experts)} rows"
+                "the dispatcher's routing map does not describe this rank's tokens: "
+                f"{None if routing_map is None else tuple(routing_map.shape)}, expected {len(experts)} rows"
             )
         return same_set(routing_map, experts)

@@ -1,4 +1,4 @@
-"""What sits on a Megatron-Core router.
+"""Replay objects attached to a Megatron-Core router.
 
 Shape letters: N local tokens in router order, K experts per token, E experts.
 """
@@ -17,12 +17,12 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterTap:
-    """What sits at `router.router_replay` of one MoE layer: hands Megatron's question to the pass that is running."""
+    """Object at `router.router_replay` of one MoE layer: passes Megatron's call to the running pass."""
 
     def __init__(self, layer: int, running: Callable[[], tuple[ReplayPass, bool]], *, logits: bool) -> None:
         self.layer, self.running = layer, running
         self._logits = logits
-        """Whether the router takes the best of its logits, not of scores made from them."""
+        """True when the router takes the top-k of its logits, not of scores made from them."""
 
     def get_replay_topk(
         self,

@@ -1,7 +1,7 @@
 """The second opinion on a replayed forward: what each token should have used, cut by plain index arithmetic.
 
-Nothing here goes through the maps of `Layout`; only its sizes are read. A mistake in the shared map therefore shows as a
-mismatch between the dispatcher's routing map and the cut made here.
+Nothing here goes through the maps of `Layout`; only its sizes are read. A mistake in the shared map therefore shows as
+a mismatch between the dispatcher's routing map and the cut made here.
 
 Shape letters: B sequences, R columns, N local tokens in router order, L MoE layers, K experts per token, E experts.
 """
@@ -20,7 +20,10 @@ from routing.replay import layer_columns
 
 
 def locate(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """`[N]` sequence and `[N]` column of the micro-batch for each local token: local token `n` is sequence `n % B` of shard row `n // B`."""
+    """`[N]` sequence and `[N]` column of the micro-batch for each local token.
+
+    Local token `n` is sequence `n % B` of shard row `n // B`.
+    """
     columns_per_rank = layout.length // layout.cp_size
     rows_per_shard = columns_per_rank // layout.sp_size
     local = np.arange(layout.batch * rows_per_shard)
@@ -40,7 +43,7 @@ def due_tokens(lengths: Sequence[int], layout: Layout) -> Tensor:
 
 
 def free_tokens(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor | None:
-    """`[N]` bool: real local tokens whose record has no routes for them; None when every record covers all its rows."""
+    """`[N]` bool: real local tokens without routes in their record; None when every record covers all its rows."""
     if all(record is None or record.covered is None for record in records):
         return None
     sequence, column = locate(layout)
@@ -55,7 +58,10 @@ def free_tokens(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor
 def expected_routes(
     records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:
-    """Layer id -> `[N, K]` int64 recorded ids in router order; rows that are not due hold zeros and must not be read."""
+    """Layer id -> `[N, K]` int64 recorded ids in router order.
+
+    Rows that are not due hold zeros and must not be read.
+    """
     _, column = locate(layout)
     routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
     for index, record in enumerate(records):
@@ -77,8 +83,8 @@ def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
 
 def differs(left: Tensor, right: Tensor) -> Tensor:
     """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
-    # Distinct ids: the sets are equal exactly when K of the K * K pairs are. Ids below 2^16 stay distinct in int16; the long
-    # dimension comes last, where comparing and summing run at the speed of memory.
+    # Distinct ids: the sets are equal exactly when K of the K * K pairs are. Ids below 2^16 stay distinct in int16; the
+    # long dimension comes last, where comparing and summing run at the speed of memory.
     left_KN, right_KN = (ids.to(torch.int16).t().contiguous() for ids in (left, right))
     equal_PN = (left_KN[:, None] == right_KN[None]).flatten(0, 1).view(torch.uint8)
     return equal_PN.sum(0, dtype=torch.int16) != left.shape[1]

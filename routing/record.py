@@ -1,4 +1,4 @@
-"""What the rollout engine's routers chose, for one sequence.
+"""Choices of the rollout engine's routers for one sequence.
 
 Shape letters: T tokens, L MoE layers, K experts per token, E experts.
 """
@@ -32,16 +32,20 @@ def expert_dtype(num_experts: int) -> np.dtype:
 class RouteRecord:
     """Expert ids chosen for one sequence of `T` tokens.
 
-    Row `r` is the routing of input token `r`, which predicts token `r + 1`; the last token is never forwarded, so there are `T - 1` rows.
+    Row `r` is the routing of input token `r`, which predicts token `r + 1`; the last token is never forwarded, so there
+    are `T - 1` rows.
 
     Attributes:
         experts: `[T-1, L, K]` expert ids in the engine's order, uint8 or uint16 (see `expert_dtype`).
-        layer_ids: the model's 0-based decoder layer of each of the `L` recorded MoE layers, ascending. Dense layers are absent.
+        layer_ids: the model's 0-based decoder layer of each of the `L` recorded MoE layers, ascending. Dense layers are
+            absent.
         num_experts: `E`, routed experts per layer.
         token_digest: `token_digest(tokens)` of the sequence, or None where the tokens are not known yet.
-        order: `engine` while ids stand in the order the engine gave them; `set` after an order-free codec, when they ascend.
-        covered: `[T-1]` bool, rows whose routes are known, or None when all are. A row that is not covered holds `0..K-1` in every
-            layer as a mark; it is never replayed: a replayer refuses it, or leaves the token to the live router and counts it.
+        order: `engine` while ids stand in the order the engine gave them; `set` after an order-free codec, when they
+            ascend.
+        covered: `[T-1]` bool, rows whose routes are known, or None when all are. A row that is not covered holds
+            `0..K-1` in every layer as a mark; it is never replayed: a replayer refuses it, or leaves the token to the
+            live router and counts it.
     """
 
     experts: np.ndarray
@@ -71,7 +75,10 @@ class RouteRecord:
         return np.ones(self.num_rows, dtype=bool) if self.covered is None else self.covered
 
     def select(self, layer_ids: Sequence[int]) -> RouteRecord:
-        """The same record with only `layer_ids`, e.g. those of one pipeline stage. Raises `RouteError` on a layer that was not recorded."""
+        """The same record with only `layer_ids`, e.g. those of one pipeline stage.
+
+        Raises `RouteError` on a layer that was not recorded.
+        """
         missing = [layer for layer in layer_ids if layer not in self.layer_ids]
         if missing:
             raise RouteError("layers", "layers were not recorded", got=self.layer_ids, expected=tuple(layer_ids))
@@ -79,7 +86,7 @@ class RouteRecord:
         return replace(self, experts=self.experts[:, columns], layer_ids=tuple(layer_ids))
 
     def validate(self, num_tokens: int | None = None) -> None:
-        """Raise `RouteError` unless every invariant holds; with `num_tokens`, also that there are `num_tokens - 1` rows."""
+        """Raise `RouteError` unless every invariant holds. With `num_tokens`, there must be `num_tokens - 1` rows."""
         experts = self.experts
         if experts.ndim != 3:
             raise RouteError("shape", "routes need three dimensions", got=experts.shape, expected="[T-1, L, K]")
@@ -153,7 +160,10 @@ class RouteRecord:
 
 
 def _repeats(experts: np.ndarray) -> np.ndarray:
-    """`[T-1, L]` bool: an id appears twice among the K of its row. Pairs of whole columns compare several times faster than sorting rows."""
+    """`[T-1, L]` bool: an id appears twice among the K of its row.
+
+    Pairs of whole columns compare several times faster than sorting rows.
+    """
     flat_MK = experts.reshape(-1, experts.shape[-1])
     repeated_M = np.zeros(len(flat_MK), dtype=bool)
     # In parts: the copy stays in the cache, and memory does not double on long sequences.

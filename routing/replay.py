@@ -1,9 +1,10 @@
-"""What replay means, engine by engine the same: whose routes a forward pass uses, and the proof that it did.
+"""Replay for every engine: the source of a forward pass's routes, and the proof that they were used.
 
-Replay replaces the *selection* of experts and nothing else: with recorded ids `I` the gate weights are recomputed from the
-live logits over `I`, so gradients reach the router. Order within a row is kept, which keeps reductions bitwise.
+Replay replaces the *selection* of experts and nothing else. With recorded ids `I` the gate weights are recomputed from
+the live logits over `I`, so gradients reach the router. Order within a row is kept, so reductions are bitwise equal.
 
-Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, L MoE layers, K experts per token, E experts.
+Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, L MoE layers, K experts
+per token, E experts.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Recorded:
         experts: layer id -> `[N, K]` int64 expert ids, in router order where there is a layout, else row by row.
         batch_digest: `batch_digest` of the micro-batch they were recorded on; replay on any other is refused.
         layout: this rank's cut of that micro-batch; None: it was not cut.
-        margins: layer id -> `[N]` float32 gap between the last chosen and the first rejected score (`routing.flips.router_margin`), in
-            the order of `experts`; layers whose routers choose within groups of experts, or choose all, have none.
+        margins: layer id -> `[N]` float32 gap between the last chosen and the first rejected score
+            (`routing.flips.router_margin`), in the order of `experts`; layers whose routers choose within groups of
+            experts, or choose all, have none.
     """
 
     experts: Mapping[int, Tensor]
@@ -40,11 +42,17 @@ class Recorded:
     margins: Mapping[int, Tensor] = field(default_factory=dict)
 
     def by_row(self, layer: int, batch: int, length: int) -> Tensor:
-        """`[B, R, K]` ids of `layer`, -1 where another rank has them. Raises `RouteError` (`shape`) for another micro-batch."""
+        """`[B, R, K]` ids of `layer`, -1 where another rank has them.
+
+        Raises `RouteError` (`shape`) for another micro-batch.
+        """
         return self._by_row(self.experts[layer], batch, length, fill=-1)
 
     def margins_by_row(self, layer: int, batch: int, length: int) -> Tensor | None:
-        """`[B, R]` margins of `layer`, NaN where another rank has them; None for a layer without. Raises as `by_row` does."""
+        """`[B, R]` margins of `layer`, NaN where another rank has them; None for a layer without.
+
+        Raises as `by_row` does.
+        """
         if layer not in self.margins:
             return None
         return self._by_row(self.margins[layer][:, None], batch, length, fill=float("nan"))[..., 0]
@@ -113,22 +121,28 @@ class ReplayReport:
     native: int = 0
 
     @property
-    def applied_fraction(self) -> float:
-        """`matched / replayed`; 1.0 on every proved step, and when nothing was replayed."""
-        return self.matched / self.replayed if self.replayed else 1.0
+    def applied_fraction(self) -> float | None:
+        """`matched / replayed`: 1.0 on every proved step; None when nothing was replayed."""
+        return self.matched / self.replayed if self.replayed else None
 
     @property
     def native_fraction(self) -> float:
-        """Share of the token-layers of replayed passes that had no recorded route and were left to the live router."""
+        """Share of the token-layers of replayed passes without a recorded route, which were left to the live router."""
         return self.native / (self.native + self.replayed) if self.native else 0.0
 
     @property
-    def local_flip_rate(self) -> float:
-        """`local_flips / replayed`; about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one."""
-        return self.local_flips / self.replayed if self.replayed else 0.0
+    def local_flip_rate(self) -> float | None:
+        """`local_flips / replayed`: about 0.02 for aligned routes of a bfloat16 rollout, 0.8 for rows shifted by one.
+
+        None when nothing was replayed.
+        """
+        return self.local_flips / self.replayed if self.replayed else None
 
     def __add__(self, other: ReplayReport) -> ReplayReport:
-        """Counters of both. Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals."""
+        """Counters of both.
+
+        Every MoE layer sees the same tokens, so a layer's rates are weighted by the reports' totals.
+        """
         replayed = self.replayed + other.replayed
         flips = {
             layer: sum(r.replayed * r.local_flips_by_layer.get(layer, 0.0) for r in (self, other)) / replayed
@@ -170,8 +184,8 @@ def check_records(
 ) -> None:
     """Raise `RouteError` unless row `b` of the micro-batch is the sequence that `records[b]` was made for.
 
-    The tokens of a row are its valid `input_ids` and then its last valid `target_ids`. Swapped samples, stale records and rows cut
-    short all change the digest. Padding rows, and only those, have no record.
+    The tokens of a row are its valid `input_ids` and then its last valid `target_ids`. Swapped samples, stale records
+    and rows cut short all change the digest. Padding rows, and only those, have no record.
 
     Args:
         records: one per row.
@@ -212,7 +226,10 @@ def check_records(
                 where=f"row {row}",
                 got=f"{int(record.coverage().sum())} of {record.num_rows} rows",
                 expected="routes of every row",
-                fix='Reject the sample, or attach the replayer with missing="native" to leave these tokens to the live router.',
+                fix=(
+                    'Reject the sample, or attach the replayer with missing="native" to leave these tokens to the '
+                    "live router."
+                ),
             )
         tokens = np.append(inputs[row, :length], targets[row, length - 1])
         try:
@@ -253,14 +270,17 @@ def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: in
 
 
 def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
-    """`[num_tokens, K]` int64 legal routes for padding: distinct within a row, spread evenly over experts. Never counted, never trained."""
+    """`[num_tokens, K]` int64 legal routes for padding: distinct within a row, spread evenly over experts.
+
+    Never counted, never trained.
+    """
     return (torch.arange(num_tokens)[:, None] * top_k + torch.arange(top_k)) % num_experts
 
 
 def local_targets(
     records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:
-    """Routes each local router must use: layer id -> `[N, K]` int64 in router order, cut by the same `Layout` as the tokens.
+    """Routes for each local router: layer id -> `[N, K]` int64 in router order, cut by the same `Layout` as the tokens.
 
     Args:
         records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.

@@ -1,4 +1,4 @@
-"""One forward of one model under one route source, whatever the engine: what its routers select, and the count of what was computed.
+"""One forward of one model under one route source, for any engine: the routers' selection, and the count of its use.
 
 Shape letters: N local tokens in router order, K experts per token, E experts.
 """
@@ -17,8 +17,14 @@ from routing.proof import differs
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
-"""Columns of the counters `[layers, 5]`: tokens that had to use a recorded route, got it at the router, used it in the experts, would
-have chosen otherwise; and tokens of records without routes there, left to the live router."""
+"""Columns of the counters `[layers, 5]`, in tokens.
+
+- due: had to use a recorded route.
+- got it at the router.
+- used it in the experts.
+- would have chosen otherwise.
+- have a record without routes there, and were left to the live router.
+"""
 
 
 class ReplayPass:
@@ -44,7 +50,10 @@ class ReplayPass:
         self._flips: dict[int, Tensor] = {}
 
     def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
-        """Which local tokens must use recorded routes, and which real ones (`free`) have none and keep the live router's; `[N]` bool on the CPU."""
+        """Local tokens that must use recorded routes, and real ones (`free`) that have none and keep the live router's.
+
+        Both are `[N]` bool on the CPU.
+        """
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
         self._num_due = int(due.sum())
         self._due = due.to(device, non_blocking=True)
@@ -55,7 +64,10 @@ class ReplayPass:
             self.counters[list(self.layer_ids), DUE] += self._num_due
 
     def check_recorded(self, recorded: Recorded, top_k: int) -> None:
-        """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch, cut in the same way, with `top_k` experts."""
+        """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch.
+
+        The cut must be the same, with `top_k` experts.
+        """
         if recorded.batch_digest != self.digest:
             raise RouteError(
                 "digest",
@@ -75,11 +87,15 @@ class ReplayPass:
                 )
 
     def recorded(self) -> Recorded:
-        """The routes this pass used. Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded."""
+        """The routes this pass used.
+
+        Raises `ReplayProofError` unless the source was `Record()` and every layer was forwarded.
+        """
         missing = [layer for layer in self.layer_ids if layer not in self._taken]
         if not self.records or missing:
             raise ReplayProofError(
-                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing {missing}"
+                f"no routes were recorded: source is {'Record()' if self.records else 'not Record()'}, layers missing "
+                f"{missing}"
             )
         # Tensors of inference mode cannot be saved for a later backward; a clone made outside of it can.
         return Recorded(
@@ -91,7 +107,10 @@ class ReplayPass:
 
     @torch.no_grad()
     def keep_margin(self, layer: int, scores: Tensor, top_k: int) -> None:
-        """Keep how nearly the router of `layer` chose otherwise; `scores` `[N, E]` are those it takes the best `top_k` of."""
+        """Keep the margin by which the router of `layer` chose.
+
+        `scores` `[N, E]` are those whose best `top_k` it takes.
+        """
         if self.records and layer not in self._margins and top_k < scores.shape[-1]:
             self._margins[layer] = router_margin(scores.float(), top_k)
 
@@ -126,7 +145,10 @@ class ReplayPass:
             counters[NATIVE] += self._num_free
 
     def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
-        """Count the due tokens of `layer` whose used experts are the expected ones; `matches` maps `[N, K]` ids to `[N]` bool."""
+        """Count the due tokens of `layer` whose used experts are the expected ones.
+
+        `matches` maps `[N, K]` ids to `[N]` bool.
+        """
         if not recompute:
             self.proved[layer] += 1
         if self.replays:
@@ -148,7 +170,8 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
             raise ReplayProofError(
-                f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for {row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
+                f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for "
+                f"{row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
             )
     report = ReplayReport(
         replayed=sum(row[DUE] for row in by_layer.values()),
@@ -157,10 +180,11 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
         native=int(counters[:, NATIVE].sum()),
     )
-    worst = max([report.local_flip_rate, *report.local_flips_by_layer.values()])
+    worst = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
     if worst > max_local_flip_rate:
         raise ReplayProofError(
-            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
+            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound "
+            f"{max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
             "Rows or layers are misaligned, or the routes are of much older weights."
         )
     return report

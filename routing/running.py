@@ -1,6 +1,7 @@
-"""Which pass a router is asked about: the one that is open, or, inside a backward, the one whose output is being differentiated.
+"""The pass that a router must ask: the open one or, inside a backward, the one whose output is being differentiated.
 
-Found through the autograd graph of the output, so that backwards may come in any order of micro-batches and nothing is queued.
+It is found through the autograd graph of the output. So backwards may come in any order of micro-batches, and there is
+no queue.
 """
 
 from __future__ import annotations
@@ -28,13 +29,17 @@ class Running:
         self.backward: ReplayPass | None = None
 
     def current(self) -> tuple[ReplayPass, bool]:
-        """The pass that a router is being asked for, and whether this is its recomputation. Raises `ReplayProofError` outside of both."""
+        """The pass that a router is being asked for, and whether this is its recomputation.
+
+        Raises `ReplayProofError` outside of both.
+        """
         # The test torch.utils.checkpoint itself uses for "inside a backward".
         recompute = torch._C._current_graph_task_id() != -1
         running = self.backward if recompute else self.active
         if running is None:
             raise ReplayProofError(
-                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's own choice) or detach the replayer"
+                "a model with a replayer was forwarded outside `use`; wrap the forward (Native() keeps the router's "
+                "own choice) or detach the replayer"
             )
         return running, recompute
 

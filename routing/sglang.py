@@ -45,8 +45,8 @@ def decode_payload(
         A validated record with the rows `start..T-2` and the digest of `tokens`.
 
     Raises:
-        RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many rows),
-            `layers`, `range`, `duplicate`.
+        RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many
+            rows), `layers`, `range`, `duplicate`.
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
@@ -65,7 +65,10 @@ def decode_payload(
             "wrong number of route rows in the payload",
             got=num_rows,
             expected=expected_rows,
-            fix=f"One row per forwarded token is needed: request them from row {start} on (routed_experts_start_len={start}).",
+            fix=(
+                f"One row per forwarded token is needed: request them from row {start} on "
+                f"(routed_experts_start_len={start})."
+            ),
         )
     experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
     for first, rows_TDK in _parts(payload, num_rows, num_layers, top_k):

@@ -31,15 +31,17 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found.
+    """Result of `compare`.
 
     Attributes:
         num_tokens: scored tokens.
         pooled: figures with intervals; `replayed` ones only where side B replayed.
         expert_delta: mean over experts of the chance that one side uses the expert and the other does not.
         strata: `layer`, `position` (from the start of the sequence) and `router margin`: class -> its flips.
-        local_flips: share of replayed token-layers whose live router would have chosen another set; None without replay.
-        gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine does not tell its weights.
+        local_flips: share of replayed token-layers whose live router would have chosen another set; None without
+            replay.
+        gate_weight_shift: mean of |w_A - w_B| over the experts that both chose; None where an engine does not tell its
+            weights.
     """
 
     num_tokens: int
@@ -128,7 +130,10 @@ def _more(
 
 
 def _strata(flipped_NL: np.ndarray, place: np.ndarray, names: Sequence[str], group: np.ndarray) -> dict[str, Stratum]:
-    """Flip rates of the classes that occur, with intervals over groups; `place`: the class of each token, or of each token-layer."""
+    """Flip rate of each class that occurs, with intervals over groups.
+
+    `place` is the class of each token, or of each token-layer.
+    """
     place_NL = np.broadcast_to(place.reshape(len(place), -1), flipped_NL.shape)
     columns, figures = dict[str, np.ndarray](), dict[str, tuple[str, str, float]]()
     for number, name in enumerate(names):

@@ -1,6 +1,7 @@
-"""One learner on one family, on the rollouts that a real server recorded: `python -m benchmarks.engines.family_learner CONFIG BUNDLE OUT`.
+"""One learner on one family, on rollouts that a real server recorded.
 
-Writes what it found to OUT as JSON: for each check `yes` or the reason why not, and the largest differences.
+`python -m benchmarks.engines.family_learner CONFIG BUNDLE OUT` writes its results to OUT as JSON: for each check `yes`
+or the reason why not, and the largest differences.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class HFScorer:
 
 @contextmanager
 def gate_outputs(model: nn.Module) -> Iterator[dict[int, tuple[Tensor, Tensor, Tensor]]]:
-    """What each gate of one forward gave: layer -> (logits `[N, E]`, weights `[N, K]`, ids `[N, K]`), N = B * R."""
+    """Outputs of each gate of one forward: layer -> (logits `[N, E]`, weights `[N, K]`, ids `[N, K]`), N = B * R."""
     seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def note(layer: int) -> Any:

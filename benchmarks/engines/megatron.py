@@ -1,6 +1,7 @@
 """Megatron-Core in any layout as scorer: ranks under torchrun, texts and scores through files.
 
-`python -m benchmarks.engines.megatron CONFIG FOLDER` is one rank. Shape letters: T tokens, L MoE layers, K experts per token.
+`python -m benchmarks.engines.megatron CONFIG FOLDER` is one rank. Shape letters: T tokens, L MoE layers, K experts per
+token.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What an engine says of given tokens, and which engine in which setting.
+"""Scores of given tokens by one engine, and the engine's setting.
 
-Shape letters: T tokens of a sequence, L MoE layers, K experts per token. Row `r` has token `r`, its routes, and the log-prob of token `r + 1`.
+Shape letters: T tokens of a sequence, L MoE layers, K experts per token. Row `r` has token `r`, its routes, and the
+log-prob of token `r + 1`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Scored:
     Attributes:
         logprobs: `[T - 1]` float32 over the vocabulary at temperature 1; NaN on prompt rows of engines that do not say.
         routes: of the `T - 1` forwarded tokens.
-        margins: `[T - 1, L]` float32 gap of router probability between the last chosen and the first rejected expert, or None.
+        margins: `[T - 1, L]` float32 gap of router probability between the last chosen and the first rejected expert,
+            or None.
         weights: `[T - 1, L, K]` float32 gate weights in the order of the routes, or None.
     """
 

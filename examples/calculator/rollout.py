@@ -16,7 +16,7 @@ EXPRESSION = re.compile(r"(\d+(?:[+-]\d+)+)=$")
 
 
 async def rollout(session: Session) -> None:
-    """Answers alternate with the calculator's until the policy ends one by itself, or `rollout.max_turns` is reached."""
+    """Answers alternate with the calculator's results until the policy ends or `rollout.max_turns` is reached."""
     while (turn := await session.sample(stop=("=",))).stopped_by == "=":
         await session.append(calculate(turn.text))
 

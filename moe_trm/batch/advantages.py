@@ -1,7 +1,7 @@
 """Advantages from one reward per sample, compared within the samples of a prompt.
 
-Shape letters: N samples, D reward dimensions. Arrays are NumPy float64; `group_ids` may be any integers in any order. Values
-are those of every sampled token of the row. Token-level estimators are in `batch.token_advantages`.
+Shape letters: N samples, D reward dimensions. Arrays are NumPy float64; `group_ids` may be any integers in any order.
+Values are those of every sampled token of the row. Token-level estimators are in `batch.token_advantages`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ EPSILON = 1e-6
 
 
 class Groups:
-    """Sums within groups, without a loop over them. `index[i]` is the group of sample `i`, `size[i]` its number of samples."""
+    """Sums within groups, without a loop over them.
+
+    `index[i]` is the group of sample `i`, `size[i]` its number of samples.
+    """
 
     def __init__(self, group_ids: Array) -> None:
         _, self.index = np.unique(np.asarray(group_ids), return_inverse=True)
@@ -34,7 +37,7 @@ class Groups:
         return self.sum(values) / self.size
 
     def centered(self, values: Array) -> Array:
-        """Values minus their group's mean; exactly 0 in a group of equal values, where rounding could leave a residue."""
+        """Values minus the mean of their group; exactly 0 in a group of equal values, despite rounding."""
         return np.where(self.spread(values) == 0, 0.0, values - self.mean(values))
 
     def spread(self, values: Array) -> Array:
@@ -52,7 +55,9 @@ class Groups:
 
 
 def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Array:
-    """GRPO: A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1; without `normalize_std` the mean alone, as in Dr.GRPO.
+    """GRPO: A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1.
+
+    Without `normalize_std`, A_i = R_i - mean_g, as in Dr.GRPO.
 
     A group of equal rewards gets 0. A group of one has nothing to compare with: mean 0 and std 1, so A = R.
     Source: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783).
@@ -66,7 +71,9 @@ def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Arr
 
 
 def rloo(rewards: Array, group_ids: Array) -> Array:
-    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one. Source: RLOO (arXiv 2402.14740).
+    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one.
+
+    Source: RLOO (arXiv 2402.14740).
 
     When: small groups; unbiased, and large rewards are not scaled down.
     """
@@ -76,7 +83,9 @@ def rloo(rewards: Array, group_ids: Array) -> Array:
 
 
 def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:
-    """OPO: A_i = R_i - b_g, with the length-weighted baseline b_g = sum_j T_j R_j / sum_j T_j. Source: OPO (arXiv 2505.23585).
+    """OPO: A_i = R_i - b_g, with the length-weighted baseline b_g = sum_j T_j R_j / sum_j T_j.
+
+    Source: OPO (arXiv 2505.23585).
 
     When: lengths differ much within a group.
     """
@@ -88,7 +97,7 @@ def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:
 def remax(rewards: Array, greedy_rewards: Array) -> Array:
     """ReMax: reward minus that of the greedy answer to the same prompt, both `[N]`. Source: ReMax (arXiv 2310.10505).
 
-    When: one sample for each prompt, and a greedy answer beside it can be afforded.
+    When: one sample for each prompt, and the cost of a greedy answer is acceptable.
     """
     return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
 

@@ -1,6 +1,6 @@
-"""Which rollouts are not worth training on: samples that were cut off, and groups whose rewards say nothing.
+"""Filters for rollouts that are not worth training on: truncated samples, and groups whose rewards carry no signal.
 
-What is dropped here is valid; it is counted in the ledger under its reason, and more prompts are issued in its place.
+Samples dropped here are valid. The ledger counts them under their reason, and more prompts are issued in their place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_trm.types import RolloutRecord
 
 
 def is_overlong(record: RolloutRecord) -> bool:
-    """Whether the answer was cut at the token limit: what its reward would have been is not known."""
+    """True when the answer was cut at the token limit, so that its reward is not known."""
     return record.finish_reason == "length"
 
 
@@ -25,12 +25,12 @@ def reason_to_drop_sample(record: RolloutRecord, batch: BatchConfig) -> str | No
 
 
 def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str | None:
-    """Why the whole group of these accepted and rewarded samples of one prompt is not trained, or None.
+    """Reason not to train the group of these accepted and rewarded samples of one prompt, or None.
 
     | reason | when |
     |---|---|
-    | `overlong` | every sample is dropped for itself |
-    | `zero_variance` | `batch.zero_variance=drop` and the samples that remain have equal rewards, or only one remains: every advantage would be 0 |
+    | `overlong` | every sample is dropped by itself |
+    | `zero_variance` | `batch.zero_variance=drop`, and the rewards are equal or one sample is left: advantages are 0 |
     | `empty` | no sample was accepted |
     """
     if not records:
@@ -45,7 +45,8 @@ def reason_to_drop(records: Sequence[RolloutRecord], batch: BatchConfig) -> str 
 def without_overlong(records: Sequence[RolloutRecord], advantages: Array, batch: BatchConfig) -> Array:
     """`advantages` `[N]`, set to 0 on overlong samples under `batch.overlong=mask`.
 
-    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no other.
+    They still take part in their group's mean and in the denominators: masking one sample changes the weight of no
+    other.
     """
     if batch.overlong != "mask":
         return advantages

@@ -1,7 +1,9 @@
-"""Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone. Shape letter: N rows.
+"""Advantages by the name in `advantage.name`: one value for each row, from rewards, groups and lengths alone.
 
-GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities) need more
-than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
+Shape letter: N rows.
+
+GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities)
+need more than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def advantages_by_part(parts: Sequence[Mapping[str, float]], group_ids: Array, w
 
 
 def whiten_rows(values: Array, num_tokens: Array) -> Array:
-    """Row values whitened over all *tokens* of the batch, each token carrying its row's value: what `whiten` gives on the tokens.
+    """Row values whitened over all *tokens* of the batch; each token carries the value of its row.
+
+    Equals `whiten` on tokens.
 
     (x - m) / sqrt(v + 1e-8) with m = sum_i T_i x_i / M, v = sum_i T_i (x_i - m)^2 / (M - 1), M = sum_i T_i.
     """

@@ -1,7 +1,9 @@
-"""Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks. Pure integers.
+"""Rows of unlike lengths as micro-batches under a budget of padded tokens, shared evenly by data-parallel ranks.
 
-A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with expert parallelism in
-every micro-batch), so what counts is the most loaded one.
+Pure integers.
+
+A micro-batch costs its number of rows times its longest row. Ranks wait for each other (for the gradient, and with
+expert parallelism in every micro-batch), so what counts is the most loaded one.
 """
 
 from __future__ import annotations
@@ -12,14 +14,20 @@ Bin = list[int]
 """Indices of rows, longest row first."""
 
 ENOUGH = 1.05
-"""More micro-batches than the fewest possible are made only until the most loaded rank has less than this times the mean."""
+"""Bound on the load of the most loaded rank over the mean.
+
+More micro-batches than the minimum are made only until the ratio is below this.
+"""
 
 
 def partition(lengths: Sequence[int], num_ranks: int, budget: int) -> list[list[Bin]]:
-    """`result[rank][i]` are the rows of one micro-batch; every rank has the same number of them, the last ones possibly empty.
+    """Cut rows into micro-batches: `result[rank][i]` are the rows of one.
 
-    Rows are sorted by length and cut into runs, so that little is padded. The number of micro-batches is the smallest that the budget
-    allows, or a little more where that evens out the ranks; given their number, the largest is as small as it can be.
+    Every rank has the same number of micro-batches; the last ones may be empty.
+
+    Rows are sorted by length and cut into runs, so that little is padded. The number of micro-batches is the smallest
+    that the budget allows, or a little more where that balances the ranks. For that number, the largest micro-batch is
+    as small as possible.
 
     Args:
         lengths: tokens of each row, all at most `budget`.

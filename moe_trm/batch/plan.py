@@ -1,4 +1,4 @@
-"""Which row is trained where: minibatches, data-parallel ranks, micro-batches. Deterministic in (seed, step)."""
+"""Plan of a step: minibatches, data-parallel ranks, micro-batches. Deterministic in (seed, step)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def plan_step(
 ) -> list[list[MiniBatch]]:
     """Cut one step's rows into `plan[data_rank][minibatch]`.
 
-    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see `batch.partition`. Else
-    rows are sorted by length and dealt to the ranks back and forth, so that ranks get like numbers of tokens and micro-batches like lengths.
-    Every rank gets the same number of micro-batches: the last ones may be empty.
+    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see
+    `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so that ranks get like
+    numbers of tokens and micro-batches like lengths. Every rank gets the same number of micro-batches: the last ones
+    may be empty.
 
     Raises:
         ControllerError: a row longer than `micro_batch_tokens`.
@@ -50,8 +51,11 @@ def plan_step(
 
 
 def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
-    """How well the step is cut, in padded tokens: a rank's micro-batches, the share that is padding, and by how much the most loaded rank
-    exceeds the mean in the least even minibatch (0: even)."""
+    """Balance of the step's plan, in padded tokens.
+
+    It has the micro-batches per rank, the share of padding, and the imbalance. The imbalance is the excess of the most
+    loaded rank over the mean in the least even minibatch (0: even).
+    """
     real = padded = 0
     uneven = 0.0
     for parts in zip(*plan, strict=True):

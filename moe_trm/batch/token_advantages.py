@@ -1,6 +1,7 @@
 """Advantages that differ from token to token. Shape letters: N rows, T tokens.
 
-NumPy float64; `mask` `[N, T]` is True on sampled tokens. Results are 0 elsewhere, and what inputs hold there does not matter.
+NumPy float64; `mask` `[N, T]` is True on sampled tokens. Results are 0 elsewhere, and what inputs hold there does not
+matter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def rewards_to_go(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
 
 
 def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
-    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the batch. Source: REINFORCE++ (arXiv 2501.03262).
+    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
 
     When: one sample for each prompt, or groups too small to compare.
     """
@@ -29,7 +32,9 @@ def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float = 1.0) -> A
 
 
 def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, mask: Array) -> Array:
-    """REINFORCE++ with baseline: reward `[N]` minus the group mean on every token, whitened over the batch. Source: REINFORCE++ (arXiv 2501.03262).
+    """REINFORCE++ with baseline: reward `[N]` minus the group mean on every token, whitened over the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
 
     When: groups whose spread says little; prompts of different difficulty keep their weight.
     """
@@ -39,8 +44,8 @@ def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, mask: Array) 
 def gae(rewards: Array, values: Array, mask: Array, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Array, Array]:
     """Generalised advantage estimation: (advantages, returns), both `[N, T]`.
 
-    d_t = r_t + gamma V_next - V_t,  A_t = d_t + gamma lam A_next,  return = A + V; tokens that were not sampled pass V_next
-    and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
+    d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, return = A + V. Tokens that were not sampled pass
+    V_next and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
 
     When: a critic is trained.
     """
@@ -67,10 +72,10 @@ def otb(
 ) -> Array:
     """Optimal token baseline: A_t = G_t - B_t, B_t = sum_i G W R / (sum_i W R + 1e-8) per prompt and position.
 
-    W_t = cumsum(q), q = 1 - 2 p_t + sum_v p_v^2: a proxy of the squared score norm, times `is_weights`^2 if given. With tool
-    tokens positions are counted over sampled tokens alone (TIR-OTB), so rows align by rank. A group of one has B = 0. With
-    `zero_tail`, B is 0 on the unique longest row beyond the second longest, where it would be compared with itself.
-    Source: optimal token baseline (OTB, TIR-OTB), as in verl.
+    W_t = cumsum(q), q = 1 - 2 p_t + sum_v p_v^2: a proxy of the squared score norm, times `is_weights`^2 if given. With
+    tool tokens positions are counted over sampled tokens alone (TIR-OTB), so rows align by rank. A group of one has B =
+    0. With `zero_tail`, B is 0 on the unique longest row beyond the second longest, where it would be compared with
+    itself. Source: optimal token baseline (OTB, TIR-OTB), as in verl.
 
     When: long answers off-policy, where one baseline for all tokens leaves much variance.
 

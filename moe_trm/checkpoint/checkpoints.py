@@ -1,4 +1,4 @@
-"""What the loop asks of checkpoints: where to go on from, and after every step whether to save, to export or to stop."""
+"""The loop's interface to checkpoints: where to resume, and after every step whether to save, to export or to stop."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Checkpoints:
         config: the run's configuration.
         run_dir: its folder, which all ranks must see.
         interruption: whether this process was asked to stop.
-        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest checkpoint, whatever
-            `checkpoint.resume` says.
+        restarted: this rank replaces one that failed. One such rank is enough for the run to go on from its newest
+            checkpoint, whatever `checkpoint.resume` says.
 
     Raises:
-        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be written.
+        CheckpointError: `checkpoint.resume` names no valid checkpoint, all that the run has are damaged, or none can be
+            written.
     """
 
     def __init__(self, config: Config, run_dir: Path, interruption: Interruption, *, restarted: bool = False) -> None:
@@ -65,7 +66,8 @@ class Checkpoints:
             print(f"going on after step {manifest.step} from {path}", flush=True)
             if manifest.step >= self._config.train.steps:
                 print(
-                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never to begin anew",
+                    f"all {manifest.step} steps are done; raise train.steps to go on, or set checkpoint.resume=never "
+                    "to begin anew",
                     flush=True,
                 )
             for change in differences(manifest.config, self._config.dump()):
@@ -179,5 +181,5 @@ class Checkpoints:
 
 
 def folder_of(config: Config, run_dir: Path) -> Path:
-    """Where the checkpoints of a run are."""
+    """Folder of a run's checkpoints."""
     return Path(config.checkpoint.dir) if config.checkpoint.dir else run_dir / "checkpoints"

@@ -1,4 +1,4 @@
-"""Which settings of a resumed run differ from those its checkpoint was made with."""
+"""Differences between the settings of a resumed run and those of its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FREE = (
     "rollout.api_key",
     "rollout.server.",
 )
-"""Where a run is kept and how long it lasts; none of these changes what a step computes."""
+"""Settings of a run's location and length; none of them changes the computation of a step."""
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: `step-NNNNNN/` each, complete or absent, the last few kept.
 
-A checkpoint is written into `step-NNNNNN.partial` and renamed when every file is on disk and `manifest.json` names each with its size and
-SHA-256. What a later start makes obsolete (steps after the one it begins at) is set aside into `superseded/`.
+A checkpoint is written into `step-NNNNNN.partial` and renamed when every file is on disk and `manifest.json` names each
+with its size and SHA-256. What a later start makes obsolete (steps after the one it begins at) is set aside into
+`superseded/`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint consists of. `checksum` is the SHA-256 of this object with an empty checksum."""
+    """Content of a checkpoint. `checksum` is the SHA-256 of this object with an empty checksum."""
 
     format: str
     version: int
@@ -70,11 +71,11 @@ class CheckpointFolder:
         return sorted((int(match[1]) for match in found), reverse=True)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, once complete."""
+        """Folder of the checkpoint of `step`, once complete."""
         return self.root / f"step-{step:06d}"
 
     def partial(self, step: int) -> Path:
-        """Where it is written until then; made if missing."""
+        """Folder of the checkpoint while it is written; made if missing."""
         path = self.root / f"step-{step:06d}.partial"
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -108,7 +109,7 @@ class CheckpointFolder:
             shutil.rmtree(self.path(step))
 
     def begin_after(self, step: int) -> None:
-        """Make the folder, set aside the checkpoints of later steps, and remove what an interrupted write left behind."""
+        """Make the folder, set aside the checkpoints of later steps, and remove the files of an interrupted write."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / ".writable").touch()
         (self.root / ".writable").unlink()

@@ -1,4 +1,7 @@
-"""Agreements between ranks outside of training: over a group of their own, so that a thread may make them while others train."""
+"""Agreements between ranks outside of training, over a separate process group.
+
+A thread can therefore make them while other threads train.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import torch.distributed as dist
 
 
 class Peers:
-    """All ranks of the run, or one process alone. Make it on every rank at the same point; use each object from one thread only."""
+    """All ranks of the run, or one process alone.
+
+    Make it on every rank at the same point; use each object from one thread only.
+    """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -29,9 +35,9 @@ class Peers:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, lengths, strict=True)]
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on at least one rank."""
+        """True when the value is true on at least one rank."""
         return b"\1" in self.gather(b"\1" if flag else b"\0")
 
     def all(self, flag: bool) -> bool:
-        """Whether it is true on every rank."""
+        """True when the value is true on every rank."""
         return not self.any(not flag)

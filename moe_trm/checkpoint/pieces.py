@@ -1,9 +1,11 @@
-"""Tensors saved by the ranks that hold parts of them, and read back whole, whatever the layout was.
+"""Tensors saved in parts by the ranks that hold them, and read back whole, for any parallel layout.
 
-A rank holds a box of a global tensor (its tensor-parallel share; usually all of it), and of that box, flattened, a range (its share of
-the optimizer's state). Both are written down with the values, so a reader on any layout can put the global tensor together again.
+A rank holds a box of a global tensor: its tensor-parallel share, usually all of it. Of the flattened box it holds a
+range: its share of the optimizer's state. Both are saved with the values, so a reader on any layout can assemble the
+global tensor.
 
-One safetensors file per rank. Its metadata has one JSON list under `pieces`; entry `i` describes the 1-D tensor named `i`.
+One safetensors file per rank. Its metadata has one JSON list under `pieces`; entry `i` describes the 1-D tensor named
+`i`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from moe_trm.errors import CheckpointError
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Elements `start` and after of the flattened box at `offset` of shape `box` in the tensor `name` of `global_shape`."""
+    """Position of a piece: from element `start` of a flattened box.
+
+    The box has shape `box` and lies at `offset` in the tensor `name` of `global_shape`.
+    """
 
     name: str
     global_shape: tuple[int, ...]
@@ -36,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a global tensor. `values` is 1-D, contiguous, in host memory."""
+    """Part of a global tensor that one rank holds. `values` is 1-D, contiguous, in host memory."""
 
     place: Place
     values: Tensor
@@ -91,7 +96,7 @@ class PieceReader:
 
         Args:
             name: as the ranks named it.
-            shape: what it must have; None accepts any.
+            shape: the required shape; None accepts any.
 
         Raises:
             CheckpointError: no such tensor, another shape, or elements that no rank saved.

@@ -12,13 +12,17 @@ class Resumable(Protocol):
     """State that can be saved on one layout and restored on another."""
 
     def state(self) -> tuple[list[Piece], Mapping[str, int]]:
-        """Host copies of what this rank saves of weights, optimizer, random state and saved snapshots, and the counters that all ranks share.
+        """Host copies of this rank's part of the training state, and the counters that all ranks share.
 
-        Pieces are of global tensors, so that another layout can read them; training may go on at once.
+        The state is weights, optimizer, random state and saved snapshots. Pieces are parts of global tensors, so
+        another layout can read them. Training may continue at once.
         """
 
     def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
-        """Take over a state that any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
+        """Load a state that any layout saved.
+
+        Raises `CheckpointError` for a missing tensor, or one of another shape.
+        """
 
     def export_checkpoint(self, directory: str) -> None:
         """Write a complete Hugging Face checkpoint: every rank its shard, then index, config and tokenizer."""

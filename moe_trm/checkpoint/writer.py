@@ -1,4 +1,4 @@
-"""Writes checkpoints behind the back of training: host copies are taken at once, files follow in a thread of every rank."""
+"""Checkpoint writing in the background: host copies are taken at once, a thread of every rank writes the files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_trm.checkpoint.pieces import Piece, write_pieces
 
 
 class Written(msgspec.Struct):
-    """What one rank tells the others: its files, or why it has none."""
+    """Message of one rank to the others: its files, or the reason why it has none."""
 
     files: dict[str, FileEntry] = {}
     error: str = ""
@@ -46,7 +46,8 @@ class BackgroundWriter:
 
     def __init__(self, folder: CheckpointFolder, peers: Peers, keep: int) -> None:
         self._folder, self._peers, self._keep = folder, peers, keep
-        # One thread for all checkpoints: glibc gives a new thread another arena, and each would keep what a checkpoint took.
+        # One thread for all checkpoints: glibc gives a new thread another arena, and each would keep what a checkpoint
+        # took.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str] | None = None
 

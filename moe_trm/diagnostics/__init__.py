@@ -1,4 +1,4 @@
-"""What the mismatch is, where it comes from, and who pays for its correction."""
+"""Diagnostics of the mismatch: its size, its sources, and the rows that its correction rejects."""
 
 from __future__ import annotations
 

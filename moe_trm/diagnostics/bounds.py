@@ -1,8 +1,10 @@
-"""What trust-region masking can promise: bounds on the error of the surrogate, in nats, tokens and rewards in [0, 1].
+"""Guarantees of trust-region masking: bounds on the error of the surrogate, for rewards in [0, 1].
 
-E = J(pi) - J(mu) - E_mu[R sum_t (w_t - 1)] for answers of T tokens; delta bounds the KL of every context, D_seq is the KL of a
-whole answer, Dbar_t the mean total variation at position t. Theorems hold for the *maximum over all contexts*. A batch shows only
-sampled contexts: figures computed from it are estimates of a certificate, not one.
+E = J(pi) - J(mu) - E_mu[R sum_t (w_t - 1)] for answers of T tokens. delta bounds the KL of every context, D_seq is the
+KL of a whole answer, Dbar_t the mean total variation at position t. KL is in nats. The theorems hold for the *maximum
+over all contexts*. A batch has sampled contexts only, so figures computed from it are estimates of a certificate, not a
+certificate.
+
 Source: Trust Region Masking (arXiv 2512.23075), checked here by enumeration.
 """
 
@@ -39,7 +41,7 @@ def adaptive(mean_tv: Sequence[float], delta: float) -> float:
 
 
 def certificate(horizon: int, delta: float, sequence_kl: float, mean_tv: Sequence[float]) -> dict[str, float]:
-    """All five bounds and `tightest`, the least of the last three. Improvement is proved where the surrogate exceeds it."""
+    """All five bounds, and `tightest`: the least of the last three. A surrogate above it proves an improvement."""
     bounds = {
         "classical": classical(horizon, delta),
         "linear": linear(horizon, delta),
@@ -51,7 +53,10 @@ def certificate(horizon: int, delta: float, sequence_kl: float, mean_tv: Sequenc
 
 
 def acceptance_probability(horizon: int, violation_probability: float) -> float:
-    """(1 - p)^T: the chance that no token of an answer violates a per-token threshold. Neutral thresholds still reject long answers."""
+    """(1 - p)^T: the probability that no token of an answer violates a per-token threshold.
+
+    Thresholds that are neutral per token therefore still reject long answers.
+    """
     return (1 - violation_probability) ** horizon
 
 

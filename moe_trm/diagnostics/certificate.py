@@ -1,7 +1,6 @@
-"""The bounds of trust-region masking, evaluated on what a step has sampled. Shape letters: B rows, T tokens, N sampled tokens.
+"""The bounds of trust-region masking, estimated from the samples of a step.
 
-The theorems hold for the largest divergence over *all* contexts. A batch shows a few of them, so these figures are an estimate of
-the certificate and never the certificate; they can only be too small.
+Shape letters: B rows, T tokens, N sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ STARTS = (1, *(edge + 1 for edge in LENGTH_EDGES))
 
 
 def divergences(evidence: Evidence) -> summable.Summable:
-    """What the bounds are made of, summable, on the total ratio w:
+    """Inputs of the bounds, summable, on the total ratio w:
 
     | name | definition |
     |---|---|
@@ -30,8 +29,8 @@ def divergences(evidence: Evidence) -> summable.Summable:
     | `trm/sequence_kl` | D_seq, mean over rows of the sum of these KL, nats |
     | `trm/tv_from_P` | mean over rows of the sum of abs(w - 1) / 2 over tokens from position P to the next P |
 
-    The KL is exact on the recorded support where the evidence has it, else w - 1 - log w of the sampled token, whose maximum is mostly
-    noise. E_mu abs(w - 1) / 2 is the total variation of a context.
+    The KL is exact on the recorded support where the evidence has it. Else it is w - 1 - log w of the sampled token,
+    whose maximum is mostly noise. E_mu abs(w - 1) / 2 is the total variation of a context.
     """
     ratios, packing = evidence.ratios, evidence.ratios.packing
     log_ratio_N = clamp_log_ratio(packing.pack(ratios.total.detach())).double()
@@ -56,10 +55,11 @@ def divergences(evidence: Evidence) -> summable.Summable:
 
 
 def certificate_estimate(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`trm/bound_{classical,linear,pinsker_marginal,mixed,adaptive,tightest}`: an estimate of how far the surrogate may be off.
+    """Estimated error bounds of the surrogate: `trm/bound_{classical,linear,pinsker_marginal,mixed,adaptive,tightest}`.
 
-    From the finished metrics of `divergences`; empty where there are none. In units of a reward between 0 and 1: 1 or more says
-    nothing. Total variation is counted at the start of its stretch, where it weighs most. Source: Trust Region Masking (arXiv 2512.23075).
+    Computed from the finished metrics of `divergences`; empty where there are none. The unit is a reward between 0 and
+    1: a bound of 1 or more says nothing. Total variation is counted at the start of its stretch, where it weighs most.
+    Source: Trust Region Masking (arXiv 2512.23075).
     """
     if "trm/horizon" not in metrics:
         return {}

@@ -1,6 +1,7 @@
-"""How far two policies are apart on the sampled tokens, ratio by ratio.
+"""Mismatch of two policies on the sampled tokens, ratio by ratio.
 
-Shape letters: B sequences, T tokens, N sampled tokens, packed: padding is dropped before anything is computed of single tokens.
+Shape letters: B sequences, T tokens, N sampled tokens, packed: padding is dropped before any computation on single
+tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ BLOCK = 1 << 15
 def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.Summable:
     """Mismatch metrics of each part of the log-ratio, summable; `finalize` turns them into numbers.
 
-    Prefixes: `engine/`, `staleness/`, `total/`; or `merged/`, `update/`, `total/` when the weights that sampled are gone; `names`
-    asks for fewer. With x a log-ratio between a later and an earlier policy and means over sampled tokens, or over rows that
-    have any:
+    Prefixes: `engine/`, `staleness/`, `total/`; or `merged/`, `update/`, `total/` when the weights that sampled are
+    gone. `names` asks for fewer. x is a log-ratio between a later and an earlier policy. Means are over sampled tokens,
+    or over rows that have any:
 
     | name | definition |
     |---|---|
@@ -40,10 +41,10 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `rollout_is_high_fraction`, `rollout_is_low_fraction` | share of tokens with e^x above 2, below 1/2 |
 
     `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
-    `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other policy's.
-    With the rollout's distribution on its kept support, `total/exact_kl` is the mean KL(rollout || current) on it, not an estimate.
-    Rows without sampled tokens count nowhere. Log-ratios are clamped to +-20 nats before any exponential.
-    Source: verl's rollout correction, whose names are kept.
+    `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other
+    policy's. When the rollout's distribution on its kept support is recorded, `total/exact_kl` is the exact mean
+    KL(rollout || current) on it. Rows without sampled tokens are not counted. Log-ratios are clamped to +-20 nats
+    before any exponential. Source: verl's rollout correction, whose names are kept.
     """
     ratios = evidence.ratios
     known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
@@ -68,7 +69,7 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
 
 @dataclass(frozen=True)
 class Span:
-    """Smallest and largest of some log-ratios, 0-d float64, and what need not be looked for among them."""
+    """Smallest and largest of some log-ratios, 0-d float64."""
 
     bottom: Tensor
     top: Tensor
@@ -78,7 +79,7 @@ class Span:
         return cls(summable.lowest(log_ratios), summable.highest(log_ratios))
 
     def beyond(self, limit: float) -> bool:
-        """Whether one is farther than `limit` from 0, NaN included."""
+        """True when one is farther than `limit` from 0, NaN included."""
         return not bool(torch.maximum(self.top, -self.bottom) <= limit)
 
     def ratios(self, name: str) -> summable.Summable:

@@ -1,4 +1,4 @@
-"""Who is rejected: kept rows by length, by sign of the advantage. Shape letters: B sequences, T tokens."""
+"""Kept rows by length, by sign of the advantage and by other classes. Shape letters: B sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ LENGTH_EDGES = (16, 64, 256, 1024, 4096, 16384)
 
 
 def acceptance(evidence: Evidence, correction: Correction) -> summable.Summable:
-    """Share of rows that lost no token, by length, sign of the row's summed advantage, correctness and turns; of tokens after a tool.
+    """Share of rows that lost no token, by class of row; and share of kept tokens by turn.
 
-    `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up`; `acceptance/positive`,
-    `acceptance/negative`, `acceptance/zero`; `acceptance/correct`, `acceptance/wrong` (reward above 0 or not) where rewards are
-    known; where turns are, `acceptance/multi_turn` of rows with several turns, and the share of *tokens* kept in the first turn
-    and after it, `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens`. The edges are fixed, so that counts of different batches may be added. A rule
-    that is neutral to length shows about the same share everywhere.
+    | name | rows |
+    |---|---|
+    | `acceptance/length_1_16`, `acceptance/length_17_64`, ..., `acceptance/length_16385_up` | by sampled tokens |
+    | `acceptance/positive`, `acceptance/negative`, `acceptance/zero` | by sign of the row's summed advantage |
+    | `acceptance/correct`, `acceptance/wrong` | reward above 0 or not, where rewards are known |
+    | `acceptance/multi_turn` | rows with several turns, where turns are known |
+    | `acceptance/first_turn_tokens`, `acceptance/later_turn_tokens` | share of *tokens* kept, first turn and later |
+
+    The edges are fixed, so that counts of different batches may be added. A rule that is neutral to length has about
+    the same share everywhere.
     """
     mask = evidence.mask
     lengths, intact = num_tokens(mask), (correction.keep | ~mask).all(dim=1)

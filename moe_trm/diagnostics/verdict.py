@@ -1,7 +1,7 @@
-"""From metrics to one sentence: what is wrong, by which figures, and which setting acts on it.
+"""From metrics to one sentence: the fault, the figures that show it, and the setting that acts on it.
 
-The engine ratio is measured between two engines at the same weights, so it is its own same-checkpoint probe: numerics and staleness
-are told apart without a separate experiment. Thresholds are the field's (verl's guide to rollout correction); `RISING_STEPS`, `PPL_TOLERANCE` and
+The engine ratio is measured between two engines at the same weights. So numerics and staleness are separated without
+another experiment. Thresholds are the field's (verl's guide to rollout correction). `RISING_STEPS`, `PPL_TOLERANCE` and
 the two-standard-error rule are ours.
 """
 
@@ -22,11 +22,11 @@ LENGTH_WINDOW = 100
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the metrics say.
+    """Judgement of a run's metrics.
 
     Attributes:
         case: the first case of the decision tree that holds.
-        sentence: it, in words.
+        sentence: the case in words.
         evidence: the metrics it rests on.
         config: the setting that acts on it, as typed on the command line; empty when nothing should change.
     """
@@ -38,8 +38,10 @@ class Verdict:
 
 
 def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "response/length_mean") -> Verdict:
-    """Judge the latest of `history` (finished metrics of each step, oldest first), in the order precision, staleness, variance,
-    drift, clipping, length. What a step did not measure is not judged; `unclear` if the mismatch was not measured at all.
+    """Judge the latest of `history` (finished metrics of each step, oldest first).
+
+    The order is precision, staleness, variance, drift, clipping, length. A step is not judged on a metric that it did
+    not measure. The result is `unclear` if the mismatch was not measured at all.
 
     Mismatch is read from `k3_kl`, which estimates the same KL as `kl` but is never negative.
     """
@@ -54,10 +56,10 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
 
 
 def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float, probs_pearson: float) -> str:
-    """How much correction is called for: `rejection`, `rejection and token_tis`, or `systems` (repair the engines instead).
+    """Correction needed: `rejection`, `rejection and token_tis`, or `systems` (repair the engines instead).
 
-    systems: more than 25% masked, effective sample size below 0.3, Pearson below 0.95, or chi2 above 4; rejection and weights:
-    chi2 above 2 or at least 10% masked; else rejection alone. Source: ours, after the field's health ranges.
+    systems: more than 25% masked, effective sample size below 0.3, Pearson below 0.95, or chi2 above 4. rejection and
+    token_tis: chi2 above 2, or at least 10% masked. rejection: all else. Source: ours, after the field's health ranges.
     """
     if masked_fraction > 0.25 or eff_sample_size < 0.3 or probs_pearson < 0.95 or chi2_token > 4:
         return "systems"
@@ -65,17 +67,20 @@ def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
-    """The alarm that a correction rejects ever less while the mismatch grows: its threshold no longer measures the mismatch."""
+    """Alarm for a correction that rejects ever less while the mismatch grows: its threshold no longer measures it."""
     kept, gap = _series(history, "correction/kept_fraction"), _series(history, "total/k3_kl")
     if not (rising(kept) and rising(gap)):
         return None
     evidence = {"correction/kept_fraction": kept[-1], "total/k3_kl": gap[-1]}
-    sentence = f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold no longer sees it."
+    sentence = (
+        f"Fewer tokens are rejected (kept {kept[-1]:.3f}) while the mismatch grows (k3 {gap[-1]:.2g}): the threshold "
+        "no longer sees it."
+    )
     return Verdict("drift", sentence, evidence, "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]")
 
 
 def rising(series: Sequence[float]) -> bool:
-    """Whether the last `RISING_STEPS` values have a least-squares slope more than two standard errors above 0."""
+    """True when the last `RISING_STEPS` values have a least-squares slope more than two standard errors above 0."""
     values = [value for value in series[-RISING_STEPS:] if math.isfinite(value)]
     n = len(values)
     if n < 5:
@@ -119,7 +124,10 @@ def _staleness(seen: Mapping[str, float]) -> Verdict | None:
     stale = evidence.get("staleness/k3_kl", 0.0)
     if stale <= 0.05 or stale <= evidence["engine/k3_kl"]:
         return None
-    sentence = f"The policy has moved away from the samples it trains on (staleness k3 {stale:.2g}, engine {evidence['engine/k3_kl']:.2g})."
+    sentence = (
+        f"The policy has moved away from the samples it trains on (staleness k3 {stale:.2g}, engine "
+        f"{evidence['engine/k3_kl']:.2g})."
+    )
     return Verdict("staleness", sentence, evidence, "learner.minibatches=1")
 
 

@@ -1,4 +1,4 @@
-"""When a verdict is news: the first one, and every one of another case or with other advice than the last."""
+"""Filter of repeated verdicts: a verdict is news when it is the first, or when its case or advice changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class VerdictChanges:
         self._last: tuple[object, object] | None = None
 
     def of(self, metrics: Mapping[str, object]) -> str:
-        """The sentence to say now, with its advice; empty when there is no verdict or it is no other than the last."""
+        """The sentence to print now, with its advice; empty when there is no verdict or it equals the last one."""
         setting = metrics.get("verdict/config", "")
         this = (metrics.get("verdict/case"), setting)
         if "verdict" not in metrics or this == self._last:

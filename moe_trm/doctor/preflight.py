@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from moe_trm.checkpoint.folder import read_manifest
+from moe_trm.checkpoint.checkpoints import folder_of
+from moe_trm.checkpoint.folder import CheckpointFolder, read_manifest
 from moe_trm.config import load_with_choices
 from moe_trm.config.choices import Choice, settle_here
 from moe_trm.config.problems import refuse
@@ -23,6 +24,7 @@ from moe_trm.learner.megatron.layers import layers_here, transformer_engine_impo
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.observe.trackers import check_trackers
+from moe_trm.recording.existing import check_not_anothers
 from moe_trm.rollout.sessions.function_sampler import ADAPTER as ROLLOUT_ADAPTER
 from moe_trm.step.objective import Objective
 from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
@@ -31,7 +33,8 @@ from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
     """The configuration with nothing left at `auto` that a rule reads, and every choice that was made.
 
-    Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what contradicts the machine's choices.
+    Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what
+    contradicts the machine's choices.
     """
     config, of_settings = load_with_choices(path, overrides)
     settled, of_machine = settle_here(
@@ -41,11 +44,12 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
     return settled, of_settings + of_machine
 
 
-def check_launch(config: Config, *, world_size: int) -> None:
+def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
     Looks at the checkpoint's config.json, tokenizer and names of tensors, whether the learner can train that model (Megatron-Core: in this
-    layout), and the names and thresholds of corrections and loss, functions of the user's own, and the checkpoint to go on from.
+    layout), and the names and thresholds of corrections and loss, functions of the user's own, the checkpoint to go on from, and whether
+    another run's recording is in the way. `restarted`: these ranks replace some of the same run that died.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":
@@ -60,6 +64,13 @@ def check_launch(config: Config, *, world_size: int) -> None:
     check_functions(own_functions(config))
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
+    if config.record.bundle and not restarted:
+        own = CheckpointFolder(folder_of(config, Path(config.run_dir) / config.name)).steps()
+        check_not_anothers(
+            Path(config.record.bundle),
+            (config.run_dir, config.name),
+            goes_on=bool(own) and config.checkpoint.resume != "never",
+        )
 
 
 def own_functions(config: Config) -> dict[str, tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Functions of the user's own (rewards, rollouts), run in processes of their own: nothing they do can stop or block a run."""
+"""User functions (rewards, rollouts), run in separate processes, so that they cannot stop or block a run."""

@@ -1,4 +1,4 @@
-"""Whether the functions that a configuration names can be loaded and called, asked before anything else is started."""
+"""Check that the functions a configuration names can be loaded and called, before anything else is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_trm.functions.host import FunctionHost
 
 
 def check_functions(named: Mapping[str, tuple[str, str]]) -> None:
-    """Load each function once, in a process of its own that ends at once.
+    """Load each function once, in a separate process that ends at once.
 
     Args:
         named: by configuration key, the name of the function and of its adapter.

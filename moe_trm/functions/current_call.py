@@ -1,4 +1,4 @@
-"""What a process executes right now, on memory that its parent can read even while the process is stuck or dead."""
+"""The call that a process executes now, in memory that its parent can read even while the process is stuck or dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ SIZE = _CELL.size
 
 
 class CurrentCall:
-    """One cell: the number of the call whose code runs, and since when (`time.monotonic`, which all processes of a machine share).
+    """One cell: the number of the running call and its start.
+
+    The clock is `time.monotonic`, which all processes of a machine share.
 
     Args:
         descriptor: of a file of `SIZE` bytes, open in both processes.
@@ -29,7 +31,10 @@ class CurrentCall:
         _CELL.pack_into(self._memory, 0, 0, 0.0)
 
     def read(self) -> tuple[int, float]:
-        """The call (0: none) and the second at which it began. A cell that is being written may be read half: look twice."""
+        """The call (0: none) and the second at which it began.
+
+        A cell that is being written may be read half: look twice.
+        """
         number, since = _CELL.unpack_from(self._memory)
         return int(number), float(since)
 

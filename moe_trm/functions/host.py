@@ -1,7 +1,7 @@
-"""A user's function behind a process: calls that raise, hang, crash or return nonsense fail alone, and the run goes on.
+"""A user's function in another process: calls that raise, hang, crash or return nonsense fail alone; the run goes on.
 
-A call that never comes back is told by the shared cell of the current call (whose code runs, and since when) and by its deadline. Its process is ended; calls
-that merely shared the process begin again in a new one.
+A hanging call is found by its deadline and by the shared cell of the current call, which says whose code runs, and
+since when. Its process is ended. Other calls of that process are repeated in a new one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class FunctionHost:
         return (await self._running()).ready
 
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
-        """What the function returns for `payload`. One call at a time, unless the function is `concurrent`.
+        """Call the function with `payload` and return its value.
+
+        One call at a time, unless the function is `concurrent`.
 
         Args:
             payload: plain data.
-            answers: makes the answerer of this call, anew whenever the call begins again.
+            answers: makes the answerer of this call, a new one whenever the call is repeated.
 
         Raises:
             FunctionFailed: see there.
@@ -54,7 +56,7 @@ class FunctionHost:
                 continue
 
     async def close(self) -> None:
-        """End the process, and what it does."""
+        """End the process and its calls."""
         self._closed = True
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
@@ -62,7 +64,10 @@ class FunctionHost:
             await self._process.close()
 
     async def _running(self) -> Process:
-        """The process, started where there is none. Starting one cannot be cancelled half-way, or nobody would end it."""
+        """The process, started where there is none.
+
+        Starting one cannot be cancelled half-way, or nobody would end it.
+        """
         if self._closed:
             raise FunctionFailed("crash", "the run is over")
         if self._process is not None and not self._process.ended:

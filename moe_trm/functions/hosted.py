@@ -13,7 +13,7 @@ Asker = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Hosted:
-    """What `FunctionHost` needs to know of a loaded function.
+    """A loaded function as `FunctionHost` needs it.
 
     Attributes:
         call: `await call(payload, ask)`; its value is sent back.
@@ -29,5 +29,5 @@ class Hosted:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` gives something to await: an async function, or an object with an async `__call__`."""
+    """True when calling `function` returns an awaitable: an async function, or an object with an async `__call__`."""
     return iscoroutinefunction(function) or iscoroutinefunction(type(function).__call__)

@@ -1,4 +1,4 @@
-"""What goes over the pipes between a run and the process of a user's function: msgpack, each message behind its length. Never pickle."""
+"""Messages between a run and the process of a user's function, over pipes: length-prefixed msgpack, never pickle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """To the process, once. `function` and `adapter` are names for `load_function`; `key` is where `function` stands in the configuration."""
+    """To the process, once.
+
+    `function` and `adapter` are names for `load_function`; `key` is where `function` stands in the configuration.
+    """
 
     function: str
     adapter: str
@@ -43,7 +46,10 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """From the process, once: the function is loaded. `batched`: it takes lists. `concurrent`: several calls may be open at once."""
+    """From the process, once: the function is loaded.
+
+    `batched`: it takes lists. `concurrent`: several calls may be open at once.
+    """
 
     batched: bool
     concurrent: bool
@@ -88,7 +94,10 @@ FromProcess = Ready | Broken | Ask | Done | Failed
 
 
 def pack(message: ToProcess | FromProcess) -> bytes:
-    """One frame. Raises `TypeError` or `OverflowError` for a value that is no plain data; numbers of other libraries become floats."""
+    """One frame.
+
+    Raises `TypeError` or `OverflowError` for a value that is no plain data; numbers of other libraries become floats.
+    """
     body = msgspec.msgpack.encode(message, enc_hook=_number)
     return LENGTH.pack(len(body)) + body
 

@@ -1,4 +1,4 @@
-"""Keyword parameters of registered functions, checked when a run is configured instead of when they are first used."""
+"""Keyword parameters of registered functions, checked at configuration instead of at first use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def bind(
     where: str,
     missing_fix: str = "",
 ) -> tuple[str, dict[str, Parameter]]:
-    """The ratio that a method reads, `ratio` unless `given` names another one, and all its parameters; refuses what `resolve` does."""
+    """The ratio that a method reads (`ratio` unless `given` names another one), and all its parameters.
+
+    Raises as `resolve` does.
+    """
     own = {name: value for name, value in given.items() if name != "ratio"}
     chosen = str(given.get("ratio", ratio))
     if chosen not in known_ratios:

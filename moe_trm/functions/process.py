@@ -35,16 +35,22 @@ from moe_trm.functions.messages import (
 POLL_S = 0.1
 """Between two looks at the current."""
 GRACE_S = 2.0
-"""What a call gets beyond its limit to say itself that it is over."""
+"""Time beyond a call's limit in which the call may report its own timeout."""
 STARTUP_S = 120.0
 """Limit for importing the function's module."""
 
 Answerer = Callable[[str, dict[str, Any]], Awaitable[Any]]
-"""`await answer(op, arguments)` serves what a call asks for. Raises `Refused`; any other error ends the call with it."""
+"""`await answer(op, arguments)` serves what a call asks for.
+
+Raises `Refused`; any other error ends the call with it.
+"""
 
 
 class FunctionFailed(MoeTrmError):
-    """A call did not end well. `reason`: `error`, `timeout`, `type` as in `messages.Failed`, or `crash` (its process ended)."""
+    """A call did not end well.
+
+    `reason`: `error`, `timeout`, `type` as in `messages.Failed`, or `crash` (its process ended).
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -139,7 +145,10 @@ class Process:
                 task.cancel()
 
     async def end(self, culprits: frozenset[int], reason: str, text: str = "") -> None:
-        """Kill the process, unless that has been done, and wait until it is gone. Calls of `culprits` fail; the others are told to begin again."""
+        """Kill the process, unless that has been done, and wait until it is gone.
+
+        Calls of `culprits` fail; the others are repeated.
+        """
         if not self.ended:
             self.ended = True
             _kill(self._process)
@@ -218,7 +227,7 @@ async def _message(process: asyncio.subprocess.Process) -> FromProcess | None:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """The process and whatever it started."""
+    """The process and all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,6 +1,6 @@
-"""The process in which a user's function runs: `python -m moe_trm.functions.worker BOARD_DESCRIPTOR`, started by `FunctionHost`.
+"""The process of a user's function: `python -m moe_trm.functions.worker BOARD_DESCRIPTOR`, started by `FunctionHost`.
 
-Whatever the function prints goes to standard error; the messages have a descriptor of their own. A thread reads them, so that the
+Output of the function goes to standard error; the messages have a separate descriptor. A thread reads them, so the
 process ends with its parent even while the function never returns.
 """
 
@@ -72,7 +72,7 @@ class Worker:
                     future.set_result(message.value)
 
     def marked(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """A task factory: tasks that a call starts belong to it, and each stretch of their code is marked on the board."""
+        """A task factory: tasks that a call starts belong to it, and the board shows whose code runs."""
         context = options.get("context")
         number = context[_CALL] if context is not None and _CALL in context else _CALL.get()
         return asyncio.Task(self._marked(number, coroutine) if number else coroutine, loop=loop, **options)
@@ -122,7 +122,7 @@ def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: CurrentC
             board.end()
         try:
             step, given = coroutine.send, (yield waits_for)
-        except BaseException as error:  # noqa: BLE001 (cancellation and errors of what it waits for belong to the coroutine)
+        except BaseException as error:  # noqa: BLE001 (cancellation and errors belong to the coroutine)
             step, given = coroutine.throw, error
 
 

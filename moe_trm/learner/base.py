@@ -1,4 +1,4 @@
-"""What every learner does in the same way: keeping, exporting and restoring weights, sums over ranks, and the proof of replay."""
+"""Parts shared by every learner: snapshots, export and restore of weights, sums over ranks, and the proof of replay."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ class LearnerBase:
         self._training.load(reader, counters)
 
     def _verify(self) -> None:
-        """Prove every replayed forward since the last call; raises `ReplayProofError`. The one device synchronisation of the proof."""
+        """Prove every replayed forward since the last call; raises `ReplayProofError`.
+
+        The one device synchronisation of the proof.
+        """
         if self._replayer is not None:
             self._report += self._replayer.report(dist.group.WORLD)
 

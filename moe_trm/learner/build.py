@@ -7,7 +7,10 @@ from moe_trm.learner.protocol import Learner
 
 
 def build_learner(config: Config) -> Learner:
-    """The learner of this rank; only the chosen engine is imported. Collective: torch.distributed must be initialised on every rank."""
+    """The learner of this rank; only the chosen engine is imported.
+
+    Collective: torch.distributed must be initialised on every rank.
+    """
     if config.learner.backend == "deepspeed":
         from moe_trm.learner.deepspeed.build import build_deepspeed_learner
 

@@ -37,7 +37,10 @@ class HfCheckpoint:
         return tensor
 
     def read_row(self, name: str, row: int, num_rows: int) -> Tensor:
-        """Row `row` alone of the tensor `name`, which must have `num_rows` of them. Raises `CheckpointError` where it has not."""
+        """Row `row` alone of the tensor `name`, which must have `num_rows` of them.
+
+        Raises `CheckpointError` where it has not.
+        """
         stacked = self._handle(name).get_slice(name)
         if stacked.get_shape()[0] != num_rows:
             raise CheckpointError(

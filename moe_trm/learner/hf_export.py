@@ -1,4 +1,7 @@
-"""A Hugging Face checkpoint folder written by several ranks: each its shard, the first one index, config and companions."""
+"""A Hugging Face checkpoint folder written by several ranks.
+
+Each rank writes its shard; the first also writes the index, config.json and tokenizer files.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,17 @@ class HfExporter:
         self.tensors, self._hf, self._source, self._dtype = tensors, hf, Path(source), dtype
 
     def write_shard(self, directory: Path, dtype: str) -> tuple[TensorEntry, ...]:
-        """Write this rank's tensors to one file in `directory` (created if missing); the entries name and digest them."""
+        """Write this rank's tensors to one file in `directory` (created if missing).
+
+        Returns their names and digests.
+        """
         return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), dtype)
 
     def write_checkpoint(self, directory: Path) -> None:
-        """A complete checkpoint in `directory`, which all ranks must see: shards, index, config.json, tokenizer files. Collective."""
+        """Write a complete checkpoint to `directory`, which all ranks must see. Collective.
+
+        It has the shards, the index, config.json and the tokenizer files.
+        """
         self.write_shard(directory, self._dtype)
         dist.barrier()
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds the tensors of the model in its config.json, before any of them is loaded."""
+"""Check that a checkpoint holds the tensors of the model in its config.json, before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from moe_trm.models.tensors import EMBEDDING, OUTPUT, tensor_names
 
 
 def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that neither learner could train as it is. Only names are looked at, and a copy of tied weights.
+    """Refuse a checkpoint that neither learner could train as it is.
+
+    Only names are looked at, and a copy of tied weights.
 
     Of a family that `moe_trm.models` does not know, which DeepSpeed may still train, transformers says what is lacking.
 
     Raises:
-        CheckpointError: quantised weights; tensors that are missing, or that the model has no place for; a copy of tied weights that is none.
+        CheckpointError: quantised weights; tensors that are missing, or that the model has no place for; a copy of tied
+            weights that is none.
     """
     _check_precision(checkpoint, hf)
     family, where = find_family(hf), str(checkpoint.folder)
@@ -28,8 +31,8 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
         return
     known = tensor_names(family, hf)
     missing = sorted(known - checkpoint.names)
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the last are for
-    # predicting several tokens at once; neither transformers nor Megatron's model here has them.
+    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the
+    # last are for predicting several tokens at once; neither transformers nor Megatron's model here has them.
     unexpected = sorted(
         name
         for name in checkpoint.names - known - {OUTPUT}
@@ -41,15 +44,24 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
             where=where,
             got=f"no {OUTPUT}, and config.json does not tie it to the embedding",
             expected=f"{OUTPUT}, or tie_word_embeddings=true in config.json",
-            fix="If the model was trained with tied embeddings set tie_word_embeddings=true in its config.json; else copy it again, completely.",
+            fix=(
+                "If the model was trained with tied embeddings set tie_word_embeddings=true in its config.json; else "
+                "copy it again, completely."
+            ),
         )
     if missing or unexpected:
         raise CheckpointError(
             "checkpoint does not hold the tensors of the model in config.json",
             where=where,
-            got=f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: {unexpected[:3]}",
+            got=(
+                f"{len(missing)} missing: {missing[:3]}; {len(unexpected)} without a place in the model: "
+                f"{unexpected[:3]}"
+            ),
             expected=f"the {len(known)} tensors of this model under the names of transformers",
-            fix="Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or config.json is another model's.",
+            fix=(
+                "Missing ones alone: copy or download it again, completely. Both: tensors were renamed, or "
+                "config.json is another model's."
+            ),
         )
     if (
         hf.get("tie_word_embeddings")
@@ -73,7 +85,10 @@ def _check_precision(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
             where=f"{checkpoint.folder}/config.json, quantization_config",
             got=quantisation.get("quant_method", quantisation),
             expected="weights in bfloat16, float16 or float32",
-            fix="Load it with transformers, dequantised (its quantisation classes have `dequantize=True`), save it, and train that.",
+            fix=(
+                "Load it with transformers, dequantised (its quantisation classes have `dequantize=True`), save it, "
+                "and train that."
+            ),
         )
 
 

@@ -8,10 +8,11 @@ from moe_trm.config.schema import LossScaleConfig
 
 
 class LossScale:
-    """A power of two that the loss is multiplied by before backward and the float32 gradients are divided by after it.
+    """A power of two: the loss is multiplied by it before backward, the float32 gradients are divided by it after.
 
-    float16 rounds what is below 6e-8 to zero and has nothing above 65504. Dividing by a power of two is exact, so the scale changes no
-    gradient that neither limit touches. An overflow halves it (to 1 at least), `growth_steps` applied steps in a row double it.
+    float16 rounds values below 6e-8 to zero and has none above 65504. Dividing by a power of two is exact, so the scale
+    changes no gradient within these limits. An overflow halves the scale (to 1 at least); `growth_steps` applied steps
+    in a row double it.
 
     Attributes:
         value: the present scale.
@@ -31,7 +32,7 @@ class LossScale:
             self.value, self._applied = self.value * 2, 0
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps of it."""
+        """State for a checkpoint."""
         return {"loss_scale": self.value, "loss_scale_applied": self._applied}
 
     def restore(self, counters: Mapping[str, int]) -> None:

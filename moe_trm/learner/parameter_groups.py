@@ -1,6 +1,6 @@
-"""Which learning rate and weight decay each parameter has, and which are not trained: by Hugging Face name, the same in every learner.
+"""Learning rate and weight decay of each parameter, and the parameters that are not trained.
 
-Imports no torch.
+Parameters have their Hugging Face names, the same in every learner. Imports no torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_groups(optimizer: OptimizerConfig, hf_names: Collection[str]) -> None:
 
 
 def is_frozen(hf_name: str, learner: LearnerConfig) -> bool:
-    """Whether this tensor stays as the checkpoint has it."""
+    """True when this tensor is not trained and stays as in the checkpoint."""
     return learner.freeze_router and ROUTER.search(hf_name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What the loop needs of a learner. Implementations: `learner.megatron`, `learner.deepspeed`.
+"""The learner's interface to the loop. Implementations: `learner.megatron`, `learner.deepspeed`.
 
 Shape letters: B rows of a micro-batch, R forwarded tokens of its longest row.
 """
@@ -19,14 +19,15 @@ from routing.replay import Recorded, ReplayReport, RouteSource
 
 @dataclass(frozen=True)
 class Scores:
-    """What a forward pass says of one micro-batch; all `[B, R]` float32 and 0 where the batch's `mask` is False.
+    """Scores of one micro-batch from a forward pass; all `[B, R]` float32 and 0 where the batch's `mask` is False.
 
     Attributes:
         logprobs: of the target, over the kept support when the batch carries a sampling mask, else over the vocabulary.
         log_kept_mass: log of the learner's probability of the kept support, or None when not asked for or no mask.
-        exact_kl: KL of the rollout's distribution from the learner's over the kept support, never with gradient; None when the
-            batch does not carry the rollout's log-probs of it.
-        entropy: of the policy over the whole vocabulary at the sampling temperature, nats, with gradient in updates; None when not asked for.
+        exact_kl: KL of the rollout's distribution from the learner's over the kept support, never with gradient; None
+            when the batch does not carry the rollout's log-probs of it.
+        entropy: of the policy over the whole vocabulary at the sampling temperature, nats, with gradient in updates;
+            None when not asked for.
         recorded: the routes this pass used, when the source was `Record()`; None otherwise.
     """
 
@@ -39,7 +40,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step: gradient norm before clipping, learning rate used, whether the step was applied (finite gradients), and the loss scale where the dtype needs one."""
+    """Result of one optimizer step.
+
+    It has the gradient norm before clipping, the learning rate used, whether the step was applied (finite gradients),
+    and the loss scale where the dtype needs one.
+    """
 
     grad_norm: float
     lr: float
@@ -48,7 +53,10 @@ class UpdateResult:
 
 
 class Learner(Resumable, Protocol):
-    """A policy that trains. All calls are collective over the learner's ranks; every rank passes the same number of micro-batches."""
+    """A policy that trains.
+
+    All calls are collective over the learner's ranks; every rank passes the same number of micro-batches.
+    """
 
     data_rank: int
     data_size: int
@@ -58,7 +66,7 @@ class Learner(Resumable, Protocol):
     model_moe_layer_ids: tuple[int, ...]
     """The same of the whole model, on whatever ranks they are."""
     leads: bool
-    """Whether this rank speaks for its rows: the first of the ranks that hold the same ones (shards, slices and stages of one model)."""
+    """True on the first of the ranks that hold the same rows (shards, slices and stages of one model)."""
 
     def score(
         self,
@@ -70,14 +78,18 @@ class Learner(Resumable, Protocol):
     ) -> list[Scores]:
         """Forward without gradient.
 
-        `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a snapshot to score
-        under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a name that is not held.
+        `sources[i]` says whose routes batch `i` uses. `kept_mass` also computes the log kept mass. `weights` names a
+        snapshot to score under; the weights in training are back afterwards, bit for bit. Raises `LearnerError` for a
+        name that is not held.
         """
 
     def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        """Keep the present weights in host memory under `name`, in place of an older copy of that name; the bytes it takes on this rank.
+        """Keep the present weights in host memory under `name`, in place of an older copy.
 
-        `saved`: it belongs to `state`, and `restore` brings it back. `rounded_to`: it holds what is left of them after a push to an engine in this dtype.
+        Returns the bytes on this rank.
+
+        `saved`: the copy belongs to `state`, and `restore` brings it back. `rounded_to`: the copy holds the weights as
+        an engine in this dtype has them after a push.
         """
 
     def forget(self, name: str) -> None:
@@ -92,34 +104,51 @@ class Learner(Resumable, Protocol):
         entropy: bool = False,
         lr_scale: float = 1.0,
     ) -> UpdateResult:
-        """One optimizer step, at `lr_scale` times the scheduled learning rate. With `entropy` the scores carry the policy's entropy.
+        """Make one optimizer step, at `lr_scale` times the scheduled learning rate.
 
-        `objective(i, current)` is called once for each batch on every rank, also on those of one model that hold the same rows, with the same
-        scores; of pipeline stages only the last one's call makes the gradient. It returns the scalar loss contribution of batch `i`, already divided by global denominators, from
-        its scores at the current weights (`current.logprobs` has the gradient):
-        the gradient applied is that of the plain sum over all batches of all data-parallel ranks. Replay proof is checked before the step is applied.
+        With `entropy`, scores have the policy's entropy.
+
+        `objective(i, current)` is called once for each batch on every rank. Ranks of one model that hold the same rows
+        call it with the same scores; of pipeline stages only the last one's call makes the gradient. It returns the
+        scalar loss contribution of batch `i` from its scores at the current weights (`current.logprobs` has the
+        gradient). The contribution is already divided by global denominators. The gradient applied is that of the plain
+        sum over all batches of all data-parallel ranks. The replay proof is checked before the step is applied.
         """
 
     def replay_report(self) -> ReplayReport:
-        """Counters of every replayed forward since the last call, summed over ranks; raises `ReplayProofError` when the proof fails."""
+        """Counters of every replayed forward since the last call, summed over ranks.
+
+        Raises `ReplayProofError` when the proof fails.
+        """
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Sum each scalar over the ranks that hold different rows; of names that end in `:max` or `:min` take the largest or smallest.
+        """Sum each scalar over the ranks that hold different rows.
 
-        Every rank passes the same names; one collective for each of the three kinds that occurs.
+        Names that end in `:max` or `:min` are compared instead.
+
+        Every rank passes the same names. One collective is made for each of the three kinds that occurs.
         """
 
     def gather(self, values: Tensor) -> Tensor:
-        """The 1-D `values` of all ranks that hold different rows, one after the other in the order of `data_rank`; lengths may differ."""
+        """The 1-D `values` of all ranks that hold different rows, concatenated in the order of `data_rank`.
+
+        Lengths may differ.
+        """
 
     def sum_over_slices(self, values: Tensor) -> Tensor:
-        """Sum of `values` over the ranks that hold other columns of the same rows, and the same layers; `values` where rows are whole."""
+        """Sum of `values` over the ranks with other columns of the same rows and the same layers.
+
+        It is `values` where rows are whole.
+        """
 
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
     def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
-        """Write the Hugging Face tensors this rank owns (experts on their owners, shared tensors on one rank) to one safetensors file in `directory`."""
+        """Write the Hugging Face tensors that this rank owns to one safetensors file in `directory`.
+
+        Experts are on their owners, shared tensors on one rank.
+        """
 
     def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors this rank owns, always in the same order, on its device and in its dtype."""

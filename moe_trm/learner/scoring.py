@@ -21,7 +21,7 @@ from moe_trm.types import TokenBatch
 
 @dataclass(frozen=True)
 class Scoring:
-    """What to score in one forward pass.
+    """Positions and values to score in one forward pass.
 
     Attributes:
         target_ids: `[B, R]` int64.
@@ -74,10 +74,11 @@ class Scoring:
 
 
 def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabulary: Vocabulary = WHOLE) -> Tensor:
-    """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False; the planes are `Scoring.planes`, of which log-probs and entropy carry a gradient.
+    """Final hidden states -> `[P, B, R]` float32 scores, 0 where the mask is False.
 
-    Logits of unscored positions are never computed, and those of scored ones only over the kept support, or in chunks of tokens over the
-    vocabulary. `vocabulary`: the ids that the weight's rows stand for, where ranks share them.
+    The planes are `Scoring.planes`; log-probs and entropy carry a gradient. Logits of unscored positions are never
+    computed. Those of scored positions are computed over the kept support only, or in chunks of tokens over the
+    vocabulary. `vocabulary`: the ids of the weight's rows, where ranks share them.
     """
     hidden_NH, target_N = hidden_BRH[scoring.mask], scoring.target_ids[scoring.mask]
     kept_ids, kept_offsets, temperature = scoring.kept_ids, scoring.kept_offsets, scoring.temperature

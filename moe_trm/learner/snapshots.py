@@ -1,6 +1,7 @@
-"""Copies of a learner's weights in host memory, by name: the frozen reference, and the versions that sampled what is still in flight.
+"""Copies of a learner's weights in host memory, by name.
 
-Each rank keeps what it holds itself, so that a model of any size fits wherever its training state does. Values are kept bit for bit.
+They are the frozen reference, and the versions that sampled rollouts still in flight. Each rank keeps its own part, so
+a model of any size fits wherever its training state does. Values are kept bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Snapshots:
     """Named copies of the parameters and buffers of `modules`.
 
     Args:
-        modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold them stay valid.
+        modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold
+            them stay valid.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -46,9 +48,9 @@ class Snapshots:
         return tuple(self._held)
 
     def take(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        """Keep the weights as they are now under `name`, in place of an older copy of that name; the bytes it takes.
+        """Keep the present weights under `name`, in place of an older copy of that name. Returns their bytes.
 
-        `saved`: `save` saves it. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
+        `saved`: `save` saves the copy. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
         """
         self._held.pop(name, None)
         self._held[name] = self._copy()
@@ -73,14 +75,19 @@ class Snapshots:
         return pieces
 
     def load(self, weights: Weights, reader: PieceReader) -> None:
-        """Take the copies that a checkpoint holds, on any layout. The model has the weights of one of them afterwards."""
+        """Take the copies that a checkpoint holds, on any layout.
+
+        The model has the weights of one of them afterwards.
+        """
         for name in sorted({tensor.split("/")[1] for tensor in reader.names(_SAVED)}):
             weights.load_weights(_SAVED + name, reader)
             self.take(name, saved=True)
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[None]:
-        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again. None: its own throughout.
+        """The model has the weights `name` inside the `with`, and afterwards, whatever happened, its own again.
+
+        None: its own throughout.
 
         Raises:
             LearnerError: no copy of that name.

@@ -1,4 +1,4 @@
-"""What every learner's optimizer counts: steps that were applied, and with them the learning rate and the loss scale."""
+"""Counters of every learner's optimizer: applied steps, and the learning rate and loss scale that follow from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Steps:
         return UpdateResult(grad_norm, lr, applied, used)
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps, the same on every rank."""
+        """State for a checkpoint, the same on every rank."""
         return {"optimizer_steps": self.steps} | (self.loss_scale.counters() if self.loss_scale is not None else {})
 
     def restore(self, counters: Mapping[str, int]) -> None:

@@ -1,4 +1,7 @@
-"""DeepSeek-V3 (also Kimi-K2): latent attention; sigmoid router with a bias and groups that choose, shared experts, first layers dense."""
+"""DeepSeek-V3 (also Kimi-K2).
+
+Latent attention, a sigmoid router with a selection bias and expert groups, shared experts, dense first layers.
+"""
 
 from moe_trm.models.family import (
     NORMS,

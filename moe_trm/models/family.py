@@ -1,6 +1,7 @@
-"""What tells one family of models from another, as plain data. Imports no torch.
+"""Differences between model families, as plain data. Imports no torch.
 
-Weights: a Megatron parameter is one Hugging Face tensor or a packing of several; `Link` names them. Names are those inside one decoder layer.
+Weights: a Megatron parameter is one Hugging Face tensor or a packing of several; `Link` names them. Names are those
+inside one decoder layer.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ HfConfig = Mapping[str, Any]
 class Link:
     """The HF tensors of one Megatron parameter, in packing order.
 
-    `copy`: one tensor as it is. `qkv`: query, key and value rows interleaved by group. `gated`: gate rows, then up rows.
-    `transposed`: one transposed tensor. `alternating`: gate rows, then up rows, from columns that take turns.
+    `copy`: one tensor as it is. `qkv`: query, key and value rows interleaved by group. `gated`: gate rows, then up
+    rows. `transposed`: one transposed tensor. `alternating`: gate rows, then up rows, from columns that take turns.
 
     `row`: the parameter is this row of the one HF tensor, which holds every expert of its layer.
     """
@@ -30,14 +31,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Required:
-    """A value of config.json that the Megatron model needs; an absent key has it. `why`: what the model would otherwise be."""
+    """A value of config.json that the Megatron model needs; an absent key has it.
+
+    `why`: what the model would otherwise be.
+    """
 
     value: Any
     why: str
 
 
 def expert_matrices(gate: str, up: str, down: str) -> Callable[[int], Mapping[str, Link]]:
-    """Experts whose matrices are tensors of their own; in their names `{}` stands for the expert's number."""
+    """Experts with separate tensors; in their names `{}` stands for the expert's number."""
     return lambda number: {
         "linear_fc1.weight": Link((gate.format(number), up.format(number)), "gated"),
         "linear_fc2.weight": Link((down.format(number),)),
@@ -54,13 +58,14 @@ class Family:
     Attributes:
         name: as people write it in a file name.
         architecture: in config.json.
-        attention: layer tensors beside the feed-forward part, from config.json.
+        attention: layer tensors outside the feed-forward part, from config.json.
         router: `mlp.router.*` of Megatron and shared experts, from config.json; empty for dense families.
         expert: tensors of one routed expert from its number, by Megatron's names inside the expert.
         megatron: keywords for Megatron's configuration that other families have not, from config.json.
         required: by key of config.json.
         rotations: kinds of rotary position embedding that are converted.
-        yarn: what Megatron's YaRN rotation is made of, from config.json; empty where rotation is not scaled, or is latent attention's own.
+        yarn: what Megatron's YaRN rotation is made of, from config.json; empty where rotation is not scaled, or is
+            latent attention's own.
         whole_qk_norms: queries and keys are normed over all heads together.
         expert_biases: experts have biases.
         sinks: attention has a logit more than keys.
@@ -115,7 +120,9 @@ def heads_attention(*, qk_norm: bool, qkv_bias: bool = False) -> dict[str, Link]
 
 
 def sigmoid_router(hf: HfConfig) -> dict[str, Any]:
-    """Megatron's keywords for sigmoid scores, a bias and groups that choose experts, normalised and scaled weights, and shared experts.
+    """Megatron's keywords for sigmoid routers with selection bias and groups, scaled weights and shared experts.
+
+    The weights are normalised first.
 
     The bias stays as the checkpoint has it: its update rate is 0.
     """

@@ -1,4 +1,7 @@
-"""GLM-4-MoE (GLM-4.5): sigmoid router with a bias that chooses, shared experts, first layers dense, rotation of half of each head."""
+"""GLM-4-MoE (GLM-4.5).
+
+A sigmoid router with a selection bias, shared experts, dense first layers, rotation of half of each head.
+"""
 
 from moe_trm.models.family import (
     SIGMOID_REQUIRED,

@@ -1,6 +1,8 @@
-"""gpt-oss: biases everywhere, a router that is softmax over the chosen, attention with a sink per head and windows, a clamped activation, YaRN.
+"""gpt-oss.
 
-On disk the matrices of all experts of a layer are one tensor, transposed, with gate and up columns taking turns.
+Biases everywhere, a router with a softmax over the chosen experts, attention with a sink per head and windows, a
+clamped activation, YaRN. On disk the matrices of all experts of a layer are one tensor, transposed, with alternating
+gate and up columns.
 """
 
 from typing import Any
@@ -27,7 +29,7 @@ def _expert(number: int) -> dict[str, Link]:
 
 def _megatron(hf: HfConfig) -> dict[str, Any]:
     alpha, window = float(hf.get("swiglu_alpha", 1.702)), hf.get("sliding_window", 128)
-    # Without a list of its own, transformers begins with a window and takes turns.
+    # Without this list, transformers alternates layers with and without a window, the first with one.
     kinds = hf.get("layer_types") or [
         ("sliding_attention", "full_attention")[layer % 2] for layer in range(int(hf["num_hidden_layers"]))
     ]

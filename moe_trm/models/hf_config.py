@@ -1,4 +1,4 @@
-"""What a Hugging Face checkpoint folder says of its model, before anything is loaded. Imports no torch."""
+"""Model description from a Hugging Face checkpoint folder, before anything is loaded. Imports no torch."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def expert_width(hf_config: Mapping[str, Any]) -> int:
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 
-    Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from `first_k_dense_replace`
-    on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
+    Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from
+    `first_k_dense_replace` on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
     """
     if not num_experts(hf_config):
         return ()

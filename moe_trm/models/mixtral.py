@@ -1,4 +1,4 @@
-"""Mixtral: no norms of queries and keys; the weights of the chosen experts are always normalised; tensors have names of their own."""
+"""Mixtral: no query and key norms, gate weights are always normalised, and tensors have other names."""
 
 from moe_trm.models.family import Family, Link, Required, expert_matrices, heads_attention
 

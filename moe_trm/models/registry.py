@@ -21,14 +21,17 @@ MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 
 
 def find_family(hf_config: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, None when it is none of ours."""
+    """The family of a config.json, None when it is not supported."""
     known = {family.architecture: family for family in FAMILIES.values()}
     architectures = hf_config.get("architectures") or []
     return known.get(architectures[0]) if len(architectures) == 1 else None
 
 
 def family_of(hf_config: Mapping[str, Any], where: str) -> Family:
-    """The family of a config.json. Raises `CheckpointError` when it is none of ours; `where` is the file, for the message."""
+    """The family of a config.json.
+
+    Raises `CheckpointError` when it is not supported; `where` is the file, for the message.
+    """
     family = find_family(hf_config)
     if family is None:
         raise CheckpointError(

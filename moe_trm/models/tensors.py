@@ -1,4 +1,7 @@
-"""Every parameter of a model, and the tensors of its Hugging Face checkpoint, as config.json announces them. Imports no torch."""
+"""Every parameter of a model, and the tensors of its Hugging Face checkpoint, as config.json announces them.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ TOP = {
 
 
 def parameters(family: Family, hf: HfConfig) -> Iterator[tuple[str, Link]]:
-    """Megatron's name of every parameter of the whole model, layers and experts counted over all ranks, and its tensors in the checkpoint."""
+    """Megatron's name of every parameter of the whole model, and its tensors in the checkpoint.
+
+    Layers and experts are counted over all ranks.
+    """
     tied, moe = bool(hf.get("tie_word_embeddings")), frozenset(moe_layers(hf))
     yield from ((name, Link((hf_name,))) for name, hf_name in TOP.items() if not (tied and hf_name == OUTPUT))
     attention, router = family.attention(hf), family.router(hf)

@@ -19,9 +19,10 @@ from moe_trm.observe.transcripts import open_transcripts
 
 @contextmanager
 def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[list[Sink]]:
-    """`metrics.jsonl`, what the terminal shows, the trackers asked for, transcripts and the report; closed in this order however the run ends.
+    """Open `metrics.jsonl`, the terminal output, the trackers, transcripts and the report.
 
-    A run that goes on after `first_step` keeps the lines up to it; one that begins anew (0) begins the file anew.
+    They are closed in this order however the run ends. A run that continues after `first_step` keeps the lines up to
+    it. A run that starts anew (0) starts the file anew.
 
     Raises `ConfigError` when a tracker does not start.
     """

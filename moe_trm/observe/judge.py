@@ -20,20 +20,24 @@ class Judge:
         self._history: list[Mapping[str, float]] = []
 
     def say(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """`verdict`; `verdict/case`, its place in the decision tree; and `verdict/config`, the setting that acts on it, if one does.
+        """Metrics of the verdict.
 
-        An alarm about a correction comes first.
+        `verdict` is the sentence, `verdict/case` its place in the decision tree, and `verdict/config` the setting that
+        acts on it, if there is one. An alarm about a correction comes first.
         """
         self._history = [*self._history[-LENGTH_WINDOW:], metrics]
         found = mask_hides_gap(self._history) or verdict(self._history)
         if self._quantization and found.case == "precision":
-            own = f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 {metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
+            own = (
+                f"The rollout's weights are rounded ({self._quantization}), so it is a policy of its own (k3 "
+                f"{metrics['engine/k3_kl']:.2g} from the learner's), which is no fault: corrections are for this."
+            )
             found = replace(found, sentence=own, config="")
         said: dict[str, str] = {"verdict": found.sentence, "verdict/case": found.case}
         return said | ({"verdict/config": found.config} if found.config else {})
 
     def state(self) -> list[Mapping[str, float]]:
-        """What it remembers, as plain data."""
+        """State for a checkpoint, as plain data."""
         return self._history
 
     def restore(self, state: list[Mapping[str, float]]) -> None:

@@ -9,6 +9,9 @@ from typing import TextIO
 from moe_trm.diagnostics.verdict_changes import VerdictChanges
 from moe_trm.observe.sinks import Sink
 
+NOTHING = "–"
+"""Stands for the share of routes that were applied where none was replayed."""
+
 
 class ProgressLines(Sink):
     """One line per step, and the verdict under it when it is another one."""
@@ -32,8 +35,15 @@ class ProgressLines(Sink):
         self._steps, self._stream, self._verdicts = steps, stream or sys.stdout, VerdictChanges()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        parts = [f"{label} {form.format(metrics[key])}" for key, label, form in self._FIELDS if key in metrics]
+        if metrics.get("replay/token_layers") == 0.0:
+            metrics = {"replay/applied_fraction": NOTHING, **metrics}
+        parts = [f"{label} {told(metrics[key], form)}" for key, label, form in self._FIELDS if key in metrics]
         print(f"step {step:>{len(str(self._steps))}}/{self._steps}  " + "  ".join(parts), file=self._stream, flush=True)
         verdict = self._verdicts.of(metrics)
         if verdict:
             print(f"        {verdict}", file=self._stream, flush=True)
+
+
+def told(value: float | str, form: str) -> str:
+    """A figure in its format; words as they are."""
+    return value if isinstance(value, str) else form.format(value)

@@ -1,4 +1,4 @@
-"""The live panel on a terminal: where the step is, what it measured, and what that means."""
+"""The live panel on a terminal: the step's phase, its metrics, and the verdict."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
 
 
 class LivePanel(Sink):
-    """Redrawn twice a second from the first phase on; the last picture stays. What a step did not measure keeps its last value."""
+    """Redrawn twice a second from the first phase on; the last picture stays.
+
+    What a step did not measure keeps its last value.
+    """
 
     def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
         self._name, self._steps = name, steps

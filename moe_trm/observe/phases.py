@@ -11,7 +11,7 @@ from moe_trm.observe.sinks import Sink
 
 
 class Phases:
-    """Wall-clock seconds by phase name; `take` reads and clears them. `sinks` are told when a phase begins."""
+    """Wall-clock seconds by phase name; `take` reads and clears them. `sinks` are notified when a phase begins."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -28,7 +28,10 @@ class Phases:
             self._seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """`time/<phase>_s` since the last call, and `time/learner_idle_share`: how much of the step was waiting for samples."""
+        """`time/<phase>_s` since the last call, and `time/learner_idle_share`: the share of the step spent waiting.
+
+        The learner waits for samples.
+        """
         taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         if {"wait", "step"} <= self._seconds.keys():
             taken["time/learner_idle_share"] = self._seconds["wait"] / self._seconds["step"]

@@ -14,9 +14,10 @@ HOST = "127.0.0.1"
 
 
 class Prometheus(Sink):
-    """Gauges at `http://127.0.0.1:port/metrics`: `rollout/age_mean` is `moe_trm_rollout_age_mean`, and `moe_trm_step` the step.
+    """Gauges at `http://127.0.0.1:port/metrics`.
 
-    A metric that a step does not have keeps the value it had.
+    `rollout/age_mean` is `moe_trm_rollout_age_mean`, and `moe_trm_step` is the step. A metric that a step does not have
+    keeps its last value.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's metrics go. `metrics.jsonl` is the one that is always there."""
+"""Destinations of a run's metrics. `metrics.jsonl` is always written."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ _log = logging.getLogger(__name__)
 
 
 class Sink:
-    """The protocol of everything that watches a run, on its first rank. What a sink does not care about it inherits as nothing."""
+    """The protocol of everything that watches a run, on its first rank.
+
+    What a sink does not care about it inherits as nothing.
+    """
 
     def enter(self, phase: str) -> None:
         """A phase of a step begins (`wait`, `score`, `update`, ...)."""
 
     def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
-        """An update has judged a micro-batch of this rank; `evidence` and `correction` are `[B, R]`, one row per element of `rows`."""
+        """Called after an update has judged a micro-batch of this rank.
+
+        `evidence` and `correction` are `[B, R]`, one row per element of `rows`.
+        """
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """A step has ended: metric names to numbers, and `verdict` and `verdict/config` to text."""
@@ -36,9 +42,12 @@ class Sink:
 
 
 class JsonLines(Sink):
-    """`metrics.jsonl`: one object per step, written at once so that a killed run keeps what it did. Non-finite values become null.
+    """`metrics.jsonl`: one object per step, written at once so that a killed run keeps its metrics.
 
-    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps nobody can see is stopped.
+    Non-finite values become null.
+
+    `time/unix_s` says when the line was written. Raises `RunError` when it cannot be: a run whose steps nobody can see
+    is stopped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +75,7 @@ class JsonLines(Sink):
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Cut `metrics.jsonl` after the line of step `last`, or remove it when `last` is 0, so that no step is there twice."""
+    """Cut `metrics.jsonl` after the line of step `last`, or remove it when `last` is 0. So no step is in it twice."""
     if last == 0 or not path.exists():
         path.unlink(missing_ok=True)
         return

@@ -1,7 +1,8 @@
 """Experiment trackers as sinks. Each imports its library when it is made, so that none is needed unless asked for.
 
-Numbers go as they are, under their names in `metrics.jsonl`; a verdict goes as text when it changes. Where runs are kept, and under
-which account, is what each library's own environment variables say (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, ...).
+Numbers go as they are, under their names in `metrics.jsonl`; a verdict goes as text when it changes. Where runs are
+kept, and under which account, is what each library's own environment variables say (`WANDB_MODE`,
+`MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, ...).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A few sampled rollouts of a step, as text and as a page that shows each token's log-ratio and what the correction kept."""
+"""A few sampled rollouts of a step, as text and as a page with each token's log-ratio and the correction's decision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_trm.types import TrainRow
 
 
 class Decoder(Protocol):
-    """Text of each token: what it adds to the tokens before it, special tokens included."""
+    """Text that each token adds to the tokens before it, special tokens included."""
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]: ...
 
@@ -72,7 +72,10 @@ class Transcripts(Sink):
 
 
 def open_transcripts(config: Config, run_dir: Path, first_step: int) -> Transcripts:
-    """As configured; `observe.transcripts` is above 0. What an earlier run of this name wrote after `first_step` is removed."""
+    """As configured; `observe.transcripts` is above 0.
+
+    What an earlier run of this name wrote after `first_step` is removed.
+    """
     observe = config.observe
     for path in (run_dir / "transcripts").glob("step-*.*"):
         if int(path.stem.removeprefix("step-")) > first_step:
@@ -93,7 +96,7 @@ def choose(seen: Sequence[Transcript], most: int) -> list[Transcript]:
 
 
 def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) -> str:
-    """For reading in a terminal: `[-...-]` around what the correction rejected, `{...}` around what a tool or template gave."""
+    """Text for a terminal: `[-...-]` around rejected tokens, `{...}` around tokens from a tool or template."""
     parts = [f"Step {step}. [-rejected by the correction-] {{given by a tool or template, not sampled}}"]
     for each, texts in zip(transcripts, pieces, strict=True):
         record = each.row.record
@@ -101,8 +104,10 @@ def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Seque
         worst = max(ratios, key=abs, default=0.0)
         kept = sum(value is True for value in each.keep)
         parts.append(
-            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage {each.row.advantage:.3g}, "
-            f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions {versions(record.versions)}, "
+            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
+            f"{each.row.advantage:.3g}, "
+            f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
+            f"{versions(record.versions)}, "
             f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"
         )
         parts.append("".join(_marked(each, texts)))

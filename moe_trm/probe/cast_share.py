@@ -1,6 +1,7 @@
-"""What the cast of the weights alone contributes to the mismatch: the learner, scoring with the weights that the rollout holds.
+"""Share of the mismatch that comes from the weight cast alone: the learner scores with the rollout's rounded weights.
 
-replayed - rollout = (replayed - cast) + (cast - rollout) = cast + arithmetic, without remainder: numerics, split once more.
+replayed - rollout = (replayed - cast) + (cast - rollout) = cast + arithmetic, without remainder. This splits numerics
+once more.
 
 Shape letter: N scored tokens of a micro-batch.
 """
@@ -31,12 +32,14 @@ def narrower_dtype(config: Config) -> str | None:
 def cast_share(
     learner: Learner, batches: Sequence[TokenBatch], replayed: Sequence[Scores], dtype: str
 ) -> dict[str, float]:
-    """`probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, nats: mean of e^x - 1 - x over scored tokens for each part of the split. Collective.
+    """`probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
+
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Collective.
 
     Args:
         learner: scores once more, under its weights rounded to `dtype`.
         batches: with the rollout's routes and log-probs.
-        replayed: what the learner's own weights gave with these routes.
+        replayed: scores of the learner's own weights with these routes.
         dtype: the rollout's.
     """
     learner.snapshot(CAST, rounded_to=dtype)

@@ -1,9 +1,11 @@
-"""Flips by cause: what the learner's routers would have chosen at the weights that sampled, what they choose now, and what the rollout chose.
+"""Flips by cause.
 
-engine: rollout against learner, both at the weights that sampled; staleness: the learner at those weights against the learner now.
-(The third cause, local, is counted on every replayed forward: `routing/local_flip_rate`.)
+Three sets of routes are compared: the rollout's, the learner's at the weights that sampled, and the learner's now.
+engine: rollout against learner, both at the weights that sampled. staleness: the learner at those weights against the
+learner now. (The third cause, local, is counted on every replayed forward: `routing/local_flip_rate`.)
 
-Shape letters: B rows, R forwarded tokens, L MoE layers of this rank, K experts per token, P classes of position, M classes of router margin.
+Shape letters: B rows, R forwarded tokens, L MoE layers of this rank, K experts per token, P classes of position, M
+classes of router margin.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from routing.replay import Recorded
 POSITIONS = (64, 256, 1024, 4096, 16384)
 """Upper ends of the classes of position; fixed, so that steps may be compared."""
 MARGINS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
-"""Lower ends of the classes of router margin but the first, in the scores that the router chooses by (probabilities, or sigmoids with their bias)."""
+"""Lower ends of the classes of router margin, without the first.
+
+The unit is that of the scores by which the router chooses: probabilities, or sigmoids with their bias.
+"""
 
 
 def flip_causes(
@@ -37,9 +42,12 @@ def flip_causes(
         older: the same under each older version that sampled and is still held.
 
     Returns:
-        `routing/flips/engine`, `routing/flips/engine/layer_<id>`, `routing/flips/engine/position_<low>_<high>` and `routing/flips/engine/margin_<low>_<high>`
-        (how nearly the learner's router chose otherwise; none for routers that choose groups first): shares of scored token-layers;
-        with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older version sampled.
+        `routing/flips/engine`, `routing/flips/engine/layer_<id>`, `routing/flips/engine/position_<low>_<high>` and
+            `routing/flips/engine/margin_<low>_<high>`
+        (how nearly the learner's router chose otherwise; none for routers that choose groups first): shares of scored
+            token-layers;
+        with `older`, `routing/flips/staleness` and `routing/flips/staleness/layer_<id>`, shares of those that an older
+            version sampled.
     """
     own, layer_ids = learner.moe_layer_ids, learner.model_moe_layer_ids
     places = [layer_ids.index(layer) for layer in own]

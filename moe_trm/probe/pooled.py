@@ -1,7 +1,8 @@
-"""Pooled statistics of probe steps: how much of the engine mismatch comes from expert routes, with bootstrap intervals.
+"""Pooled statistics of probe steps: the share of the engine mismatch from expert routes, with bootstrap intervals.
 
-Single steps are spiky, because a handful of tokens carries most of the mismatch: only pooled figures mean something. Tokens of
-one prompt are alike, so the bootstrap resamples prompts. Shape letters: N tokens, G prompts, R resamples. NumPy float64.
+Figures of single steps are noisy, because a handful of tokens carries most of the mismatch; use pooled figures. Tokens
+of one prompt are alike, so the bootstrap resamples prompts. Shape letters: N tokens, G prompts, R resamples. NumPy
+float64.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ProbeTokens:
 
     Attributes:
         group: prompt of the token; tokens of different steps must not share a number.
-        native, replayed: log-prob under the learner minus log-prob under the rollout engine, under the learner's own routes
-            and under the rollout's.
+        native, replayed: log-prob under the learner minus log-prob under the rollout engine, under the learner's own
+            routes and under the rollout's.
         flipped_layers: MoE layers whose expert set differs between the engines at the token.
     """
 
@@ -81,10 +82,14 @@ def pooled(
 ) -> dict[str, Interval]:
     """Pooled probe figures with percentile bootstrap intervals over prompts.
 
-    `SET/native_k3`, `SET/replayed_k3` (mean of e^x - 1 - x, nats) and `SET/k3_reduction` (native over replayed: above 1 replay
-    helps), for SET `all` and, where any token flipped, `flipped`; `token_flip_rate` (tokens with at least one flipped layer) and,
-    with `num_layers`, `layer_flip_rate`. The split is exact, so `all/native_k3 - all/replayed_k3` is what routes cost. A figure that is 0 / 0
-    is left out.
+    `SET` is `all` or, where any token flipped, `flipped`.
+
+    - `SET/native_k3`, `SET/replayed_k3`: mean of e^x - 1 - x, nats.
+    - `SET/k3_reduction`: native over replayed; above 1 replay helps.
+    - `token_flip_rate`: share of tokens with at least one flipped layer.
+    - `layer_flip_rate`: share of flipped token-layers, with `num_layers`.
+
+    The split is exact, so `all/native_k3 - all/replayed_k3` is the cost of routes. A figure that is 0 / 0 is left out.
 
     Raises:
         MoeTrmError: no tokens, or a log-ratio that is not finite.

@@ -1,4 +1,4 @@
-"""What a probe says about routing itself: flips between the two engines by layer, and how evenly the rollout's routes load the experts.
+"""Routing metrics of a probe: flips between the two engines by layer, and the expert load of the rollout's routes.
 
 Shape letters: B rows, R forwarded tokens, L MoE layers of the model, E experts.
 """

@@ -34,7 +34,8 @@ class ProbeTokens:
 
     Attributes:
         group_id, sample_id: prompt the token answers, and the sample it is of; tokens of one sample are in order.
-        native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed routes.
+        native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed
+            routes.
         flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
         log_kept_mass: log of the learner's own probability of the kept support; 0 without a sampling mask.
     """
@@ -48,7 +49,10 @@ class ProbeTokens:
 
 
 class Probe:
-    """Runs every `config.probe.every` steps; with `config.probe.save` each rank keeps its tokens under `run_dir/probe`."""
+    """Probe that runs every `config.probe.every` steps.
+
+    With `config.probe.save` each rank keeps its tokens in `run_dir/probe`.
+    """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._folder, self._narrower = config.probe, run_dir / "probe", narrower_dtype(config)

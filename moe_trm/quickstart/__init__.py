@@ -1,1 +1,1 @@
-"""The quickstart: a tiny model made on the spot, warmed up by supervised steps, then trained by RL on the real engines."""
+"""The quickstart: a tiny new model, warmed up by supervised steps, then trained by RL on the real engines."""

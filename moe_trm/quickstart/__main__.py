@@ -1,6 +1,7 @@
 """The quickstart: a tiny Mixture-of-Experts model, warmed up to do sums badly, learns by RL to show its working.
 
-`python -m moe_trm.quickstart` runs one seed; `--seeds 0 1 2` several; `--controls` adds the two runs that must not learn.
+`python -m moe_trm.quickstart` runs one seed; `--seeds 0 1 2` several; `--controls` adds the two runs that must not
+learn.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_met
 
 NUM_RANKS = 2
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
-"""What each learner needs beside the configuration."""
+"""Additional settings of each learner."""
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
 
 
@@ -124,9 +125,10 @@ def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: 
 
 
 def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
-    """Say what happened in plain words; 0 only when every run did what it should."""
+    """Print the result in plain words. Returns 0 only when every run did what it should."""
     print(
-        "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, but mostly"
+        "\nGreedy accuracy on 256 held-out sums, before and after RL. The warmed-up model can do sums step by step, "
+        "but mostly"
     )
     print("blurts an answer; what RL teaches it is to show its working.\n")
     print(f"{'run':<28}{'before':>8}{'after':>8}{'gain':>8}{'optimizer steps':>17}{'seconds':>9}   verdict")

@@ -1,4 +1,4 @@
-"""The quickstart as a picture: what the runs learned, and how far apart the engines are with and without replayed routes (SVG)."""
+"""Figure of the quickstart (SVG): accuracy of the runs, and the engine mismatch with and without replayed routes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class Panel:
 
 
 def draw(runs: Mapping[str, Rows], mismatch: Mapping[str, Interval]) -> str:
-    """An SVG document of the runs' `metrics.jsonl` rows by name, and of the pooled probe figures (`probe.pooled.pooled`)."""
+    """SVG document of the runs' `metrics.jsonl` rows by name, and of the pooled figures (`probe.pooled.pooled`)."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" '
+        'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         *_learning(runs),
         *_mismatch(mismatch),
@@ -118,6 +119,7 @@ def text(
     x: float, y: float, content: str, *, anchor: str = "start", colour: str = INK, size: int = 12, weight: int = 400
 ) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}">'
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size}" '
+        f'font-weight="{weight}">'
         f"{escape(content)}</text>"
     )

@@ -1,7 +1,7 @@
-"""A tiny checkpoint for GSM8K: a byte-pair tokenizer trained on the data's own text, and a random Qwen3-MoE model for it.
+"""A tiny checkpoint for GSM8K: a byte-pair tokenizer trained on the data's own text, and a random Qwen3-MoE model.
 
-`python -m moe_trm.quickstart.gsm8k --train train.jsonl --out DIR` makes it. It knows nothing; it is there to run every part of
-the pipeline on real prompts.
+`python -m moe_trm.quickstart.gsm8k --train train.jsonl --out DIR` makes it. The model knows nothing; it is for running
+every part of the pipeline on real prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_trm.tasks.examples import read_examples
 
 
 def byte_pair_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level byte-pair tokenizer with at most `vocab_size` ids, the special ids first; it can write any text."""
+    """Byte-level byte-pair tokenizer with at most `vocab_size` ids, the special ids first. It can write any text."""
     tokenizer = Tokenizer(models.BPE(unk_token=SPECIAL[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What a finished run measured: its metrics, and the mismatch with and without replayed routes, pooled over probe steps."""
+"""Results of a finished run: its metrics, and the mismatch with and without replay, pooled over probe steps."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ def print_mismatch(figures: Mapping[str, Interval]) -> None:
     """The same bfloat16 rollouts scored with the learner's own routes and with the rollout's."""
     tokens, prompts = int(figures["tokens"].value), int(figures["prompts"].value)
     print(
-        f"\nEngine mismatch at equal weights: {tokens} tokens of {prompts} prompts, 95% bootstrap intervals over prompts"
+        f"\nEngine mismatch at equal weights: {tokens} tokens of {prompts} prompts, 95% bootstrap intervals over "
+        "prompts"
     )
     print(
-        f"  expert sets differ on {_percent(figures['layer_flip_rate'])} of token-layers, {_percent(figures['token_flip_rate'])} of tokens"
+        f"  expert sets differ on {_percent(figures['layer_flip_rate'])} of token-layers, "
+        f"{_percent(figures['token_flip_rate'])} of tokens"
     )
     print(f"  {'k3 KL, nats':<16}{'own routes (none)':>32}{'replayed routes (R3)':>32}{'times less':>26}")
     for subset in ("all", "flipped"):

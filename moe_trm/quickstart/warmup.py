@@ -1,8 +1,8 @@
-"""Supervised warm-up: a start from which RL has something to find.
+"""Supervised warm-up: makes a start that RL can improve.
 
-Phase 1 teaches the tiny model to work arithmetic problems out in writing. Phase 2 makes most answers a bare `#` and a guess.
-Afterwards the greedy answer is a guess that is mostly wrong, while the ability to work it out is still there: RL can teach
-the model to show its working, and nothing else would raise its accuracy that fast.
+Phase 1 teaches the tiny model to work arithmetic problems out in writing. Phase 2 makes most answers a bare `#` and a
+guess. Afterwards the greedy answer is a guess that is mostly wrong, but the model can still work the answer out. So RL
+can teach it to show its working, and nothing else would raise its accuracy that fast.
 
 `python -m moe_trm.quickstart.warmup --out DIR --seed N` writes a Hugging Face checkpoint and `warmup.json` beside it.
 Shape letters: B sequences, T tokens, V vocabulary.
@@ -48,10 +48,10 @@ class WarmupRecipe:
     Attributes:
         pool_batches: batches drawn at once and cut by length.
         lr: peak of phase 1; up within `lr_warmup_steps`, down to `lr_floor` of it at `steps`.
-        steps, further_steps, max_steps: phase 1 is measured after `steps`, and while it solves less than `enough` after every
-            `further_steps`, up to `max_steps`.
-        mixed_lr, mixed_steps, direct_share: phase 2, falling like phase 1, in which that share of the answers are bare guesses;
-            while greedy accuracy is above `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
+        steps, further_steps, max_steps: phase 1 is measured after `steps`, and while it solves less than `enough` after
+            every `further_steps`, up to `max_steps`.
+        mixed_lr, mixed_steps, direct_share: phase 2, falling like phase 1, in which that share of the answers are bare
+            guesses; while greedy accuracy is above `max_greedy`, up to `extra_rounds` rounds of `extra_steps` follow.
         min_working: what the finished start must still solve when it may not begin with `#`.
         max_seconds: wall-clock limit of the whole warm-up.
     """
@@ -80,7 +80,10 @@ class WarmupRecipe:
 
 @dataclass(frozen=True)
 class WarmupReport:
-    """What was done: steps of both phases, held-out accuracies (greedy; and greedy when the first token may not be `#`), cost."""
+    """Report of the warm-up: steps of both phases, held-out accuracies and cost.
+
+    Accuracies are greedy, and greedy when the first token may not be `#`.
+    """
 
     seed: int
     steps: int
@@ -163,7 +166,8 @@ class Warmup:
                 self._train_step(direct_share=recipe.direct_share, lr=recipe.mixed_lr * share)
             greedy, working = self.accuracy(problems), self.accuracy(problems, ban_direct=True)
             self._say(
-                f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is now the habit"
+                f"warm-up step {self.step}: {greedy:.2f} greedy, {working:.2f} with working, answering directly is "
+                "now the habit"
             )
             if greedy <= self.recipe.max_greedy and working >= self.recipe.min_working:
                 return
@@ -206,8 +210,8 @@ class Warmup:
     def _draw_pool(self, direct_share: float) -> list[list[tuple[list[int], list[int]]]]:
         """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding.
 
-        With direct answers among them only one batch: sorted by length they would come in batches of their own, and the habit
-        would swing from batch to batch.
+        With direct answers among them only one batch: sorted by length they would come in batches of their own, and the
+        habit would swing from batch to batch.
         """
         size, rows = self.recipe.batch_size, []
         for _ in range((self.recipe.pool_batches if direct_share == 0 else 1) * size):
@@ -259,7 +263,10 @@ class Warmup:
 
 
 def warm_up(folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None) -> WarmupReport:
-    """Make the quickstart's start in `folder`: a checkpoint, and what was done as `warmup.json`. Raises `WarmupError`."""
+    """Make the quickstart's start in `folder`: a checkpoint, and its report `warmup.json`.
+
+    Raises `WarmupError`.
+    """
     warmup = Warmup(seed, recipe or WarmupRecipe())
     report = warmup.run()
     save(warmup.model, warmup.tokenizer, folder)

@@ -1,8 +1,8 @@
 """A recorded run: every accepted record of every step on disk, written and read step by step.
 
-A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 4 (docs/bundles.md). What the updates saw
-is in files of its own, `recording.scores`. Shape letters, summed over the N records of a step: T tokens, S sampled tokens, Q bytes of
-encoded routes.
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 4 (docs/bundles.md). What the
+updates saw is in files of its own, `recording.scores`. Shape letters, summed over the N records of a step: T tokens, S
+sampled tokens, Q bytes of encoded routes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
 class Header(CheckedHeader, kw_only=True):
-    """What the metadata of one step's file says."""
+    """Metadata of one step's file."""
 
     step: int
     sample_ids: list[int]
@@ -57,7 +57,10 @@ class BundleWriter:
         self._begun = False
 
     def write(self, step: int, records: Sequence[RolloutRecord], rejected: Mapping[int, str] | None = None) -> None:
-        """Write one step: its accepted records, and the reason by sample id of each rejected one. The file appears whole or not at all."""
+        """Write one step: its accepted records, and the reason by sample id of each rejected one.
+
+        The file appears whole or not at all.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._begun:
             for later in (number for number in BundleReader(str(self._folder)).steps() if number > step):
@@ -83,7 +86,10 @@ class BundleWriter:
 
 
 class BundleReader:
-    """Reads a bundle. Every method raises `BundleError` when a file is missing, damaged, truncated or of a newer format."""
+    """Reads a bundle.
+
+    Every method raises `BundleError` when a file is missing, damaged, truncated or of a newer format.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -105,6 +111,13 @@ class BundleReader:
             return _unpack(header, arrays)
         except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
+
+    def logprobs(self, step: int) -> dict[int, np.ndarray]:
+        """`[S]` rollout log-probs of each record of one step by sample id; routes and masks are not decoded."""
+        path = self._existing(step)
+        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
+        parts = np.split(arrays["rollout_logprobs"], arrays["sampled_offsets"][1:-1])
+        return dict(zip(header.sample_ids, parts, strict=True))
 
     def _existing(self, step: int) -> Path:
         path = _path(self._folder, step)

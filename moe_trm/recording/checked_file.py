@@ -1,7 +1,8 @@
-"""Safetensors files with a typed header and a checksum over everything: written whole or not at all, refused when they changed.
+"""Safetensors files with a typed header and a checksum over everything.
 
-The header is one JSON object in the metadata of the file, under `bundle`. Its `checksum` is the blake2b-16 of that object with an
-empty checksum, followed by every array's name and bytes in order of name.
+A file is written whole or not at all, and refused when it has changed. The header is one JSON object in the metadata of
+the file, under `bundle`. Its `checksum` is the blake2b-16 of that object with an empty checksum, followed by every
+array's name and bytes in order of name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CheckedHeader(msgspec.Struct, kw_only=True):
-    """What every header has; formats add their own fields."""
+    """Fields of every header; formats add their own."""
 
     format: str
     version: int
@@ -53,7 +54,10 @@ def read_header(path: Path, kind: type[H], file_format: str, version: int) -> H:
 
 
 def read_checked(path: Path, kind: type[H], file_format: str, version: int) -> tuple[H, Arrays]:
-    """Header and arrays after checking the checksum. Raises `BundleError` as `read_header` does, and where it does not match."""
+    """Header and arrays after checking the checksum.
+
+    Raises `BundleError` as `read_header` does, and where it does not match.
+    """
     header, text, arrays = _open(path, kind, file_format, version, with_arrays=True)
     if _checksum(text, arrays) != header.checksum:
         raise damaged(path, "the checksum does not match")

@@ -1,7 +1,10 @@
-"""What each update of a recorded run saw: the log-probs of all policies, advantages and rewards, beside the rollouts of a bundle.
+"""Scores of each update of a recorded run: log-probs of all policies, advantages and rewards.
 
-Every learner rank writes one file `scores-NNNNNN-rank-RRR.safetensors` per training step into the bundle's folder. With them,
-corrections and losses can be computed again without engines (`moe_trm.whatif`). The format is described in docs/bundles.md.
+They complete the rollouts of a bundle.
+
+Every learner rank writes one file `scores-NNNNNN-rank-RRR.safetensors` per training step into the bundle's folder. With
+them, corrections and losses can be computed again without engines (`moe_trm.whatif`). docs/bundles.md describes the
+format.
 
 Shape letters: B rows and R columns of a micro-batch, N scored tokens of all micro-batches of an update.
 """
@@ -63,7 +66,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class ScoredUpdate:
-    """One optimizer step: micro-batches, the denominators of the global minibatch, and the rest of `step.passes.Anchored`."""
+    """One optimizer step: micro-batches, denominators of the minibatch, and the rest of `step.passes.Anchored`."""
 
     batches: tuple[ScoredBatch, ...]
     num_sequences: int
@@ -85,7 +88,7 @@ class UpdateHeader(msgspec.Struct):
 
 
 class ScoresHeader(CheckedHeader, kw_only=True):
-    """What the metadata of one scores file says."""
+    """Metadata of one scores file."""
 
     step: int
     data_rank: int
@@ -133,7 +136,10 @@ def _packed(name: str, batch: ScoredBatch, value: Tensor) -> Tensor:
 
 
 class ScoresReader:
-    """Reads the scores of a bundle. Every method raises `BundleError` for what is missing, damaged, truncated or of another format."""
+    """Reads the scores of a bundle.
+
+    Every method raises `BundleError` for what is missing, damaged, truncated or of another format.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)

@@ -58,7 +58,8 @@ class Cards:
                 )
             if lines:
                 cards.append(
-                    f'<div class="tile"><h3>{escape(tile.label)}</h3>{"".join(lines)}<p class="note">{escape(tile.note)}</p></div>'
+                    f'<div class="tile"><h3>{escape(tile.label)}</h3>{"".join(lines)}<p '
+                    f'class="note">{escape(tile.note)}</p></div>'
                 )
         return f'<section class="tiles" aria-label="Key figures">{"".join(cards)}</section>'
 
@@ -97,7 +98,10 @@ class Cards:
 
     def _frame(self, chart: Chart, content: str, remark: str = "") -> str:
         note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-        return f'<figure class="card"><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>{content}{remark}</figure>'
+        return (
+            '<figure class="card"><figcaption>'
+            f"<h3>{escape(chart.title)}</h3>{note}</figcaption>{content}{remark}</figure>"
+        )
 
     def _legend(self, series: Sequence[Series]) -> str:
         items = []

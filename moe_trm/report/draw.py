@@ -1,7 +1,7 @@
 """Charts as inline SVG. Colours are classes, so that one drawing serves light and dark; sizes fit a phone.
 
-Every curve, row and column carries the run and the metric it draws (`data-run`, `data-metric`), and every drawing its scales, so that
-the page's script can show exact values and a test can map each place back to a number of `metrics.jsonl`.
+Every curve, row and column names its run and metric (`data-run`, `data-metric`), and every drawing has its scales. So
+the page's script can show exact values, and a test can map each place back to a number of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float 
     for index, each in enumerate(rows):
         found = dict(each.points)
         cells = [
-            f'<rect x="{left:.2f}" y="{y(index):.2f}" width="{right - left:.2f}" height="{y(index + 1) - y(index):.2f}" fill-opacity="{value / most:.3f}"/>'
+            f'<rect x="{left:.2f}" y="{y(index):.2f}" width="{right - left:.2f}" '
+            f'height="{y(index + 1) - y(index):.2f}" fill-opacity="{value / most:.3f}"/>'
             for step, left, right in zip(chosen, edges, edges[1:], strict=False)
             if (value := found.get(step)) is not None
         ]
@@ -99,7 +100,8 @@ def stack(title: str, parts: Sequence[Series], steps: tuple[int, int]) -> str:
                 low, base[step] = y(base[step]), base[step] + value
                 gap = min(1.0, (right - left) / 5)
                 columns.append(
-                    f'<rect x="{left:.1f}" y="{y(base[step]):.2f}" width="{right - left - gap:.1f}" height="{low - y(base[step]):.2f}"/>'
+                    f'<rect x="{left:.1f}" y="{y(base[step]):.2f}" width="{right - left - gap:.1f}" '
+                    f'height="{low - y(base[step]):.2f}"/>'
                 )
         body.append(f'<g class="f{each.colour}" {each.source}>{"".join(columns)}</g>')
     return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
@@ -113,7 +115,10 @@ def spark(points: Points, *, log: bool = False) -> str:
     x = step_scale(finite[0][0], finite[-1][0], 2, 98)
     y = value_scale((value for _, value in finite), 24, 2, log=log)
     places = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned(finite, x))
-    return f'<svg class="spark" viewBox="0 0 100 26" preserveAspectRatio="none" aria-hidden="true"><polyline class="s0" points="{places}"/></svg>'
+    return (
+        '<svg class="spark" viewBox="0 0 100 26" preserveAspectRatio="none" aria-hidden="true">'
+        f'<polyline class="s0" points="{places}"/></svg>'
+    )
 
 
 def thinned(points: Sequence[tuple[int, float]], x: Scale) -> Sequence[tuple[int, float]]:
@@ -146,7 +151,8 @@ def _curve(series: Series, x: Scale, y: Scale) -> list[str]:
             drawn.append(f'<polyline class="s{series.colour}{dashed}" {series.source} points="{" ".join(places)}"/>')
         if 0 < len(piece) <= 12:
             drawn += [
-                f'<circle class="f{series.colour}" {series.source} cx="{place.split(",")[0]}" cy="{place.split(",")[1]}" r="2.6"/>'
+                f'<circle class="f{series.colour}" {series.source} cx="{place.split(",")[0]}" '
+                f'cy="{place.split(",")[1]}" r="2.6"/>'
                 for place in places
             ]
     return drawn

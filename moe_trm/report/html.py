@@ -1,4 +1,4 @@
-"""What every page of ours is made of: one HTML document with its style, script and data inside. Nothing is fetched from anywhere."""
+"""Frame of every page: one HTML document with its style, script and data inside. Nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from moe_trm.report.scale import short
 
 
 def document(title: str, body: str, data: object) -> str:
-    """A complete page; `data` is the JSON that the script reads and that a test compares with what was measured."""
+    """A complete page; `data` is the JSON that the script reads and that a test compares with the metrics."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">\n"
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        f'<div id="tip" role="status" hidden></div>\n<script type="application/json" id="data">{_embedded(data)}</script>\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_resource('page.css')}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n"
+        '<div id="tip" role="status" hidden></div>\n'
+        f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
         f"<script>\n{_resource('page.js')}</script>\n</body>\n</html>\n"
     )
 

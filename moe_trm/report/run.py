@@ -1,4 +1,4 @@
-"""A run directory, read: its configuration, its steps, and what could not be read."""
+"""Reader of a run directory: its configuration, its steps, and its unreadable files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind so far.
+    """Files of a run so far.
 
     Attributes:
         folder: the run directory.
         config: the resolved configuration; empty when config.json is missing.
-        rows: the steps of `metrics.jsonl` in order; numbers, text, or None for what was not finite. A step written twice counts as last written.
-        notes: what a reader must know of damaged, missing or unfinished files.
+        rows: the steps of `metrics.jsonl` in order; numbers, text, or None for values that were not finite. The last
+            line of a step counts.
+        notes: remarks on damaged, missing or unfinished files.
     """
 
     folder: Path
@@ -45,7 +46,7 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether every planned step is there; False as well when the plan is unknown."""
+        """True when every planned step is there; False when the plan is unknown."""
         return self.planned_steps is not None and self.last_step >= self.planned_steps
 
     def series(self, metric: str) -> list[tuple[int, float | None]]:

@@ -77,7 +77,7 @@ def _log_ticks(scale: Scale, most: int) -> Sequence[float]:
 
 
 def short(value: float) -> str:
-    """A value in about three figures, for the eye; the exact one stands beside it in the page."""
+    """A value in about three digits, for display; the page has the exact one too."""
     if value == 0:
         return "0"
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""The few things to look at first: key figures, proofs and alarms, and what the verdicts said."""
+"""Summary of a run: key figures, proofs, alarms and verdicts."""
 
 from __future__ import annotations
 
@@ -50,17 +50,27 @@ class ProofCheck:
 
 
 def checks(run: Run) -> list[ProofCheck]:
-    """What must hold at every step, and the alarms beside it."""
+    """Conditions that must hold at every step, and the alarms."""
     bound = run.config.get("replay", {}).get("max_local_flip_rate", 1.0)
     found = [
-        _worst(run, "Replayed token-layers that used their recorded route", "replay/applied_fraction", min, lambda v: v == 1.0),
-        _worst(run, "Tokens that the first update pass did not reproduce bit for bit", "update/first_nonzero_fraction", max, lambda v: v == 0.0),
-        _worst(run, f"Live router against the record, at most {bound:g}", "routing/local_flip_rate", max, lambda v: v <= bound),
+        _worst(run, "Replayed token-layers that used their recorded route",
+               "replay/applied_fraction", min, lambda v: v == 1.0),
+        _worst(run, "Tokens that the first update pass did not reproduce bit for bit",
+               "update/first_nonzero_fraction", max, lambda v: v == 0.0),
+        _worst(run, f"Live router against the record, at most {bound:g}",
+               "routing/local_flip_rate", max, lambda v: v <= bound),
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
     if rounding := run.config.get("rollout", {}).get("quantization"):
-        found.append(ProofCheck(f"The rollout's weights are rounded ({rounding}): the engine mismatch is the distance of two policies, no fault", None, "note"))  # fmt: skip
+        found.append(
+            ProofCheck(
+                f"The rollout's weights are rounded ({rounding}): "
+                "the engine mismatch is the distance of two policies, no fault",
+                None,
+                "note",
+            )
+        )
     return [*found, _books(run)]
 
 

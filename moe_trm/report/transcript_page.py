@@ -1,4 +1,4 @@
-"""Transcripts as a page: every sampled token shaded by its log-ratio, what was rejected struck out, what was given marked."""
+"""Transcripts as a page: sampled tokens shaded by log-ratio, rejected tokens struck out, given tokens marked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _article(place: int, each: Transcript, texts: Sequence[str]) -> str:
     return (
         f'<article class="card rollout"><h2>Sample {record.sample_id}, prompt {escape(str(record.prompt_id))}</h2>'
         f'<p class="about">{" · ".join(facts)}</p>'
-        f'<div class="tokens" tabindex="0" data-rollout="{place}" aria-label="Tokens; arrow keys tell each one\'s figures">{tokens}</div></article>'
+        f'<div class="tokens" tabindex="0" data-rollout="{place}" aria-label="Tokens; arrow keys tell each one\'s '
+        f'figures">{tokens}</div></article>'
     )
 
 

@@ -15,7 +15,7 @@ from moe_trm.report.summary import ProofCheck, Saying, checks, sayings
 
 
 def state(run: Run, *, many: bool) -> str:
-    """Where the run stands, and what a reader must know of its files."""
+    """Progress of the run, and remarks on its files."""
     planned = f" of {run.planned_steps}" if run.planned_steps is not None else ""
     when = run.rows[-1].get("time/unix_s")
     written = f", last written {_when(when)}" if when else ""
@@ -30,7 +30,7 @@ def state(run: Run, *, many: bool) -> str:
 
 
 def verdict_now(run: Run, *, many: bool) -> str:
-    """The latest verdict and what to try."""
+    """The latest verdict and its advice."""
     said = sayings(run)
     if not said:
         return ""
@@ -57,7 +57,8 @@ def _ribbon(run: Run, said: Sequence[Saying]) -> str:
         return ""
     ends = [*(saying.step for saying in said[1:]), last + 1]
     pieces = "".join(
-        f'<i class="{saying.state}" style="flex-grow:{end - saying.step}" title="from step {saying.step}: {escape(saying.sentence)}"></i>'
+        f'<i class="{saying.state}" style="flex-grow:{end - saying.step}" title="from step {saying.step}: '
+        f'{escape(saying.sentence)}"></i>'
         for saying, end in zip(said, ends, strict=True)
     )
     return f'<div class="ribbon" aria-hidden="true">{pieces}</div><p class="note">steps {first} to {last}</p>'
@@ -73,10 +74,16 @@ def proofs(run: Run, *, many: bool) -> str:
             if check.value is None
             else number(check.value)
         )
-        return f'<tr class="{check.state}"><td class="mark">{mark}</td><th scope="row">{escape(check.what)}</th><td>{value}</td></tr>'
+        return (
+            f'<tr class="{check.state}"><td class="mark">{mark}</td><th scope="row">{escape(check.what)}</th>'
+            f"<td>{value}</td></tr>"
+        )
 
     title = "Proofs and alarms" + (f": {run.name}" if many else "")
-    return f'<section><h2>{escape(title)}</h2><table class="checks">{"".join(row(check) for check in checks(run))}</table></section>'
+    return (
+        f'<section><h2>{escape(title)}</h2><table class="checks">'
+        f"{''.join(row(check) for check in checks(run))}</table></section>"
+    )
 
 
 def verdicts(runs: Sequence[Run]) -> str:
@@ -88,14 +95,18 @@ def verdicts(runs: Sequence[Run]) -> str:
             setting = f"<code>{escape(said.setting)}</code>" if said.setting else ""
             time = _when(said.unix_s) if said.unix_s else ""
             rows.append(
-                f'<tr class="{said.state}">{whose}<td>{said.step}</td><td>{time}</td><td>{escape(said.sentence)} {setting}</td></tr>'
+                f'<tr class="{said.state}">{whose}<td>{said.step}</td><td>{time}</td><td>{escape(said.sentence)} '
+                f"{setting}</td></tr>"
             )
     if not rows:
         return ""
     head = (
         "<th>run</th>" if len(runs) > 1 else ""
     ) + "<th>from step</th><th>time</th><th>verdict, and what to try</th>"
-    return f'<section><h2>Verdicts</h2><div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div></section>'
+    return (
+        f'<section><h2>Verdicts</h2><div class="wide"><table class="rows"><tr>{head}</tr>{"".join(rows)}</table></div>'
+        "</section>"
+    )
 
 
 def compared(runs: Sequence[Run]) -> str:
@@ -133,11 +144,15 @@ def transcripts(run: Run) -> str:
         f'<li><a href="transcripts/{escape(page.name)}">step {int(page.stem.removeprefix("step-"))}</a></li>'
         for page in pages
     )
-    return f'<section><h2>Transcripts: {escape(run.name)}</h2><p class="note">Sampled rollouts with every token\'s log-ratio and what the correction kept; beside this page in the run directory.</p><ul class="links">{links}</ul></section>'
+    return (
+        f'<section><h2>Transcripts: {escape(run.name)}</h2><p class="note">Sampled rollouts with every token\'s '
+        "log-ratio and what the correction kept; beside this page in the run directory.</p>"
+        f'<ul class="links">{links}</ul></section>'
+    )
 
 
 def settings(run: Run) -> str:
-    """How to run it again, and every setting."""
+    """The command that repeats the run, and every setting."""
     if not run.config:
         return ""
     rows = "".join(
@@ -147,7 +162,8 @@ def settings(run: Run) -> str:
     again = f"moe-trm train {shlex.quote(str(run.folder / 'config.json'))} name={shlex.quote(run.name + '-again')}"
     return (
         f"<section><h2>Run it again: {escape(run.name)}</h2><pre><code>{escape(again)}</code></pre>"
-        f'<details><summary>Every setting</summary><div class="wide"><table class="rows">{rows}</table></div></details></section>'
+        f'<details><summary>Every setting</summary><div class="wide"><table class="rows">{rows}</table></div>'
+        "</details></section>"
     )
 
 

@@ -32,8 +32,8 @@ _POLL_MS = 500
 class ControllerProcess:
     """The controller, started by the first rank. `endpoint`, `public_key` and `key` go to the other ranks.
 
-    For ranks of one machine the socket is a file in a private folder (mode 0700), so that only this user reaches it. For ranks on
-    several machines it listens on `address`, encrypted (CurveZMQ) under a key pair made for this run.
+    For ranks of one machine the socket is a file in a private folder (mode 0700), so that only this user reaches it.
+    For ranks on several machines it listens on `address`, encrypted (CurveZMQ) under a key pair made for this run.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class ControllerProcess:
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moe_trm.rollout.service"],
-                # It reads its key below; the functions of the user's own that it starts, and code that those run, are not to find one.
+                # It reads its key below; the functions of the user's own that it starts, and code that those run, are
+                # not to find one.
                 env=without_key(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -91,7 +92,9 @@ def _free_endpoint(address: str) -> str:
 
 
 class RolloutClient:
-    """One rank's requests to its controller. Use as a context manager: leaving it stops the controller that this rank started.
+    """One rank's requests to its controller.
+
+    Use as a context manager: leaving it stops the controller that this rank started.
 
     Args:
         endpoint, key: of the controller.
@@ -126,7 +129,10 @@ class RolloutClient:
         return batch
 
     def push(self, version: int, entries: tuple[TensorEntry, ...], *, directory: str) -> None:
-        """Report this rank's shard of `version`; returns when the engine serves that version, proved. Raises `ControllerError`."""
+        """Report this rank's shard of `version`; returns when the engine serves that version, proved.
+
+        Raises `ControllerError`.
+        """
         self._ask("push", version=version, directory=directory, entries=entries)
 
     @contextmanager
@@ -137,11 +143,14 @@ class RolloutClient:
         self._receive("push")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask. Empty without held-out prompts."""
+        """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask.
+
+        Empty without held-out prompts.
+        """
         return self._ask("evaluate", version=version).metrics
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the controller, as plain data; empty on ranks that did not start it."""
+        """The controller's state for a checkpoint, as plain data; empty on ranks that did not start it."""
         return self._ask("state").state if self._process is not None else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

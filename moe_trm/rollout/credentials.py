@@ -1,4 +1,4 @@
-"""The rollout server's API key: from the configuration, else from the environment, never in a file of ours."""
+"""The rollout server's API key: from the configuration, else from the environment, never in one of our files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PLAIN = re.compile(r"""[^"'\\\s]+""")
 
 
 def api_key_for(config: Config) -> str | None:
-    """`rollout.api_key`, else the environment variable MOE_TRM_API_KEY, else None: this run has to make one.
+    """`rollout.api_key`, else the environment variable MOE_TRM_API_KEY, else None: the run must make a key.
 
-    Raises `ConfigError` for a key that would not travel unchanged through HTTP headers and the server's own configuration, or would be
-    written differently in its log, where it is masked.
+    Raises `ConfigError` for a key that HTTP headers or the server's own configuration would change. A key is also
+    refused when the server's log would write it differently, because the log masks it.
     """
     key = config.rollout.api_key or os.environ.get(API_KEY_VARIABLE) or None
     if key is not None and not (key.isascii() and key.isprintable() and _PLAIN.fullmatch(key)):

@@ -19,13 +19,16 @@ Answer = RolloutRecord | str
 
 
 class Evaluator:
-    """Measures the weights that the engine has now. It draws no training prompt, and nothing of it reaches ledger or store.
+    """Measures the weights that the engine has now.
+
+    It draws no training prompt, and nothing of it reaches ledger or store.
 
     Args:
-        settings: what to measure beside the greedy answers.
+        settings: measurements in addition to the greedy answers.
         sampler: makes the answers.
         sets: held-out prompts by the name of their set, `""` for the main one.
-        params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for evaluation too.
+        params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for
+            evaluation too.
     """
 
     def __init__(
@@ -42,8 +45,9 @@ class Evaluator:
         | metric | meaning |
         |---|---|
         | `accuracy` | mean reward of the greedy answers |
-        | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share that came to an end |
-        | `avg_at_<k>`, `pass_at_<k>` | of k sampled answers to each prompt: mean reward; mean of the best reward, for rewards of 0 and 1 the share of prompts solved at least once |
+        | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
+        | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
+        | `pass_at_<k>` | mean of the best of k; for rewards of 0 and 1 the share of prompts solved at least once |
         | `prompts` | held-out prompts |
         | `rejected/<reason>` | answers without a reward, which are left out |
         """

@@ -1,4 +1,4 @@
-"""What the sampling masks of one step are like. Shape letters: S sampled tokens."""
+"""Metrics of the sampling masks of one step. Shape letters: S sampled tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from moe_trm.types import RolloutRecord, SamplingParams
 
 
 def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> dict[str, float]:
-    """`sampling_mask/*` of the accepted records; empty when none was recorded.
+    """`sampling_mask/*` of the accepted records; empty when no mask was recorded.
 
-    `size_mean`, `size_median`, `size_p99`, `size_max`, `singleton_fraction` of the kept sets; `kept_mass_mean`, the rollout engine's
-    own probability of them; `violations`, sampled tokens outside their set that were mended (rejected records are counted in
-    `records/rejected/mask_violation`); `top_k` in force; bytes per sampled token as encoded: `id_bytes_per_token`, and
-    `bytes_per_token` with the log-probs.
+    | metric | meaning |
+    |---|---|
+    | `size_mean`, `size_median`, `size_p99`, `size_max`, `singleton_fraction` | of the sizes of the kept sets |
+    | `kept_mass_mean` | the rollout engine's own probability of the kept sets |
+    | `violations` | repaired sampled tokens outside their set; rejected ones: `records/rejected/mask_violation` |
+    | `top_k` | in force |
+    | `id_bytes_per_token`, `bytes_per_token` | as encoded, without and with the log-probs |
     """
     recorded = [(record, record.sampling_mask) for record in records if record.sampling_mask is not None]
     if not recorded:

@@ -1,8 +1,9 @@
-"""Issues groups of prompts ahead of training, within the bound on staleness, and admits what comes back.
+"""Issue of prompt groups ahead of training, within the bound on staleness, and admission of the finished ones.
 
-Admission: a group may be issued when, counting it, floor((N - 1) / B) <= i + eta, where N groups were issued and neither dropped nor
-rejected whole, B is `rollout.prompts_per_step`, i the version of the weights that would sample, and eta `pipeline.max_staleness`.
-Groups are trained in the order of issue, so the n-th is consumed at version floor((n - 1) / B), at most eta versions later.
+A group may be issued when, counting it, floor((N - 1) / B) <= i + eta. N groups were issued and neither dropped nor
+rejected whole, B is `rollout.prompts_per_step`, i the version of the weights that would sample, and eta
+`pipeline.max_staleness`. Groups are trained in the order of issue. So the n-th is consumed at version floor((n - 1) /
+B), at most eta versions later.
 
 Source: AReaL (arXiv 2505.24298), section 5.1.
 """
@@ -26,7 +27,7 @@ from moe_trm.types import Prompt
 log = logging.getLogger(__name__)
 
 NUM_TOLD = 3
-"""Rejections of each reason that are told in full, in the controller's log; the rest are only counted."""
+"""Rejections of each reason that are logged in full; the rest are only counted."""
 
 
 class Producer:
@@ -82,7 +83,7 @@ class Producer:
         return groups
 
     def state(self) -> dict[str, object]:
-        """What a resumed run needs: groups that were taken, the next number, and the numbers that must be issued again."""
+        """State for a resumed run: the groups taken, the next number, and the numbers to issue again."""
         return {
             "taken": self._taken,
             "next_group": self._next_group,

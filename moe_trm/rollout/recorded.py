@@ -1,4 +1,4 @@
-"""The rollout engine that is a recording: it gives back the samples of a bundle (`moe_trm.recording`) instead of sampling."""
+"""A rollout engine that returns the samples of a bundle (`moe_trm.recording`) instead of sampling."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ KEPT_STEPS = 8
 
 
 class BundleEngine:
-    """`RolloutEngine` that gives back recorded responses by sample id, so that everything after sampling can be repeated bit for bit.
+    """`RolloutEngine` that returns recorded responses by sample id.
+
+    Everything after sampling can so be repeated bit for bit.
 
     Args:
         folder: a bundle.
-        prompts_grow: a rollout function may have put more behind a prompt before anything was sampled.
-        waits: a sample may be asked for before the weights that sampled it exist; it is given once they are pushed.
+        prompts_grow: a rollout function may have appended to a prompt before anything was sampled.
+        waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """
 
@@ -57,7 +59,9 @@ class BundleEngine:
             self._last_group = max([self._last_group, *header.group_ids])
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
-        """The recorded record. Raises `BundleError` where the run differs, `RecordRejected` where the recorded run rejected it.
+        """The recorded record.
+
+        Raises `BundleError` where the run differs, `RecordRejected` where the recorded run rejected it.
 
         The reason is the recorded one, or `not_recorded` where the writer was not told.
         """
@@ -133,7 +137,10 @@ class BundleEngine:
 
 
 class RecordedSampler(SingleTurn):
-    """`Sampler` of a recorded run with a rollout function: whole samples and the rewards they were given; the function is not run."""
+    """`Sampler` of a recorded run with a rollout function: whole samples with their rewards.
+
+    The function is not run.
+    """
 
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""

@@ -1,4 +1,4 @@
-"""How one sample is made: one request, one answer, one reward."""
+"""Production of one sample: one request, one answer, one reward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Sampler(Protocol):
         """
 
     async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
-        """A rewarded sample for an evaluation, made with other parameters and without routes and masks. Raises as `sample` does."""
+        """A rewarded sample for an evaluation, made with other parameters and without routes and masks.
+
+        Raises as `sample` does.
+        """
 
     async def close(self) -> None:
         """Release helper processes."""

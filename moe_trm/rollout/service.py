@@ -1,7 +1,8 @@
 """The controller as a process: a local socket in front of `RolloutController`.
 
-Requests and replies are `wire` messages on a ZeroMQ socket. Every request carries the run's key, compared in constant time.
-Started by the first learner rank of a node: `python -m moe_trm.rollout.service`, configuration and key on standard input.
+Requests and replies are `wire` messages on a ZeroMQ socket. Every request carries the run's key, compared in constant
+time. Started by the first learner rank of a node: `python -m moe_trm.rollout.service`, configuration and key on
+standard input.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from moe_trm.types import TrainBatch
 
 PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
-"""How long requests that are being answered may go on after the request to stop."""
+"""Time that requests in progress may take after the request to stop."""
 REQUEST_LIMIT_BYTES = 256 << 20
 """Largest message that is taken in; whoever sends a larger one is disconnected."""
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the parent writes to the service's standard input, as one line of JSON. With `secret_key` the socket speaks CurveZMQ only."""
+    """Parameters that the parent writes to the service's standard input, as one line of JSON.
+
+    With `secret_key` the socket speaks CurveZMQ only.
+    """
 
     endpoint: str
     key: str
@@ -46,7 +50,8 @@ class Start(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy.
 
-    `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`, before the first push. `stop`: end the process.
+    `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`, before the first push. `stop`:
+    end the process.
     """
 
     key: str
@@ -163,7 +168,10 @@ class ControllerService:
         return ControllerReply()
 
     async def _start_load(self, request: Request) -> None:
-        """Load, and prove. Where sampling overlaps training the ranks go on meanwhile: what fails here stops their next request."""
+        """Load, and prove.
+
+        Where sampling overlaps training the ranks go on meanwhile: what fails here stops their next request.
+        """
         first = self._loading is None
         await self._settled()
         self._loading = asyncio.ensure_future(self._load(request))

@@ -1,4 +1,4 @@
-"""Metrics of a step's samples that only some tasks have: named rewards, turns, and what tools said."""
+"""Metrics of a step's samples that only some tasks have: named rewards, turns, and tool outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_trm.types import RolloutRecord
 
 
 def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
-    """What is known of `records` (at least one) beyond one answer and one reward each.
+    """Metrics of `records` (at least one) with several answers or several parts of the reward.
 
     | metric | of |
     |---|---|

@@ -1,7 +1,8 @@
-"""Processes end with the one they work for, also when that one is killed: no server stays behind that holds memory and a port.
+"""Processes that end with their owner, also when it is killed: no server stays behind that holds memory and a port.
 
-A process that is killed can clean nothing up. `Lifeline` therefore gives the cleaning to a watcher, which waits at the end of a pipe that
-only the owner holds open; the kernel closes it whatever the owner dies of. `end_with_parent` is for processes that others start for us.
+A killed process cannot clean anything up. `Lifeline` therefore gives this task to a watcher process. It waits at the
+end of a pipe that only the owner holds open. The kernel closes the pipe however the owner ends. `end_with_parent` is
+for processes that others start for us.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Messages between the rollout controller and the learner ranks: msgpack for structure, one raw frame per array. Never pickle.
+"""Messages between the rollout controller and the learner ranks: msgpack for structure, one raw frame per array.
+
+Never pickle.
 
 A message is a list of frames: the msgpack body first, then the buffers its arrays refer to by index.
 """

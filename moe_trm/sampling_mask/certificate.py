@@ -1,4 +1,4 @@
-"""What the KL and the total variation of two policies can be when only the likeliest ids of one were recorded.
+"""Bounds of the KL and the total variation of two policies when only the likeliest ids of one were recorded.
 
 Shape letters: N tokens, M recorded ids in all, V vocabulary. A recorded support is compressed sparse rows, as in
 `sampling_mask.logprobs`. Source: ours, for the exact divergence of Trust Region Masking (arXiv 2512.23075).
@@ -31,7 +31,7 @@ class Bounds:
 
 @torch.no_grad()
 def kl_bounds(mu_logprobs: Tensor, offsets: Tensor, ids: Tensor, pi_logprobs_NV: Tensor) -> Bounds:
-    """Bounds of KL(mu || pi) in nats from the `[M]` full-vocabulary log-probs of mu's most likely ids and all of pi.
+    """Bounds of KL(mu || pi) in nats, from `[M]` full-vocabulary log-probs of mu's most likely ids and all of pi.
 
     head = sum_{v in K} mu_v (log mu_v - log pi_v), rest = 1 - sum_K mu.
     low  = head + rest log(rest / (1 - sum_K pi))                    merging the tail into one id loses information
@@ -45,7 +45,10 @@ def kl_bounds(mu_logprobs: Tensor, offsets: Tensor, ids: Tensor, pi_logprobs_NV:
 
 @torch.no_grad()
 def tv_bounds(mu_logprobs: Tensor, offsets: Tensor, ids: Tensor, pi_logprobs_NV: Tensor) -> Bounds:
-    """Bounds of the total variation: (sum_K |mu - pi| + |rest - p_rest|) / 2 and (sum_K |mu - pi| + rest + p_rest) / 2."""
+    """Bounds of the total variation.
+
+    (sum_K |mu - pi| + |rest - p_rest|) / 2 and (sum_K |mu - pi| + rest + p_rest) / 2.
+    """
     rows = []
     for mu, kept, pi in _rows(mu_logprobs, offsets, ids, pi_logprobs_NV):
         gap = (mu.exp() - pi[kept].exp()).abs().sum()

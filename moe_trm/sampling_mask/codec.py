@@ -1,14 +1,23 @@
-"""Sampling masks <-> bytes: kept ids near their entropy, log-probs exact. Shape letters: S sampled tokens, M kept ids, V vocabulary,
-G rows of one size, n kept ids besides the sampled one, U = V - 1 ids that these can be.
+"""Sampling masks <-> bytes: kept ids near their entropy, log-probs exact.
 
-The sampled token is in its own set and both sides know it, so a set of one costs nothing but its size. The other ids are sorted,
-renumbered without the sampled one, and written as Elias-Fano codes: `low` bits of each id as they are, the rest in unary. A group of
-rows of one size shares one layout that size and vocabulary determine, so coding is a few array operations per size, and no lengths are
-stored. Order within a set is not: rows come back in ascending order of ids, which is that of `SamplingMask.ascending`.
+Shape letters: S sampled tokens, M kept ids, V vocabulary, G rows of one size, n kept ids besides the sampled one, U = V
+- 1 ids that these can be.
 
-Frame: version byte, flags byte, V and S as little-endian uint32, then blocks, each a uint32 length and its bytes: sizes (a byte each, 255
-and above also in a table of uint32), id bits, and with flag 1 the log-probs as float32, byte planes apart; with flag 2 those of sets of
-one, which are exactly 0, are left out. Blocks other than the id bits begin with 0 (as is) or 1 (deflated). There is no checksum: a frame travels inside
+The sampled token is in its own set and both sides know it, so a set of one costs only its size. The other ids are
+sorted, renumbered without the sampled one, and written as Elias-Fano codes: `low` bits of each id as they are, the rest
+in unary. Size and vocabulary determine the layout of a row, and rows of one size share it. So coding is a few array
+operations per size, and no lengths are stored. The order within a set is not stored: rows come back in ascending order
+of ids, as in `SamplingMask.ascending`.
+
+Frame: version byte, flags byte, V and S as little-endian uint32, then blocks. Each block is a uint32 length and its
+bytes:
+
+- sizes: a byte each; 255 and above also in a table of uint32.
+- id bits.
+- with flag 1, the log-probs as float32, in separate byte planes. With flag 2, those of sets of one are left out,
+  because they are exactly 0.
+
+Blocks other than the id bits begin with 0 (as is) or 1 (deflated). There is no checksum: a frame is always inside
 something that has one. Damage that changes structure is refused.
 """
 
@@ -57,7 +66,10 @@ def encode(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> byte
 
 
 def decode(data: bytes, sampled_ids: np.ndarray) -> SamplingMask:
-    """The mask in `data`, with rows in ascending order of ids. Raises `RecordRejected` (`mask_damaged`) where it cannot be one."""
+    """The mask in `data`, with rows in ascending order of ids.
+
+    Raises `RecordRejected` (`mask_damaged`) where it cannot be one.
+    """
     reader = _Reader(data)
     version, flags, vocab_size, num_rows = _HEADER.unpack(reader.take(_HEADER.size))
     if version != VERSION or flags not in (0, HAS_LOGPROBS, HAS_LOGPROBS | SINGLES_LEFT_OUT):
@@ -77,7 +89,7 @@ def decode(data: bytes, sampled_ids: np.ndarray) -> SamplingMask:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How `n` ascending numbers below `universe` are written: as a bitmap, or `low` bits of each and the rest in unary."""
+    """Code of `n` ascending numbers below `universe`: a bitmap, or `low` bits of each and the rest in unary."""
 
     n: int
     universe: int

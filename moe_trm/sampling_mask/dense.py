@@ -1,10 +1,11 @@
-"""Log-probs over the whole vocabulary that never hold it. Shape letters: N tokens, H hidden size, V vocabulary (rows held here), C tokens and
-W ids of a tile.
+"""Log-probs over the whole vocabulary, computed in tiles, without ever holding `[N, V]` logits.
 
-Logits exist for one tile of tokens and ids at a time, in one buffer that all tiles share and that is small enough for a processor's
-cache; log-sum-exps are carried from tile to tile. Tiles are recomputed in the backward pass. Ids are the outer loop there, so that each row
-of the weight is read, and its gradient written, once. Everything is float32 (float64 for float64 inputs). The same code runs on CUDA,
-where every step is a library kernel.
+Shape letters: N tokens, H hidden size, V vocabulary (rows held here), C tokens and W ids of a tile.
+
+Logits exist for one tile of tokens and ids at a time. All tiles share one buffer that fits a processor's cache.
+Log-sum-exps are carried from tile to tile. Tiles are recomputed in the backward pass. There the outer loop is over ids,
+so each row of the weight is read, and its gradient written, once. Everything is float32 (float64 for float64 inputs).
+The same code runs on CUDA, where every step is a library kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CHUNK_TOKENS = 4096
 
 @dataclass(frozen=True)
 class FullScores:
-    """What one pass over the vocabulary says of each token; what was not asked for is None.
+    """Values of each token from one pass over the vocabulary; values not asked for are None.
 
     Attributes:
         logprobs: `[N]` of the targets, with gradient.
@@ -83,7 +84,10 @@ def full_scores(
     sum_of_squares: bool = False,
     top_k: int = 0,
 ) -> FullScores:
-    """`full_logprobs`, and in the same pass the entropy, the sum of squared probabilities and the `top_k` likeliest ids."""
+    """`full_logprobs`, and in the same pass the entropy, the sum of squared probabilities and the `top_k` ids.
+
+    These are the likeliest ids.
+    """
     wanted = _Wanted(temperature, chunk_tokens, vocabulary, entropy, sum_of_squares, top_k)
     logprobs, entropies, squares, top_ids, top_logprobs = _FullScores.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, target_N, wanted
@@ -128,7 +132,7 @@ class _Wanted:
 
 
 class _Tiles:
-    """Cuts tokens and ids into tiles and computes their logits / tau into one buffer, which the caller may write to."""
+    """Tiles of tokens and ids, with their logits / tau in one buffer, which the caller may write to."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, wanted: _Wanted) -> None:
         self.dtype = compute_dtype(hidden_NH)
@@ -162,7 +166,10 @@ class _Tiles:
 
 
 class _Sums:
-    """What is carried from tile to tile: the largest logit, and sums over ids of e = exp(z - largest), of e (z - largest) and of e^2."""
+    """State carried from tile to tile.
+
+    It has the largest logit, and sums over ids of e = exp(z - largest), of e (z - largest) and of e^2.
+    """
 
     def __init__(self, wanted: _Wanted, num_tokens: int, like: Tensor) -> None:
         self._wanted = wanted

@@ -1,12 +1,15 @@
 """Log-probs of sampled tokens over the kept support of a sampling mask, and the exact KL on it.
 
-Shape letters: N sampled tokens, H hidden size, V vocabulary (rows of the weight held here), M kept ids in all, O = N + 1 offsets.
+Shape letters: N sampled tokens, H hidden size, V vocabulary (rows of the weight held here), M kept ids in all,
+O = N + 1 offsets.
 
-A kept support is compressed sparse rows: token `n` keeps `kept_ids[kept_offsets[n]:kept_offsets[n + 1]]`. Work and memory
-follow the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits exist. Everything is
-computed in float32 (float64 for float64 inputs). Values do not depend on whether a gradient is asked for; gathered ones do not
-depend on the other tokens of the batch either. With a `Vocabulary` that has a group, each rank passes its own rows of the weight
-and everything else whole; results and gradients of the hidden states are then those of one rank that holds every row.
+A kept support is compressed sparse rows: token `n` keeps `kept_ids[kept_offsets[n]:kept_offsets[n + 1]]`. Work and
+memory grow with the kept ids: rows of the output weight are gathered, and neither a `[N, V]` mask nor full logits
+exist. Everything is computed in float32 (float64 for float64 inputs). Values do not depend on whether a gradient is
+asked for. Gathered ones do not depend on the other tokens of the batch either.
+
+With a `Vocabulary` that has a group, each rank passes its own rows of the weight and everything else whole. Results,
+and gradients of the hidden states, are then those of one rank that holds every row.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def masked_logprobs(
     """Log-prob of each target over its kept support, differentiable in `hidden_NH` and `weight_VH`.
 
     log p_S(y) = z_y / tau - log sum_{v in S} exp(z_v / tau),  z = W h;
-    d log p_S(y) / d z_j = (1[j = y] - p_S(j)) / tau on S and 0 elsewhere (keep sampling mask of DeepSeek-V3.2, arXiv 2512.02556).
+    d log p_S(y) / d z_j = (1[j = y] - p_S(j)) / tau on S and 0 elsewhere.
+    Source: keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556).
 
     Args:
         hidden_NH: last hidden states, any float dtype.
@@ -77,8 +81,8 @@ def masked_logprobs_and_kl(
 ) -> tuple[Tensor, Tensor]:
     """`masked_logprobs`, and KL(mu || pi) on each support from the same gathered logits.
 
-    `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient; it is
-    `exact_kl_on_support` of these and this policy's.
+    `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient;
+    it is `exact_kl_on_support` of these and this policy's.
     """
     support = (target_N, kept_ids, kept_offsets)
     return _apply(hidden_NH, weight_VH, support, mu_logprobs, temperature, max_rows, vocabulary)
@@ -111,7 +115,8 @@ def log_kept_mass(
 ) -> Tensor:
     """Log of the full-vocabulary probability of each kept support, `[N]`, at most 0: `lse_S(z / tau) - lse_V(z / tau)`.
 
-    It is the number by which a full-vocabulary log-prob and a masked one differ, so it is the truncation part of a mismatch.
+    It is the difference between a full-vocabulary log-prob and a masked one, so it is the truncation part of a
+    mismatch.
     """
     full = log_normalizer(hidden_NH, weight_VH, temperature, chunk_tokens, vocabulary)
     if not len(full):

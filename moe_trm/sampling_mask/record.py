@@ -20,8 +20,10 @@ class SamplingMask:
     Attributes:
         ids: `[M]` int32 token ids, row after row; `RolloutRecord`s have them in ascending order within each row.
         offsets: `[S + 1]` int64; row `s` is `ids[offsets[s]:offsets[s + 1]]`.
-        logprobs: `[M]` float32 log-probs over the kept support at the sampling temperature, or None when only ids were recorded.
-        violations: sampled tokens that were outside their own support and whose row was mended: `sampling_mask.violation` other than reject.
+        logprobs: `[M]` float32 log-probs over the kept support at the sampling temperature, or None when only ids were
+            recorded.
+        violations: sampled tokens that were outside their own support and whose row was mended:
+            `sampling_mask.violation` other than reject.
 
     An empty row means that its token was dropped: it is neither scored nor trained.
     """
@@ -45,8 +47,9 @@ class SamplingMask:
     def validate(
         self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = 1e-3, *, allow_empty: bool = False
     ) -> None:
-        """Raise `RecordRejected` unless rows fit `sampled_ids` `[S]`: in range, distinct, the sampled id inside, probabilities summing to one.
+        """Raise `RecordRejected` unless the rows fit `sampled_ids` `[S]`.
 
+        Ids must be in range and distinct, the sampled id must be inside, and probabilities must sum to one.
         `allow_empty` accepts the empty rows of dropped tokens.
         """
         rows, sizes = self.num_rows, np.diff(self.offsets)

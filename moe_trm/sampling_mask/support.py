@@ -1,7 +1,10 @@
-"""Logits of kept ids only. Shape letters: N sampled tokens, H hidden size, V vocabulary (rows held here), M kept ids in all (held here).
+"""Logits of kept ids only.
 
-A kept support is compressed sparse rows: token `n` keeps `ids[offsets[n]:offsets[n + 1]]`. Rows of the output weight are gathered
-in chunks; where supports are so wide that a matrix product is cheaper, the kept logits are picked from one product per chunk.
+Shape letters: N sampled tokens, H hidden size, V vocabulary (rows held here), M kept ids in all (held here).
+
+A kept support is compressed sparse rows: token `n` keeps `ids[offsets[n]:offsets[n + 1]]`. Rows of the output weight
+are gathered in chunks. Where supports are so wide that a matrix product is cheaper, the kept logits are picked from one
+product per chunk.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from moe_trm.sampling_mask.vocabulary import Vocabulary
 MAX_GATHERED_ROWS = 16384
 
 WIDE = 128
-"""A matrix product is cheaper when more than `1 / WIDE` of the vocabulary is kept on average: on one CPU core at V = 151,936, H = 1,024, a
-gathered id takes 7 us and a whole row of logits 4.4 ms, in the forward pass."""
+"""Share limit: a matrix product is cheaper when more than `1 / WIDE` of the vocabulary is kept on average.
+
+Measured on one CPU core at V = 151,936, H = 1,024, forward pass: a gathered id takes 7 us, a whole row of logits 4.4
+ms.
+"""
 
 
 def compute_dtype(values: Tensor) -> torch.dtype:
@@ -59,7 +65,10 @@ class Support:
         return per_kept_id if self.held is None else per_kept_id[self.held]
 
     def sum(self, per_held_id: Tensor) -> Tensor:
-        """`[N]` sums over the held ids of each token, added alone and in order: the same bits whatever the other tokens are."""
+        """`[N]` sums over the held ids of each token, each added separately and in order.
+
+        The bits do not depend on the other tokens.
+        """
         return torch.segment_reduce(per_held_id, "sum", offsets=self.offsets, initial=0.0)
 
     def logsumexp(self, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
@@ -95,7 +104,7 @@ def chunks(support: Support, weight_VH: Tensor, max_rows: int) -> Iterator[Chunk
 
 
 def is_wide(support: Support, weight_VH: Tensor) -> bool:
-    """Whether one matrix product per chunk is cheaper than gathering rows."""
+    """True when one matrix product per chunk is cheaper than gathering rows."""
     return WIDE * len(support.rows) > (len(support.offsets) - 1) * len(weight_VH)
 
 

@@ -1,4 +1,4 @@
-"""What happens to a sampled token outside its own recorded support: a race in the engine's sampler, or a token that was forced.
+"""Repair of a sampled token outside its own recorded support: a race in the engine's sampler, or a forced token.
 
 Shape letters: S sampled tokens, M kept ids in all.
 """
@@ -38,7 +38,9 @@ def drop(mask: SamplingMask, wrong_S: np.ndarray) -> SamplingMask:
 def union(
     mask: SamplingMask, wrong_S: np.ndarray, sampled_ids: np.ndarray, full_S: np.ndarray, log_mass_S: np.ndarray
 ) -> SamplingMask:
-    """Add the sampled id to the rows `wrong_S` and renormalise: log p(v) = log(mass * p_S(v)) - log(mass + p(y)), likewise for y.
+    """Add the sampled id y to the rows `wrong_S` and renormalise.
+
+    The result is log p(v) = log(mass * p_S(v)) - log(mass + p(y)), and likewise for y.
 
     Args:
         mask: with log-probs.

@@ -1,7 +1,7 @@
-"""Which token ids the rows of an output weight stand for, and reductions over the ranks that hold the other ids.
+"""Token ids of the rows of an output weight, and reductions over the ranks that hold the other ids.
 
-Under tensor parallelism each rank owns a range of the vocabulary: log-sum-exps, log-probs of single ids and gradients of the
-hidden states are then summed over the group. Hidden states, targets and kept ids are the same on all its ranks.
+Under tensor parallelism each rank owns a range of the vocabulary. Log-sum-exps, log-probs of single ids and gradients
+of the hidden states are then summed over the group. Hidden states, targets and kept ids are the same on all its ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where every issued sample is. The books must balance at every step: nothing is lost, nothing counted twice."""
+"""State of every issued sample. The totals must balance at every step: nothing is lost, nothing counted twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 class Ledger:
     """`issued = queued + in_flight + trained + rejected + dropped`.
 
-    rejected: violated an invariant (counted by reason). dropped: valid, but refused by policy, such as age (counted by reason).
+    rejected: violated an invariant (counted by reason). dropped: valid, but refused by policy, such as age (counted by
+    reason).
     """
 
     issued: int = 0
@@ -62,7 +63,7 @@ class Ledger:
         self.rejected, self.dropped = Counter(state["rejected"]), Counter(state["dropped"])
 
     def metrics(self) -> Mapping[str, float]:
-        """`ledger/*` totals since the start, and one `records/rejected/*` or `records/dropped/*` per reason met so far."""
+        """`ledger/*` totals since the start, and one `records/rejected/*` or `records/dropped/*` per reason met."""
         totals = {
             "issued": self.issued,
             "in_flight": self.in_flight,

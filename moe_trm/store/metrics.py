@@ -1,4 +1,4 @@
-"""How old the trained tokens are, and how old the groups were that waited."""
+"""Age of the trained tokens and of the waiting groups."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ def age_metrics(
 ) -> dict[str, float]:
     """Age of a token: the learner's version minus the one that sampled it.
 
-    `rollout/age_mean`, `rollout/age_max`; `rollout/stale_tokens`, the number with an age above 0, and `rollout/age_share/<age>`;
-    `rollout/mixed_rows`, rows sampled by several versions; `queue/groups` and `queue/age/<age>`, groups that waited when the step was
-    asked for, by the age of their oldest token. Every step has every age up to the bound, so that an age which is gone reads 0.
+    - `rollout/age_mean`, `rollout/age_max`, `rollout/age_share/<age>`
+    - `rollout/stale_tokens`: tokens with an age above 0.
+    - `rollout/mixed_rows`: rows sampled by several versions.
+    - `queue/groups`, `queue/age/<age>`: groups waiting when the step was requested, by the age of their oldest token.
+
+    Every step has every age up to the bound, so an age without tokens reads 0.
 
     Args:
         records: what the step trains.

@@ -1,7 +1,7 @@
-"""Groups of samples between rollout and training: each has its place in the order of issue, and is taken in that order.
+"""Groups of samples between rollout and training, taken in the order of issue.
 
-Taking in the order of issue, not of completion, keeps the data order independent of how fast answers come back: long answers are
-neither late nor lost, and the bound on age at issue is the bound on age at consumption. Age is checked again all the same.
+This keeps the data order independent of the speed of answers: long answers are neither late nor lost. The bound on age
+at issue is then the bound on age at consumption. Age is still checked again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_trm.store.ledger import Ledger
 from moe_trm.types import RolloutRecord
 
 Outcome = RolloutRecord | str
-"""What became of a sample: its record, or the reason of its rejection."""
+"""Outcome of a sample: its record, or the reason of its rejection."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ class GroupStore:
     """Places in the order of issue; a place is held from issue until its group is taken, or dropped and replaced.
 
     Args:
-        ledger: the books, kept by the store for what it holds.
-        max_age: largest allowed difference between the learner's version and the oldest token of a group; 0: synchronous training.
-        refills: groups that may be replaced for every batch, on average over the `max_age` + 1 batches that are under way at a time; a
-            group dropped beyond that leaves its place empty in its batch.
+        ledger: the totals, kept by the store for its groups.
+        max_age: largest allowed difference between the learner's version and the oldest token of a group; 0:
+            synchronous training.
+        refills: groups that may be replaced for every batch, on average over the `max_age` + 1 batches that are under
+            way at a time; a group dropped beyond that leaves its place empty in its batch.
     """
 
     def __init__(self, ledger: Ledger, max_age: int = 0, refills: int = 0) -> None:
@@ -71,7 +72,10 @@ class GroupStore:
         sample_reason: Callable[[RolloutRecord], str | None] = lambda record: None,
         group_reason: Callable[[Sequence[RolloutRecord]], str | None] = lambda records: None,
     ) -> None:
-        """Put a finished group in its place, or drop samples of it or all of it for the reasons that the two functions give."""
+        """Put a finished group in its place, or drop samples of it or all of it.
+
+        The two functions return the reasons.
+        """
         accepted = [outcome for outcome in outcomes if not isinstance(outcome, str)]
         for _ in accepted:
             self._ledger.queue()
@@ -91,7 +95,8 @@ class GroupStore:
     def take(self, count: int, version: int) -> list[Group] | None:
         """The `count` oldest groups for a learner at `version`; None while one of them is being sampled.
 
-        Groups with a token older than `max_age` are dropped under `age`. Only groups that are returned count as trained.
+        Groups with a token older than `max_age` are dropped under `age`. Only groups that are returned count as
+        trained.
         """
         while (stale := self._first_stale(count, version)) is not None:
             self._drop(stale, "age")

@@ -1,8 +1,10 @@
 """Weight pushes through files, the learner's side: write shards, complete the folder.
 
-A push folder `.../vNNNNNN` holds one safetensors shard per writing rank, the index, config.json and tokenizer files, and `push.json`, the
-manifest, which is put there last: a folder without it is not a push. The chain of proof is: digest of the writer's memory = digest of the
-file's tensor (read here) -> checksums computed from those very bytes = checksums that the engine reports of what it loaded.
+A push folder `.../vNNNNNN` holds one safetensors shard per writing rank, the index, config.json, the tokenizer files
+and the manifest `push.json`. The manifest is written last: a folder without it is not a push.
+
+The chain of proof: digest of the writer's memory = digest of the file's tensor (read here) -> checksums computed from
+those very bytes = checksums that the engine reports of the loaded tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -
 
 
 def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:
-    """Complete a push folder whose shards are written, and delete all but the last two pushes beside it.
+    """Complete a push folder whose shards are written, and delete all pushes but the last two.
 
     Args:
         directory: the push folder, named `vNNNNNN`.

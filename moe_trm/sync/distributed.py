@@ -1,10 +1,14 @@
-"""Weight pushes by broadcast: every sending rank has its own group with the engine, so that owners of experts send their own tensors.
+"""Weight pushes by broadcast.
 
-Ranks of one group: 0 the sender, 1 to E the engine's ranks, E + 1 the witness, which runs beside the controller. The witness receives the same
-broadcasts as the engine, compares each tensor with the digest its owner took from memory, and computes from it what the engine's
-`/weights_checker` must report. So a push is proved as on disk: memory = wire = what the engine holds.
+Every sending rank has its own group with the engine, so owners of experts send their own tensors.
 
-Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/update_weights_from_distributed`, `/end_weight_update`.
+Ranks of one group: 0 the sender, 1 to E the engine's ranks, E + 1 the witness, which runs beside the controller. The
+witness receives the same broadcasts as the engine. It compares each tensor with the digest its owner took from memory.
+From the tensor it computes what the engine's `/weights_checker` must report. So a push is proved as on disk: memory =
+wire = the engine's tensors.
+
+Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/update_weights_from_distributed`,
+`/end_weight_update`.
 """
 
 from __future__ import annotations
@@ -40,13 +44,16 @@ class Sender:
         self._group = join_group(self._store, self.meeting.group, 0, self._size, self._timeout)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-        """Broadcast in the order of the announced entries, cast to the engine's `dtype`. Blocks while the engine receives."""
+        """Broadcast in the order of the announced entries, cast to the engine's `dtype`.
+
+        Blocks while the engine receives.
+        """
         for name, tensor in tensors:
             broadcast(self._group, tensor.detach().to("cpu", DTYPES[pushed_dtype(name, dtype)]).contiguous())
 
 
 def announce(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
-    """The manifest of what `Sender.send` will broadcast, digested from memory after the cast."""
+    """The manifest of the broadcast of `Sender.send`, digested from memory after the cast."""
     dtypes = ((name, tensor, pushed_dtype(name, dtype)) for name, tensor in tensors)
     return tuple(
         TensorEntry(name, "", own, tuple(tensor.shape), tensor_digest(tensor.detach().to("cpu", DTYPES[own])))
@@ -55,9 +62,12 @@ def announce(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorE
 
 
 def join_group(store: Any, group: str, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A group that meets the engine's: the same three nested key prefixes that `init_custom_process_group` and torch give it there.
+    """A group that meets the engine's.
 
-    Made from the backend class, because torch's registry of groups knows only subgroups of one world, and engine and learner are two.
+    It has the three nested key prefixes of `init_custom_process_group` and torch there.
+
+    Made from the backend class: torch's registry of groups knows only subgroups of one world, but engine and learner
+    are two.
     """
     inner = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store)))  # type: ignore[attr-defined]
     return dist.ProcessGroupGloo(inner, rank, size, timeout)

@@ -8,8 +8,8 @@ import msgspec
 class TensorEntry(msgspec.Struct, frozen=True):
     """One Hugging Face tensor of a push.
 
-    `file` is relative to the push folder (empty for the distributed method); `digest` is the blake2b-16 hex digest of the bytes in the engine's dtype,
-    computed by the owning rank from its memory.
+    `file` is relative to the push folder (empty for the distributed method). `digest` is the blake2b-16 hex digest of
+    the bytes in the engine's dtype, computed by the owning rank from its memory.
     """
 
     name: str
@@ -20,7 +20,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """Where one sending rank waits for the engine and the witness (distributed method): a TCP store of its own."""
+    """Meeting point of one sending rank with the engine and the witness (distributed method): a separate TCP store."""
 
     group: str
     address: str
@@ -28,7 +28,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank contributes to a distributed push, in the order it sends, and where it waits."""
+    """Tensors that one rank sends in a distributed push, in order, and its meeting point."""
 
     meeting: Meeting
     entries: tuple[TensorEntry, ...]

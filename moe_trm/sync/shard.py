@@ -1,7 +1,8 @@
 """Tensors of a pushed safetensors file, one at a time.
 
-`safe_open(..., framework="pt").get_tensor` of safetensors 0.5 to 0.8 never frees two integers of each tensor, 64 bytes. A controller that
-proves a push of 20,000 tensors at every step would grow by more than a megabyte a step, so pushes are read here.
+`safe_open(..., framework="pt").get_tensor` of safetensors 0.5 to 0.8 never frees two integers of each tensor, 64 bytes.
+A controller that proves a push of 20,000 tensors at every step would grow by more than a megabyte a step, so pushes are
+read here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """What the header says of a tensor; offsets in bytes from the end of the header."""
+    """Header entry of a tensor; offsets in bytes from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -13,7 +13,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def pushed_dtype(name: str, dtype: str) -> str:
     """The dtype in which the Hugging Face tensor `name` goes to an engine in `dtype`.
 
-    Biases that choose experts stay float32, as the engine holds them: rounded, they would choose others than the learner's.
+    Biases that choose experts stay float32, as the engine holds them: rounded, they would choose others than the
+    learner's.
     """
     return "float32" if name.endswith(".e_score_correction_bias") else dtype
 

@@ -1,4 +1,7 @@
-"""Where prompts and rewards come from. A reward function of your own needs `RewardInput` only, and imports no engine with it."""
+"""Tasks: sources of prompts and rewards.
+
+A user's reward function needs `RewardInput` only, which imports no engine.
+"""
 
 from moe_trm.tasks.reward_input import RewardInput
 

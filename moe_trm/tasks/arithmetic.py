@@ -53,7 +53,10 @@ class ArithmeticTask:
 
 
 def held_out_problems(max_digits: int, count: int) -> list[Problem]:
-    """`count` distinct held-out problems, the same for every seed. Raises `ConfigError` when there are not that many."""
+    """`count` distinct held-out problems, the same for every seed.
+
+    Raises `ConfigError` when there are not that many.
+    """
     rng = random.Random(f"held-out-{max_digits}")
     found: dict[str, Problem] = {}
     for _ in range(200 * count):

@@ -1,4 +1,4 @@
-"""From a row to an example: which fields are the question, the answer, and what only a reward or a tool wants to know."""
+"""Conversion of a row to an example: fields for the question, the answer, and data for rewards and tools."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from moe_trm.errors import ConfigError
 from moe_trm.tasks.rows import Row, read_rows
 
 QUESTION_FIELDS = ("prompt", "question")
-"""Where a question is looked for when `task.prompt_field` does not say."""
+"""Fields searched for the question when `task.prompt_field` is not set."""
 
 Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row: `name` tells source and number. `question` is a text, or messages of a chat; `extra` has the fields that are neither."""
+    """One row: `name` tells source and number.
+
+    `question` is a text, or messages of a chat; `extra` has the fields that are neither.
+    """
 
     name: str
     question: str | tuple[Message, ...]
@@ -30,7 +33,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Fields:
-    """Names of the fields: `prompt`, or none: the first of `QUESTION_FIELDS` that is there. `answer` may be missing when `need_answer` is off."""
+    """Names of the fields: `prompt`, or none: the first of `QUESTION_FIELDS` that is there.
+
+    `answer` may be missing when `need_answer` is off.
+    """
 
     prompt: str | None = None
     answer: str = "answer"
@@ -41,7 +47,8 @@ def read_examples(source: str | Path, fields: Fields | None = None) -> list[Exam
     """Every row of a source (`rows.read_rows`).
 
     Raises:
-        ConfigError: as `read_rows`; no rows; a row whose question is neither text nor messages, or whose answer is missing.
+        ConfigError: as `read_rows`; no rows; a row whose question is neither text nor messages, or whose answer is
+            missing.
     """
     examples = [_example(row, fields or Fields()) for row in read_rows(source)]
     if not examples:
@@ -77,7 +84,7 @@ def _example(row: Row, fields: Fields) -> Example:
 
 
 def _check_sendable(values: object, row: Row) -> None:
-    """Rewards and rollout functions run in other processes: what cannot be sent there is told now, not in the middle of a run."""
+    """Refuse values that cannot be sent to the processes of user functions, before the run starts."""
     try:
         msgspec.msgpack.encode(values)
     except (TypeError, ValueError, OverflowError) as error:

@@ -19,7 +19,7 @@ class FileTask:
     Args:
         tokens: the checkpoint's tokenizer.
         scorer: gives the rewards.
-        train: training examples, at least one; every epoch runs through all of them in an order of its own.
+        train: training examples, at least one; every epoch uses all of them, in a different order.
         evaluation: held-out examples by the name of their set.
         seed: of the order.
         template: text with `{prompt}` in it; plain `{prompt}` where a question is a list of messages.

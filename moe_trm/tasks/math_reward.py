@@ -1,6 +1,7 @@
-"""Mathematical equality of an answer with the expected one, decided by math-verify; runs as a reward function in a process of its own.
+"""Mathematical equality of an answer with the expected one, decided by math-verify; runs as a reward function.
 
-math-verify bounds its own running time with `signal.alarm`, which works on a main thread only and would disturb a server's own signals.
+It has its own process: math-verify bounds its running time with `signal.alarm`, which works on a main thread only and
+would disturb a server's own signals.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def math_verify(sample: RewardInput) -> float:
-    """1 when what follows the last `#` (the whole answer without one) equals the expected answer; 0 when not, or when it has no end.
+    """Reward 1 when the text after the last `#` (the whole answer without one) equals the expected answer.
+
+    It is 0 when it does not, or when the answer has no end.
 
     Raises:
         ValueError: the expected answer is not mathematical.
@@ -34,7 +37,7 @@ def math_verify(sample: RewardInput) -> float:
 
 
 def equal(answer: str, text: str) -> bool:
-    """Whether `text` means the same as `answer`. Raises `ValueError` as `math_verify` does."""
+    """True when `text` means the same as `answer`. Raises `ValueError` as `math_verify` does."""
     logging.disable(logging.WARNING)
     gold = parse(_plain(answer, anchored=True), parsing_timeout=STEP_S)
     if not gold:

@@ -1,8 +1,8 @@
 """Integer arithmetic with short written working: the problems themselves, as text. No tokenizer, no tensors.
 
-A problem `672+39` is asked as `672+39=`. Its working goes digit by digit from the right, with carries and borrows, and ends
-with `#` and the answer: `2+9=11,7+3+1=11,6+0+1=7#711`. A negative result starts with `~`: the operands are swapped first.
-So the length of an answer varies with its digits, and an answer without working is a `#` and a guess.
+A problem `672+39` is asked as `672+39=`. Its working goes digit by digit from the right, with carries and borrows, and
+ends with `#` and the answer: `2+9=11,7+3+1=11,6+0+1=7#711`. A negative result starts with `~`: the operands are swapped
+first. So the length of an answer varies with its digits, and an answer without working is a `#` and a guess.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Problem:
         return ("~" if negative else "") + ",".join(steps)
 
     def solution(self, *, with_working: bool = True) -> str:
-        """What a good answer looks like: working, `#`, answer; or `#` and the answer alone."""
+        """A good answer: working, `#`, answer; or `#` and the answer alone."""
         return (self.working() if with_working else "") + f"#{self.answer}"
 
 

@@ -1,4 +1,4 @@
-"""What a task is."""
+"""The protocol of a task."""
 
 from __future__ import annotations
 
@@ -25,13 +25,22 @@ class Task(Protocol):
         """Load what rewards need. Raises `ConfigError` for a reward function that cannot be loaded."""
 
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a training step: a function of seed, step and count alone, so a resumed run sees the same ones."""
+        """The prompts of a training step: a function of seed, step and count alone.
+
+        A resumed run gets the same ones.
+        """
 
     def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
-        """Held-out prompts by the name of their set, `""` for the main one; the same for every seed and step. No set is empty."""
+        """Held-out prompts by the name of their set, `""` for the main one; the same for every seed and step.
+
+        No set is empty.
+        """
 
     async def reward(self, sample: RewardInput) -> object:
-        """A number, or a dict of named numbers. Called through `moe_trm.tasks.rewards.score`, which checks it. Raises `RecordRejected`."""
+        """A number, or a dict of named numbers.
+
+        Called through `moe_trm.tasks.rewards.score`, which checks it. Raises `RecordRejected`.
+        """
 
     async def close(self) -> None:
         """Release helper processes."""

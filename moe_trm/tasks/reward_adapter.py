@@ -1,10 +1,12 @@
-"""How the signature of a reward function says how it is called. Imported in the function's process, hence light.
+"""Adapter from the signature of a reward function to the way it is called.
+
+Imported in the function's process, so it imports little.
 
 | signature | called with |
 |---|---|
 | `def reward(sample: RewardInput) -> float` | one sample at a time, in each of `task.reward_processes` processes |
 | `async def reward(sample: RewardInput) -> float` | many samples at once, awaited together in one process |
-| `def reward(samples: list[RewardInput]) -> list[float]` | what is waiting, up to 64 samples; one number for each, in order |
+| `def reward(samples: list[RewardInput]) -> list[float]` | the waiting samples, up to 64; one number each, in order |
 | `async def reward(samples: list[RewardInput]) -> list[float]` | the same, several batches at once |
 
 Instead of a number each may return a dict of named numbers.

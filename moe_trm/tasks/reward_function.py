@@ -1,4 +1,4 @@
-"""A reward function of the user's own, or math-verify, in processes of its own (`moe_trm.functions`)."""
+"""A user's reward function, or math-verify, in separate processes (`moe_trm.functions`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class FunctionReward:
         self._lanes = [asyncio.create_task(self._lane(host, most)) for host in lanes]
 
     async def __call__(self, sample: RewardInput) -> Any:
-        """What the function returns for `sample`. Raises `RecordRejected` (`reward_error`, `reward_timeout`, `reward_crash`, `reward_type`, `reward_shape`)."""
+        """Value of the function for `sample`.
+
+        Raises `RecordRejected` (`reward_error`, `reward_timeout`, `reward_crash`, `reward_type`, `reward_shape`).
+        """
         if not self._lanes:
             await self.start()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -70,7 +73,10 @@ class FunctionReward:
             await self._score(host, batch)
 
     async def _score(self, host: FunctionHost, batch: Sequence[_Waiting]) -> None:
-        """Settle every sample of `batch`. A batch that fails is asked again one by one, so that only what is to blame is rejected."""
+        """Settle every sample of `batch`.
+
+        A batch that fails is asked again one by one, so that only what is to blame is rejected.
+        """
         try:
             values = await self._values(host, [sample for sample, _ in batch])
         except RecordRejected as rejection:

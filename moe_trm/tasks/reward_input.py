@@ -1,4 +1,4 @@
-"""What a reward function gets to see of a sample."""
+"""Input of a reward function for one sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RewardInput:
         answer: the expected answer, as in the prompt file; empty where it has none.
         completion: what the policy wrote in its last answer, special tokens left out.
         completion_ids: the same as ids, as they were sampled, without the end token.
-        transcript: everything after the prompt: all answers, and what tools or users said in between.
+        transcript: everything after the prompt: all answers, and the text of tools or users between them.
         num_turns: answers; 1 without a rollout function.
         finish_reason: `stop`, or `length` when a limit cut it.
         extra: the other fields of the prompt's row.

@@ -1,4 +1,7 @@
-"""From a sample to a number. A reward that fails, or is no finite number, rejects its sample instead of becoming one."""
+"""From a sample to a number.
+
+A reward that fails, or is no finite number, rejects its sample instead of becoming one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reward:
-    """A sample's reward, and what it is the weighted sum of when it has named parts."""
+    """A sample's reward, and its parts by name when it is a weighted sum."""
 
     total: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -39,14 +42,14 @@ async def score(task: Task, prompt: Prompt, record: RolloutRecord) -> Reward:
     """The task's reward of a record.
 
     Raises:
-        RecordRejected: `reward_error` (the reward function raised), `reward_timeout`, `reward_crash` (it ended its process),
-            `reward_type` (no number), `reward_shape` (not one for each sample), `reward_nan` (not finite).
+        RecordRejected: `reward_error` (the reward function raised), `reward_timeout`, `reward_crash` (it ended its
+            process), `reward_type` (no number), `reward_shape` (not one for each sample), `reward_nan` (not finite).
     """
     return read_reward(await task.reward(reward_input(task, prompt, record)), task.reward_weights, prompt.prompt_id)
 
 
 def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInput:
-    """What the reward function gets to see."""
+    """Input of the reward function."""
     tokens, last = record.tokens, record.turn_ids[record.sampled].max(initial=0)
     completion = tokens[record.sampled & (record.turn_ids == last)].tolist()
     finished = record.finish_reason == "stop"

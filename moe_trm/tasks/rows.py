@@ -32,7 +32,8 @@ def read_rows(source: str | Path) -> Iterator[Row]:
             or `hf:NAME`, `hf:NAME:SPLIT`, `hf:NAME:CONFIGURATION:SPLIT` (split `train` when none is given).
 
     Raises:
-        ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by its number.
+        ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by
+            its number.
     """
     text = str(source)
     if text.startswith(HUB):
@@ -100,7 +101,10 @@ def _hub(source: str) -> Iterator[Row]:
             where=source,
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             expected="hf:NAME[:SPLIT] or hf:NAME:CONFIGURATION:SPLIT of a data set that is cached or can be reached",
-            fix="Without a network (HF_HUB_OFFLINE=1) load it once where there is one, or save it as parquet and name that file.",
+            fix=(
+                "Without a network (HF_HUB_OFFLINE=1) load it once where there is one, or save it as parquet and name "
+                "that file."
+            ),
         ) from error
     for number, fields in enumerate(data, 1):
         yield Row(f"{name}:{split}:{number}", f"{source}, row {number}", fields)

@@ -1,4 +1,4 @@
-"""How a task scores: by a comparison that runs right here, or by a function in processes of its own."""
+"""Scoring of a task: a comparison in this process, or a user's function in other processes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,11 @@ class Tokens:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises `CheckpointError`: no folder, no config.json, no tokenizer, or a tokenizer with ids the model has no row for."""
+        """Load config and tokenizer of a checkpoint folder.
+
+        Raises `CheckpointError`: no folder, no config.json, no tokenizer, or a tokenizer with ids the model has no row
+        for.
+        """
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -47,7 +51,7 @@ class Tokens:
         self.stop_token_ids = self._stop_tokens(config)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Text as ids, with whatever the tokenizer itself puts in front (a beginning token)."""
+        """Text as ids, with the tokens that the tokenizer itself puts in front (a beginning token)."""
         return tuple(self._tokenizer.encode(text))
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
@@ -55,7 +59,10 @@ class Tokens:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Messages in the form of the tokenizer's chat template, ready for the assistant to answer. Raises `CheckpointError`."""
+        """Messages in the form of the tokenizer's chat template, ready for the assistant to answer.
+
+        Raises `CheckpointError`.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             raise CheckpointError(
                 "the tokenizer has no chat template",
@@ -79,7 +86,7 @@ class Tokens:
     def encode_continuation(self, messages: Sequence[Mapping[str, str]], last_token: int) -> tuple[int, ...]:
         """The ids between an answer that ended in `last_token` and the next one, with `messages` in between.
 
-        The template is asked to write a whole conversation with a marked answer in it; what it writes behind the mark closes the answer,
+        The template writes a whole conversation with a marked answer in it. Its text after the mark closes the answer,
         holds the messages and opens the next answer. The closing token is left out when the policy sampled it itself.
 
         Raises `CheckpointError` as `render` does.
@@ -105,8 +112,9 @@ class Tokens:
         )
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text before it, special tokens included; empty while a character is unfinished, whose text
-        comes with its last id. Joined they are the whole text.
+        """Text that each id adds to the text before it, special tokens included. Joined, these are the whole text.
+
+        It is empty while a character is unfinished; the character comes with its last id.
         """
         pieces, start, read = [], 0, 0
         for end in range(1, len(token_ids) + 1):

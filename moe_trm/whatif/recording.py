@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError
+from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoredUpdate, ScoresReader
 from moe_trm.whatif import foreign
 
@@ -40,6 +43,7 @@ def load(path: Path) -> Recording:
     reader = ScoresReader(path)
     if reader.steps():
         steps = {step: reader.read(step) for step in reader.steps()}
+        _check_same_run(path, steps)
         return Recording("a bundle of moe-trm", reader.config(), steps, trained=True, grouped=True)
     if path.is_dir() and any(path.glob("step-*.safetensors")):
         raise BundleError(
@@ -62,3 +66,22 @@ def load(path: Path) -> Recording:
     names = ", ".join(sorted({dump.framework for dump in dumps}))
     grouped = all(dump.grouped for dump in dumps)
     return Recording(f"a dump of {names}", config, steps, trained=False, grouped=grouped)
+
+
+def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -> None:
+    """Raise `BundleError` unless the scores are of the rollouts beside them: each scored log-prob was recorded for that sample."""
+    rollouts = BundleReader(str(folder))
+    recorded = rollouts.steps()
+    for step in steps if recorded else ():
+        known = rollouts.logprobs(step) if step in recorded else {}
+        for batch in (batch for update in steps[step] for batch in update.batches):
+            for row, sample in enumerate(batch.sample_ids.tolist()):
+                own = batch.rollout_logprobs[row][batch.mask[row]].numpy()
+                if sample >= 0 and not (sample in known and np.isin(own, known[sample]).all()):
+                    raise BundleError(
+                        "rollouts and scores of this bundle are of different runs",
+                        where=f"{folder}, step {step}, sample {sample}",
+                        got="scores of log-probs that the rollouts beside them do not have",
+                        expected="both as one run recorded them",
+                        fix="Record the run again into an empty folder.",
+                    )

@@ -1,4 +1,4 @@
-"""Adds the start-up `.pth` line beside the package; setuptools has no declarative way to say so."""
+"""Adds the start-up `.pth` line to the package; setuptools has no declarative way for it."""
 
 from pathlib import Path
 from shutil import copyfile

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -132,6 +133,35 @@ def test_a_push_changes_the_policy_and_is_proved(
     (record,) = sample(served_config, rollout_server, prompts(1))
     assert set(record.versions.tolist()) == {3}
     check_against_hf(record, other_moe)
+
+
+def test_a_push_succeeds_while_the_engine_generates_for_others(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """A client that hung up, like a health check that gave up, leaves a request behind that keeps the engine busy for a while."""
+    (prompt,) = prompts(1)
+
+    async def hang_up(engine: SglangEngine) -> None:
+        long = replace(PARAMS, max_new_tokens=1500)
+        request = {**engine.generate_request(prompt.token_ids, long, bare=True), "stream": True}
+        key = {"Authorization": f"Bearer {rollout_server.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=key) as session,
+            session.post(f"{rollout_server.url}/generate", json=request) as response,
+        ):
+            await response.content.readline()
+
+    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+        records = []
+        for version in range(20, 23):
+            push = make_push(tmp_path, tiny_moe, version)
+            await hang_up(engine)
+            await engine.load_weights(push)
+            records.append(await engine.generate(prompt, PARAMS, sample_id=version, group_id=version))
+        return records
+
+    records = with_engine(served_config, rollout_server, work)
+    assert [set(record.versions.tolist()) for record in records] == [{20}, {21}, {22}]
 
 
 def test_a_file_corrupted_after_it_was_digested_is_refused(

@@ -85,7 +85,8 @@ def _start_process_group() -> torch.device:
 def _initialize(policy: HfPolicy, config: Config, device: torch.device) -> object:
     """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole."""
     deepspeed, settings = load_deepspeed(), zero_config(config)
-    # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as transformers made them.
+    # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as
+    # transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     optimizer = adamw(policy.causal, config.optimizer)
     if config.learner.deepspeed.zero_stage == 3:

@@ -25,7 +25,9 @@ from routing.replay import Record, Recorded, RouteSource
 
 
 class DeepSpeedLearner(LearnerBase):
-    """`Learner` on DeepSpeed's ZeRO. Every call is collective over the ranks; build it with `build.build_deepspeed_learner`.
+    """`Learner` on DeepSpeed's ZeRO.
+
+    Every call is collective over the ranks; build it with `build.build_deepspeed_learner`.
 
     Args:
         engine: DeepSpeed's engine around an `HfPolicy`.

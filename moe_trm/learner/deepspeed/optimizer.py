@@ -25,7 +25,7 @@ def freeze(causal: Any, learner: LearnerConfig) -> None:
 
 
 def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of a model of transformers, in one group for each combination of settings that occurs."""
+    """AdamW over the trained parameters of a transformers model, with one group for each combination of settings."""
     members: dict[GroupSettings, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in causal.named_parameters():
         if parameter.requires_grad:
@@ -39,12 +39,12 @@ def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
 
 
 class GuardedOptimizer(Steps):
-    """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
+    """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
     Args:
         engine: DeepSpeed's engine, which clips by the global norm and refuses non-finite gradients on all ranks alike.
         rate: the learning rate of each step.
-        loss_scale: of a float16 model, which DeepSpeed then multiplies by and divides by.
+        loss_scale: of a float16 model; DeepSpeed multiplies and divides by it.
     """
 
     def __init__(self, engine: Any, rate: LearningRate, loss_scale: LossScale | None) -> None:

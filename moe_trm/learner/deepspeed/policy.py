@@ -1,4 +1,4 @@
-"""The policy: a causal language model of transformers, untouched, ending in log-probs of given tokens instead of logits."""
+"""The policy: an unmodified causal language model of transformers that returns log-probs of given tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from moe_trm.learner.scoring import Scoring, score_hidden
 
 
 class ScoringHead(nn.Module):
-    """Final hidden states to scores. A module of its own, so that ZeRO-3 gathers the output weight for it, forward and backward."""
+    """Final hidden states to scores.
+
+    A separate module, so that ZeRO-3 gathers the output weight for it, forward and backward.
+    """
 
     def __init__(self, weight_VH: nn.Parameter) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""DeepSpeed, imported without its notices, and kept from compiling C++ on machines without CUDA.
+"""DeepSpeed, imported without its notices, and without compiling C++ on machines without CUDA.
 
-Two patches of third-party state. `deepspeed.comm.torch.build_shm_op` (0.19) compiles a shared-memory all-reduce for CPU ranks whenever a process group is
-made, which takes half a minute and a compiler; the operator is declared unavailable, so that gloo does the work. `runtime/engine.py:2003` refuses float16
-on CPUs without instructions for it, where torch computes it all the same.
+Two patches of third-party state:
+
+- `deepspeed.comm.torch.build_shm_op` (0.19) compiles a shared-memory all-reduce for CPU ranks whenever a process group
+  is made. That takes half a minute and a compiler. The operator is declared unavailable, so gloo is used.
+- `runtime/engine.py:2003` refuses float16 on CPUs without float16 instructions, although torch can compute it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which runs this learner accepts, and DeepSpeed's own configuration for them. Imports no torch."""
+"""Runs that this learner accepts, and DeepSpeed's own configuration for them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "l
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Refuse what cannot be trained: a model whose log-probs this learner would get wrong, a machine without DeepSpeed.
+    """Refuse runs that cannot be trained: models whose log-probs would be wrong, machines without DeepSpeed.
 
     Args:
         config: the whole run.
@@ -47,7 +47,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def zero_config(config: Config) -> dict[str, Any]:
-    """DeepSpeed's configuration: float32 gradients and norms, a loss scale that is ours to move, every micro-batch counted by hand."""
+    """DeepSpeed's configuration: float32 gradients and norms, our own loss scale, manually counted micro-batches."""
     settings = config.learner.deepspeed
     zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:

@@ -1,8 +1,9 @@
-"""A DeepSpeed learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any stage and number of ranks.
+"""Training state of a DeepSpeed learner as pieces of global tensors, for any stage and number of ranks.
 
-`weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
-moments; `snapshot/VERSION/NAME` are older weights of the model itself. NAME is the parameter's in the model of transformers. No rank gathers
-anything: each saves what its part of the optimizer updates, or what it holds.
+The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
+model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
+weights of the model itself. NAME is the parameter's name in the model of transformers. No rank gathers anything: each
+saves what its part of the optimizer updates, or what it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fragment:
-    """What this rank's optimizer updates of one parameter.
+    """Part of one parameter that this rank's optimizer updates.
 
     Attributes:
         shape: of the whole parameter.
@@ -64,7 +65,7 @@ class TrainingState:
         self._model, self._zero, self._optimizer = model, engine.optimizer, optimizer
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
-        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         pieces = [whole(f"{_random()}/{name}", state) for name, state in _random_states().items()]
         for name, _, fragment in self._fragments():
             if fragment is not None:
@@ -120,7 +121,7 @@ class TrainingState:
         return state
 
     def _fragments(self) -> Iterator[tuple[str, nn.Parameter, Fragment | None]]:
-        """The trained parameters, with what this rank updates of each; None where it is nothing."""
+        """The trained parameters, with the part that this rank updates; None where it updates nothing."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, self._fragment(parameter)

@@ -1,4 +1,4 @@
-"""The model's tensors under ZeRO: whole and in Hugging Face form for export, and as each rank holds them for snapshots."""
+"""The model's tensors under ZeRO: whole, in Hugging Face form, for export; and per rank, for snapshots."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from moe_trm.learner.snapshots import Snapshots
 
 @torch.no_grad()
 def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors under the names and in the pieces of the checkpoint, one at a time. Collective where `partitioned` (ZeRO-3).
+    """This rank's tensors, under the names and in the pieces of the checkpoint, one at a time.
 
-    Whole weights are divided evenly over the ranks. Partitioned ones are all owned by the first rank: they are gathered one after the other, and ranks
-    that each wait for a receiver of their own would wait for each other.
+    Collective where `partitioned` (ZeRO-3). Whole weights are divided evenly over the ranks. The first rank owns all
+    partitioned ones. They are gathered one after the other, so ranks that each wait for a receiver of their own would
+    wait for each other.
     """
     zero, rank, size = load_deepspeed().zero, dist.get_rank(), dist.get_world_size()
     for index, (name, tensor) in enumerate(_distinct(causal)):
@@ -29,7 +30,7 @@ def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tens
 
 
 def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensors of the checkpoint that the model's whole `tensor` called `name` holds: transformers fuses the experts of a layer."""
+    """Tensors of the checkpoint in the model's whole `tensor` called `name`; transformers fuses a layer's experts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
@@ -53,7 +54,10 @@ class PartitionSnapshots(Snapshots):
 
 
 def own_partition(parameter: Any) -> Tensor:
-    """What this rank holds of the model's parameter: its flat partition under ZeRO-3, else the parameter itself. Write it to change the weight."""
+    """This rank's part of the parameter: its flat partition under ZeRO-3, else the parameter itself.
+
+    Write to it to change the weight.
+    """
     if not hasattr(parameter, "ds_tensor"):
         return parameter  # type: ignore[no-any-return]
     # A whole copy left over from the last forward would outlive a change of the partition.

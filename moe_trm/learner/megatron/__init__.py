@@ -1,1 +1,4 @@
-"""The learner on Megatron-Core: layout checks, model building, weight conversion, training. Import its modules directly; importing this package loads nothing."""
+"""The learner on Megatron-Core: layout checks, model building, weight conversion, training.
+
+Import its modules directly; importing this package loads nothing.
+"""

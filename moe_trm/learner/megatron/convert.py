@@ -1,7 +1,8 @@
 """Hugging Face tensors <-> Megatron-Core parameters, bitwise in both directions, one tensor at a time.
 
-A Megatron parameter is one HF tensor or a packing of several. `Names` names them for each family of `moe_trm.models`; `pack` and `unpack` are exact inverses.
-Shape letters: H hidden size, G key/value groups, D head dimension, I expert width.
+A Megatron parameter is one HF tensor or a packing of several. `Names` names them for each family of `moe_trm.models`;
+`pack` and `unpack` are exact inverses. Shape letters: H hidden size, G key/value groups, D head dimension, I expert
+width.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _FUSED_NORMS = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _CUT_ROWS = re.compile(
-    r"((word_embeddings|output_layer|linear_(q|q_up|kv_up)_proj)\.weight|(linear_qkv|linear_fc1)\.(weight|bias)|core_attention\.softmax_offset)$"
+    r"((word_embeddings|output_layer|linear_(q|q_up|kv_up)_proj)\.weight|"
+    r"(linear_qkv|linear_fc1)\.(weight|bias)|core_attention\.softmax_offset)$"
 )
 _CUT_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
@@ -46,8 +48,9 @@ _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
 def plain(name: str) -> str:
     """The parameter `name` as Megatron's plain layers call it.
 
-    Transformer Engine fuses a norm into the linear layer behind it, and its grouped layers number the weights of their experts. The tensors
-    are the same; everything here but this function knows the plain names only, so that checkpoints fit layers of either kind.
+    Transformer Engine fuses a norm into the linear layer behind it, and its grouped layers number the weights of their
+    experts. The tensors are the same; everything here but this function knows the plain names only, so that checkpoints
+    fit layers of either kind.
 
     >>> plain("decoder.layers.3.mlp.experts.linear_fc1.weight7")
     'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
@@ -100,12 +103,12 @@ class Names:
 
 
 def is_gated(name: str) -> bool:
-    """Whether the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts one by one."""
+    """True when the Megatron parameter `name` has gate rows, then up rows, which tensor parallelism cuts separately."""
     return re.search(r"\.linear_fc1\.(weight|bias)$", name) is not None
 
 
 def is_expert(name: str) -> bool:
-    """Whether the Megatron parameter `name` belongs to one routed expert (and so to the rank that owns it)."""
+    """True when the Megatron parameter `name` belongs to one routed expert (and so to the rank that owns it)."""
     in_layer = _LAYER.fullmatch(name)
     return in_layer is not None and _EXPERT.fullmatch(in_layer[2]) is not None
 
@@ -136,7 +139,10 @@ def split_dim(name: str) -> int | None:
 
 
 def part(name: str, tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    """The part of the whole Megatron parameter `name` that rank `rank` of `size` holds. Gate and up rows are cut one by one."""
+    """The part of the whole Megatron parameter `name` that rank `rank` of `size` holds.
+
+    Gate and up rows are cut one by one.
+    """
     if is_gated(name):
         return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
     return tensor.chunk(size, dim)[rank]
@@ -153,8 +159,12 @@ def join(name: str, parts: Sequence[Tensor], dim: int) -> Tensor:
 def pack(packing: Packing, tensors: Sequence[Tensor], heads: Heads) -> Tensor:
     """HF tensors of a `Link` -> the Megatron parameter.
 
-    `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`; `gated`: twice `[I, H]` -> `[2I, H]`; `transposed`:
-    `[I, H]` -> `[H, I]`; `alternating`: `[H, 2I]` -> `[2I, H]`. Biases alike without `H`.
+    - `qkv`: `[heads*D, H]`, `[G*D, H]`, `[G*D, H]` -> `[G*(heads/G + 2)*D, H]`.
+    - `gated`: twice `[I, H]` -> `[2I, H]`.
+    - `transposed`: `[I, H]` -> `[H, I]`.
+    - `alternating`: `[H, 2I]` -> `[2I, H]`.
+
+    Biases alike without `H`.
     """
     if packing == "copy":
         return tensors[0]

@@ -1,7 +1,7 @@
 """Attention in plain torch: of whole rows, and of the columns that context-parallel ranks share.
 
-Used on CPU, where Megatron's own needs Transformer Engine and CUDA. Shape letters: S columns of whole rows, C columns of this rank, B rows, N query
-heads, G key/value heads, D head dimension.
+Used on CPU, where Megatron's own needs Transformer Engine and CUDA. Shape letters: S columns of whole rows, C columns
+of this rank, B rows, N query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from routing.layout import Layout
 class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal softmax attention over right-padded rows, with grouped key/value heads.
 
-    Rows are padded on the right, so a real token never sees padding under the causal mask and no mask tensor is needed: the same
-    kernel runs with and without gradient, which keeps scoring and training passes bit-identical.
+    Rows are padded on the right, so under the causal mask a real token never sees padding. No mask tensor is needed.
+    The same kernel runs with and without gradient, so scoring and training passes are bit-identical.
     """
 
     def __init__(
@@ -50,7 +50,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D. The mask is causal whatever `attention_mask` says."""
+        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D.
+
+        The mask is causal whatever `attention_mask` says.
+        """
         assert packed_seq_params is None, "rows are padded, not packed, in this layer"
         length, rows, heads, _ = query.shape
         repeats = heads // key.shape[2]
@@ -67,8 +70,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 class ContextAttention(CausalAttention):
     """Causal attention of this rank's columns over everyone's.
 
-    Every rank gathers all keys and values, so memory does not shrink with more ranks: it is there to run layouts with context parallelism
-    without a GPU.
+    Every rank gathers all keys and values, so memory does not shrink with more ranks: it is there to run layouts with
+    context parallelism without a GPU.
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_options: Any) -> Tensor:
@@ -86,7 +89,10 @@ class ContextAttention(CausalAttention):
 
 
 def everyones(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values `[S, B, G, D]` of all ranks that share the rows, the positions `[S]` of their columns, and `[C]` of this rank's."""
+    """Keys and values `[S, B, G, D]` of all ranks that share the rows, and the positions of columns.
+
+    Positions are `[S]` of all columns and `[C]` of this rank's.
+    """
     columns, rows = key.shape[:2]
     layouts = [Layout(rows, columns * group.size(), group.size(), rank) for rank in range(group.size())]
     if group.size() > 1:

@@ -1,7 +1,7 @@
 """Makes Megatron-Core run where there is no CUDA. The one module of this project that patches third-party state.
 
-Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the CPU. Every patch below names the
-line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
+Megatron-Core asks for CUDA devices, streams and generators by name. `install()` points each of these requests at the
+CPU. Every patch below names the line of Megatron-Core 0.16.1 it answers; none is applied when CUDA is present.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Install the patches for this process; a second call does nothing.
 
-    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a thread-local torch mode).
+    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a
+    thread-local torch mode).
 
     Raises:
         ConfigError: CUDA is present, where Megatron must run unpatched.
@@ -51,13 +52,16 @@ def _current_device() -> torch.device:
 
 
 def _install_torch_cuda() -> None:
-    # `device=torch.cuda.current_device()`: tensor_parallel/layers.py:261,873; distributed/param_and_grad_buffer.py:783; transformer/moe/router.py:79.
+    # `device=torch.cuda.current_device()`: tensor_parallel/layers.py:261,873; distributed/param_and_grad_buffer.py:783;
+    # transformer/moe/router.py:79.
     torch.cuda.current_device = _current_device  # type: ignore[assignment]
-    # `torch.cuda.synchronize()`: pipeline_parallel/p2p_communication.py:242,398; distributed/distributed_data_parallel.py:588.
+    # `torch.cuda.synchronize()`: pipeline_parallel/p2p_communication.py:242,398;
+    # distributed/distributed_data_parallel.py:588.
     torch.cuda.synchronize = _nothing
     # `torch.cuda.empty_cache()`: optimizer/optimizer.py:362.
     torch.cuda.empty_cache = _nothing
-    # `torch.cuda.current_stream()`: DistributedDataParallel of 0.19 asks for it; its only uses are waits, which have no meaning here.
+    # `torch.cuda.current_stream()`: DistributedDataParallel of 0.19 asks for it; its only uses are waits, which have no
+    # meaning here.
     torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
     # `.cuda()` on tensors and modules: optimizer/optimizer.py:375,380.
     torch.Tensor.cuda = _identity  # type: ignore[method-assign]
@@ -97,7 +101,8 @@ def _install_random_state() -> None:
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(int(seed))
 
-    # The generator tracker and activation recompute save and restore "the CUDA generator": tensor_parallel/random.py:55,235-240,447.
+    # The generator tracker and activation recompute save and restore "the CUDA generator":
+    # tensor_parallel/random.py:55,235-240,447.
     torch.cuda.manual_seed = manual_seed
     torch.cuda.get_rng_state = get_state
     torch.cuda.set_rng_state = set_state
@@ -126,7 +131,8 @@ def _install_plain_router_bias() -> None:
 def _install_latent_attention() -> None:
     import megatron.core.transformer.multi_latent_attention as latent
 
-    # multi_latent_attention.py:60 believes that Transformer Engine is there when its own wrappers import, which are None without it; :185 then fails.
+    # multi_latent_attention.py:60 believes that Transformer Engine is there when its own wrappers import, which are
+    # None without it; :185 then fails.
     latent.HAVE_TE = latent.HAVE_TE and isinstance(latent.TELinear, type)
 
 
@@ -157,15 +163,17 @@ def _install_tensor_type() -> None:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    # The optimizer sorts parameters by comparing `param.type()` with 'torch.cuda.FloatTensor' and its kin: optimizer/optimizer.py:671,690;
-    # optimizer/distrib_optimizer.py:361,420; optimizer/clip_grads.py:167. Other callers still get the true name.
+    # The optimizer sorts parameters by comparing `param.type()` with 'torch.cuda.FloatTensor' and its kin:
+    # optimizer/optimizer.py:671,690; optimizer/distrib_optimizer.py:361,420; optimizer/clip_grads.py:167. Other callers
+    # still get the true name.
     torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
 
 
 class _CudaLiteralsToCpu(TorchFunctionMode):
     """Rewrites `device='cuda'` and `pin_memory=True` in torch calls.
 
-    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115; distributed/param_and_grad_buffer.py:768.
+    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115;
+    distributed/param_and_grad_buffer.py:768.
     """
 
     def __torch_function__(

@@ -21,7 +21,8 @@ from moe_trm.learner.megatron.sink_attention import SinkAttention
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm that allows sequence parallelism.
 
-    Megatron's own torch norm refuses it. The flag on the weight makes `finalize_model_grads` sum its gradient over tensor-parallel ranks.
+    Megatron's own torch norm refuses it. The flag on the weight makes `finalize_model_grads` sum its gradient over
+    tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_options: Any) -> None:
@@ -30,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def cpu_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder layers this pipeline stage builds: Megatron's local layers with `RMSNorm` and attention in plain torch."""
+    """Decoder layers of this pipeline stage: Megatron's local layers with `RMSNorm` and attention in plain torch."""
     frequency = config.moe_layer_freq
     is_moe = frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(config.num_layers)]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

@@ -1,7 +1,7 @@
 """Experts with biases in Megatron's local layers, which have two faults there.
 
-The last bias is added in place to what autograd holds for a view, and that is refused. And its gradient is summed over tensor-parallel ranks under
-sequence parallelism, as if they held the same expert.
+The last bias is added in place to what autograd holds for a view, and that is refused. And its gradient is summed over
+tensor-parallel ranks under sequence parallelism, as if they held the same expert.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 
 class ExpertOutput(RowParallelLinear):  # type: ignore[misc]
-    """The last matrix and bias of an expert that is whole on its rank: no sum over one rank, which would make the output a view."""
+    """Last matrix and bias of an expert that is whole on its rank, without the sum over one rank.
+
+    That sum would make the output a view.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -1,4 +1,4 @@
-"""Weights out of Megatron in Hugging Face form: each rank yields what it owns, and no rank gathers the model."""
+"""Export of Megatron's weights in Hugging Face form: each rank yields its own tensors, none gathers the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moe_trm.models.hf_config import num_experts
 def owned_tensors(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors under their Hugging Face names; `hf` is config.json of the checkpoint. Collective.
 
-    Experts are owned by the first of the ranks that share them, all other tensors by the first data-parallel rank that has them. Where
-    tensor-parallel ranks hold parts, or expert-parallel ranks rows of one tensor, the first of them owns the whole, which is put together one
-    tensor at a time in host memory and before the first one is yielded: a receiver that takes the ranks in turn must not keep the others
-    from sending their parts.
+    The first of the ranks that share an expert owns it. The first data-parallel rank that has any other tensor owns it.
+    Where tensor-parallel ranks hold parts, or expert-parallel ranks rows of one tensor, the first of them owns the
+    whole. Whole tensors are assembled one at a time in host memory, all of them before the first is yielded: a receiver
+    that takes the ranks in turn must not keep the others from sending their parts.
     """
     names = convert.Names(hf)
     is_cut = any(_holders(name, names).size() > 1 for name, _ in global_tensors(chunks))
@@ -58,7 +58,10 @@ def _owned(
 
 
 def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors; those whose rows are experts on the first of the expert-parallel ranks, once every rank has all of its rows."""
+    """Whole tensors.
+
+    Tensors whose rows are experts are on the first of the expert-parallel ranks, once every rank has its rows.
+    """
     waiting: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor, is_row in tensors:
         if not is_row:

@@ -10,11 +10,18 @@ from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import expert_width, moe_layers
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""By recipe: `hybrid` has more range and less precision (e5m2) for gradients, `e4m3` is one format for everything, which block-wise scales allow."""
+"""FP8 format by recipe.
+
+`hybrid` uses e5m2 (more range, less precision) for gradients. `e4m3` is one format for everything, which block-wise
+scales allow.
+"""
 
 
 def alignment(learner: LearnerConfig) -> int:
-    """What every dimension of a matrix product is a multiple of (Megatron-Core's `fp8_utils.get_fp8_align_size`); 1 without FP8."""
+    """Divisor that FP8 requires of every dimension of a matrix product; 1 without FP8.
+
+    It is Megatron-Core's `fp8_utils.get_fp8_align_size`.
+    """
     return {"none": 1, "mxfp8": 32}.get(learner.fp8, 16)
 
 
@@ -36,7 +43,8 @@ def check_shapes(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
     """Refuse a model whose matrices have no 8-bit product under these settings.
 
     Raises:
-        ConfigError: a width, as one rank holds it, that is no multiple of `alignment`, or more bfloat16 layers than there are.
+        ConfigError: a width, as one rank holds it, that is no multiple of `alignment`, or more bfloat16 layers than
+            there are.
     """
     multiple, parallel = alignment(learner), learner.parallel
     if learner.fp8 == "none":
@@ -60,7 +68,10 @@ def check_shapes(learner: LearnerConfig, hf: Mapping[str, Any]) -> None:
                 where="learner.fp8",
                 got=f"{width} {what} on each rank, learner.fp8={learner.fp8}",
                 expected=f"a multiple of {multiple}",
-                fix="Share matrices between fewer ranks (learner.parallel.tensor, expert_tensor), or set learner.fp8=none.",
+                fix=(
+                    "Share matrices between fewer ranks (learner.parallel.tensor, expert_tensor), or set "
+                    "learner.fp8=none."
+                ),
             )
     at_most = num_layers // parallel.pipeline
     if learner.fp8 != "delayed" and learner.fp8_bfloat16_layers > at_most:

@@ -1,6 +1,7 @@
-"""Latent attention's projections down, whole on every tensor-parallel rank, as Transformer Engine's layers have them.
+"""Down-projections of latent attention, whole on every tensor-parallel rank, as in Transformer Engine's layers.
 
-Megatron's local layers cut them instead, and then the rotated key, which all heads share, gets the gradient of one rank's heads only.
+Megatron's local layers cut them. Then the rotated key, which all heads share, gets the gradient of one rank's heads
+only.
 """
 
 from __future__ import annotations

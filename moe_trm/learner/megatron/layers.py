@@ -1,6 +1,7 @@
-"""Which transformer layers to build on this machine.
+"""Choice of the transformer layers to build on this machine.
 
-Transformer Engine's where CUDA is present and it imports, Megatron's local layers on other CUDA machines, our CPU layers elsewhere.
+Transformer Engine's where CUDA is present and it imports, Megatron's local layers on other CUDA machines, our CPU
+layers elsewhere.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ Layers = Literal["transformer_engine", "local", "cpu"]
 
 
 def layers_here(learner: LearnerConfig) -> Layers:
-    """Which layers this machine builds under these settings. Raises `ConfigError` as `choose_layers` does."""
+    """Layers that this machine builds under these settings. Raises `ConfigError` as `choose_layers` does."""
     cuda = torch.cuda.is_available()
     usable = cuda and learner.transformer_engine != "off" and transformer_engine_imports()
     return choose_layers(learner, cuda=cuda, transformer_engine=usable)
 
 
 def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: bool) -> Layers:
-    """Which layers to build from what a machine has.
+    """Choose the layers to build, given the machine's abilities.
 
     Args:
         learner: the settings.
@@ -32,7 +33,7 @@ def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: boo
         transformer_engine: whether `transformer_engine.pytorch` imports.
 
     Raises:
-        ConfigError: what is asked for needs Transformer Engine, which cannot be used here.
+        ConfigError: a setting needs Transformer Engine, which cannot be used here.
     """
     switch, _ = layers_switch(learner, cuda=cuda, transformer_engine=lambda: transformer_engine)
     if switch == "on":
@@ -60,9 +61,10 @@ def choose_layers(learner: LearnerConfig, *, cuda: bool, transformer_engine: boo
 
 
 def transformer_engine_imports() -> bool:
-    """Whether `transformer_engine.pytorch` can be imported; asked only where CUDA is present."""
+    """True when `transformer_engine.pytorch` can be imported; called only where CUDA is present."""
     try:
         import transformer_engine.pytorch  # type: ignore[import-not-found]  # noqa: F401
-    except Exception:  # noqa: BLE001 - a broken installation raises RuntimeError or OSError, and any of them means "not usable"
+    # A broken installation raises RuntimeError or OSError.
+    except Exception:  # noqa: BLE001 (any error means "not usable")
         return False
     return True

@@ -1,4 +1,4 @@
-"""Which models and parallel layouts this learner accepts. Runs before anything is loaded and imports no torch."""
+"""Models and parallel layouts that this learner accepts. Runs before anything is loaded and imports no torch."""
 
 from __future__ import annotations
 
@@ -71,12 +71,16 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 where=f"{where}, {key}",
                 got=f"{hf_config[key]}: {required.why}",
                 expected=required.value,
-                fix="Use a checkpoint without this option, or learner.backend=deepspeed, which trains the model as transformers has it.",
+                fix=(
+                    "Use a checkpoint without this option, or learner.backend=deepspeed, which trains the model as "
+                    "transformers has it."
+                ),
             )
     _check_groups(where, hf_config)
     if family.whole_qk_norms and config.learner.parallel.tensor > 1:
         raise ConfigError(
-            f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some heads each",
+            f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some "
+            "heads each",
             where="learner.parallel.tensor",
             got=config.learner.parallel.tensor,
             expected=1,
@@ -94,7 +98,10 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
-    """Expert groups that Megatron would choose by another rule than transformers, which adds up the best two scores of each."""
+    """Refuse expert groups that Megatron chooses by another rule.
+
+    Transformers adds the best two scores of each group.
+    """
     groups, top_k = int(hf_config.get("n_group") or 1), int(hf_config.get("num_experts_per_tok") or 0)
     if groups > 1 and top_k // int(hf_config["topk_group"]) != 2:
         raise CheckpointError(
@@ -102,7 +109,10 @@ def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:
             where=f"{where}, topk_group",
             got=f"num_experts_per_tok={top_k}, topk_group={hf_config['topk_group']}",
             expected="num_experts_per_tok // topk_group = 2",
-            fix="Set learner.backend=deepspeed: Megatron-Core adds up that many scores of a group, the model the best two.",
+            fix=(
+                "Set learner.backend=deepspeed: Megatron-Core adds up that many scores of a group, the model the best "
+                "two."
+            ),
         )
 
 
@@ -116,7 +126,10 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
         raise ConfigError(
             "this Megatron-Core does not reduce expert gradients over tensor-parallel ranks",
             where="learner.parallel",
-            got=f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core {megatron_version}",
+            got=(
+                f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core "
+                f"{megatron_version}"
+            ),
             expected="expert_tensor equal to tensor, or expert > 1, or Megatron-Core 0.17",
             fix="Gradients would be silently wrong. Change the layout or upgrade.",
         )

@@ -32,7 +32,9 @@ from routing.replay import RouteSource
 
 
 class MegatronLearner(LearnerBase):
-    """`Learner` on Megatron-Core. Every call is collective over the ranks; build it with `build.build_megatron_learner`.
+    """`Learner` on Megatron-Core.
+
+    Every call is collective over the ranks; build it with `build.build_megatron_learner`.
 
     Args:
         chunks: this rank's part of the model, one chunk per virtual pipeline stage.
@@ -112,7 +114,8 @@ class MegatronLearner(LearnerBase):
         self._optimizer.zero_grad()
         planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
         if not self._parts.on_last_stage:
-            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of them.
+            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of
+            # them.
             with torch.no_grad():
                 for index, scored in enumerate(planes):
                     loss(index, scored)

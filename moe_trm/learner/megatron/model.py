@@ -34,8 +34,9 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: Layers) -> TransformerConfig:
     """Megatron's configuration of the model that `config.json` (`hf`) describes.
 
-    What differs between families is in `moe_trm.models`: for instance, gate weights that are normalised are Megatron's softmax after top-k.
-    The router computes in float32 and has no auxiliary loss: in RL a load-balancing gradient would fight the replayed routes.
+    What differs between families is in `moe_trm.models`: for instance, gate weights that are normalised are Megatron's
+    softmax after top-k. The router computes in float32 and has no auxiliary loss: in RL a load-balancing gradient would
+    fight the replayed routes.
     """
     moe = moe_layers(hf)
     dtype: torch.dtype = getattr(torch, learner.dtype)
@@ -116,7 +117,10 @@ def _recompute(granularity: str) -> dict[str, Any]:
 
 
 def build_model(hf: Mapping[str, Any], config: TransformerConfig, layers: Layers) -> list[PolicyModel]:
-    """The policy model of this rank, one per virtual pipeline stage, weights not yet loaded. Needs initialised Megatron parallel groups."""
+    """The policy model of this rank, one per virtual pipeline stage, weights not yet loaded.
+
+    Needs initialised Megatron parallel groups.
+    """
     stages = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(hf, config, layers, stage) for stage in (range(stages) if stages else [None])]
 
@@ -154,8 +158,8 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
         name = convert.plain(local)
         dim = convert.split_dim(name)
         if dim is not None or convert.is_expert(name):
-            # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would count one rank's part only.
-            # It never marks an expert's last bias, although other ranks hold other experts.
+            # Megatron marks them when it initialises weights, which we do not let it: unmarked, the gradient norm would
+            # count one rank's part only. It never marks an expert's last bias, although other ranks hold other experts.
             parameter.tensor_model_parallel, parameter.partition_stride = True, 1
             parameter.partition_dim = -1 if dim is None else dim
     return chunk
@@ -200,7 +204,7 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
 
 
 def global_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of this rank's model: its parameters, and the biases by which routers choose, which are not trained."""
+    """This rank's tensors for a checkpoint: parameters, and the routers' selection biases, which are not trained."""
     yield from global_parameters(chunks)
     for chunk in chunks:
         first_layer = chunk.decoder.layers[0].layer_number - 1

@@ -14,8 +14,11 @@ KNOWN = (
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",
     r"`torch\.distributed\.\w+` is deprecated",
 )
-"""What missing GPU libraries are replaced by, a default of Megatron's own configuration, experts that tensor parallelism leaves whole, its
-optimizer's shards, its collectives."""
+"""Harmless warnings of Megatron-Core.
+
+They are about replacements for missing GPU libraries, a default of its own configuration, experts that tensor
+parallelism leaves whole, its optimizer's shards, and its collectives.
+"""
 
 
 CUDA_ONLY = (
@@ -25,6 +28,9 @@ CUDA_ONLY = (
 
 
 def silence_known_notices() -> None:
-    """Ignore the `KNOWN` warnings in this process from now on; every other warning stays. Call it before Megatron is imported."""
+    """Ignore the `KNOWN` warnings in this process from now on; every other warning stays.
+
+    Call it before Megatron is imported.
+    """
     for message in KNOWN if torch.cuda.is_available() else (*KNOWN, CUDA_ONLY):
         warnings.filterwarnings("ignore", message=message)

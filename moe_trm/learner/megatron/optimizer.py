@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper and optimizer, set up so that gradients are plain sums; parameter groups, and one guarded step."""
+"""Megatron's data-parallel wrapper and optimizer with plain gradient sums; parameter groups, and one guarded step."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def wrap_model(
 ) -> list[DistributedDataParallel]:
     """`chunks` with Megatron's gradient buffers, accumulated and reduced in float32.
 
-    Gradients of dense and of expert parameters are *summed* over the ranks that share them: `calculate_per_token_loss` switches Megatron's
-    averaging off, and the token count it would divide by afterwards is withheld. Backward begins at the loss times `loss_scale`.
+    Gradients of dense and of expert parameters are *summed* over the ranks that share them. `calculate_per_token_loss`
+    switches Megatron's averaging off, and the token count for the later division is not given. Backward begins at the
+    loss times `loss_scale`.
     """
     config.finalize_model_grads_func = _finalize_sums
     if loss_scale is not None:
@@ -63,14 +64,15 @@ def freeze(chunks: Sequence[PolicyModel], learner: LearnerConfig) -> None:
 
 
 class GuardedOptimizer(Steps):
-    """AdamW under a schedule that refuses to apply non-finite gradients; a refused step does not advance the schedule.
+    """AdamW with a schedule. It refuses non-finite gradients; a refused step does not advance the schedule.
 
     Args:
         chunks: this rank's model.
         wrapped: the same in Megatron's data-parallel wrapper.
         settings: of the run.
         rate: the learning rate of each step.
-        loss_scale: of a float16 model, by which its gradients are divided; Megatron's own would move apart between dense and expert parameters.
+        loss_scale: of a float16 model; its gradients are divided by it. Megatron's own scales would differ between
+            dense and expert parameters.
         bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
         distributed: shard the optimizer's state.
 

@@ -1,4 +1,4 @@
-"""This rank among those that hold parts of the same rows: slices of their columns, shards of their matrices, stages of their layers.
+"""This rank among those that hold parts of the same rows: column slices, matrix shards, pipeline stages.
 
 Shape letters: B rows, R columns of a micro-batch, C columns that this rank feeds to the model, P planes of scores.
 """
@@ -41,7 +41,10 @@ class Parts:
         self.on_last_stage = self._stages.rank() == self._stages.size() - 1
 
     def padded(self, batch: TokenBatch) -> TokenBatch:
-        """`batch` with as many columns of padding as it takes to cut it evenly; what only objectives read stays as it is."""
+        """`batch` with padding columns added until it can be cut evenly.
+
+        Fields that only objectives read stay as they are.
+        """
         length = batch.input_ids.shape[1]
         tensor, context = self._slices
         more = -length % (self._columns * padding_multiple(context.size(), tensor.size()))
@@ -53,7 +56,7 @@ class Parts:
         return replace(batch, input_ids=input_ids, target_ids=target_ids, valid=valid, mask=mask)
 
     def layout(self, batch: TokenBatch) -> Layout:
-        """How this rank cuts the padded `batch`."""
+        """Layout by which this rank cuts the padded `batch`."""
         rows, length = batch.input_ids.shape
         tensor, context = self._slices
         return Layout(rows, length, context.size(), context.rank(), tensor.size(), tensor.rank())
@@ -61,8 +64,8 @@ class Parts:
     def whole_rows(self, planes_PBC: Tensor, layout: Layout) -> Tensor:
         """`[P, B, C]` scores of this rank's columns -> `[P, B, R]`, the same bits on every rank.
 
-        The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients of parameters are
-        summed over the ranks.
+        The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients
+        of parameters are summed over the ranks.
         """
         if layout.cp_size == 1:
             return planes_PBC
@@ -92,7 +95,7 @@ class Parts:
 
 
 def cut_scoring(scoring: Scoring, layout: Layout) -> Scoring:
-    """What this rank scores: the positions of its own columns with their kept ids."""
+    """Scoring of this rank: the positions of its own columns with their kept ids."""
     if layout.cp_size == 1:
         return scoring
     mask = layout.cut_tokens(scoring.mask)

@@ -15,7 +15,10 @@ from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPT model whose last stage returns the `[P, B, R]` float32 scores of `learner.scoring.score_hidden` when its `labels` are a `Scoring`.
+    """GPT model whose last stage returns scores instead of logits.
+
+    The scores are those of `learner.scoring.score_hidden`, `[P, B, R]` float32, when the model's `labels` are a
+    `Scoring`.
 
     Args:
         real_vocab_size: ids of the vocabulary; `vocab_size` may be padded.

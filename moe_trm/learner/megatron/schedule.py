@@ -57,8 +57,8 @@ class Schedule:
     ) -> tuple[list[Tensor], list[Recorded | None]]:
         """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
 
-        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers where they were
-        to be recorded.
+        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers
+        where they were to be recorded.
         """
         assert len(batches) == len(sources), "one route source per micro-batch"
         if not batches:
@@ -110,7 +110,7 @@ class Schedule:
 
 
 class _Step:
-    """What one run of the schedule takes in and leaves behind. A micro-batch without a number is padding and trains nothing."""
+    """Inputs and outputs of one run of the schedule. A micro-batch without a number is padding and trains nothing."""
 
     def __init__(
         self,
@@ -151,6 +151,7 @@ class _Step:
             return None
         value = planes.new_zeros(()) if number is None else self._loss(number, planes)
         if not value.requires_grad:
-            # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert exchange.
+            # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert
+            # exchange.
             value = value + 0.0 * planes.sum()
         return value, torch.zeros((), dtype=torch.int, device=self._device), {}

@@ -1,7 +1,7 @@
 """Attention with a sink per head and, in some layers, over a window, in plain torch.
 
-Megatron's own needs Transformer Engine for rows that context-parallel ranks share. Shape letters: S columns of whole rows, C columns of this rank,
-B rows, N query heads, D head dimension.
+Megatron's own needs Transformer Engine for rows that context-parallel ranks share. Shape letters: S columns of whole
+rows, C columns of this rank, B rows, N query heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from moe_trm.learner.megatron.cpu_attention import CausalAttention, everyones
 
 
 class SinkAttention(CausalAttention):
-    """Causal attention whose softmax has one more term, a learned logit of each head that draws weight and has no value:
+    """Causal attention with sinks: each head's softmax has one more term, a learned logit that has weight but no value.
 
-    `w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))` over the columns `t` in sight, which are all up to the token's own,
-    or the last `window_size[0] + 1` of them in layers with a window. The softmax is computed in float32.
+    `w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))` over the visible columns `t`: all up to the
+    token's own, or the last `window_size[0] + 1` of them in layers with a window. The softmax is computed in float32.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **options: Any) -> None:

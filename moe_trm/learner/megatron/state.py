@@ -1,8 +1,9 @@
-"""A Megatron learner's training state as pieces of global tensors: weights, Adam's moments, random state; and back, on any layout.
+"""Training state of a Megatron learner as pieces of global tensors, saved and restored on any layout.
 
-`weight/NAME` is the float32 master weight, from which the model's own weight is a cast; `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's
-moments; `snapshot/VERSION/NAME` are older weights of the model itself. NAME has global layer and expert numbers. Gate and up rows of one
-matrix are stored as `[2, rows, columns]`, because tensor parallelism cuts each of them.
+The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
+model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
+weights of the model itself. NAME has global layer and expert numbers. Gate and up rows of one matrix are stored as `[2,
+rows, columns]`, because tensor parallelism cuts each of them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerShare:
-    """Where a rank's parameter lies in the whole one: a box, whose flattened elements are the first of the flattened parameter.
+    """Place of a rank's parameter in the whole one: a box.
 
-    What is behind them is padding of the vocabulary.
+    Its flattened elements come first in the flattened parameter.
+
+    The elements after them are padding of the vocabulary.
     """
 
     name: str
@@ -57,13 +60,13 @@ class OptimizerShare:
 
 @dataclass(frozen=True)
 class Master:
-    """The part of a parameter that this rank's optimizer updates: a flat float32 tensor that begins at element `start`."""
+    """Part of a parameter that this rank's optimizer updates: a flat float32 tensor that begins at element `start`."""
 
     values: Tensor
     start: int
     optimizer: torch.optim.Optimizer
     speaks: bool
-    """Whether this rank saves it; several may hold the same part."""
+    """True when this rank saves the part; several ranks may hold the same one."""
 
     def set_moments(self, moments: dict[str, Tensor], steps: int) -> None:
         """Give the optimizer its moments and the number of steps they stand for."""
@@ -100,7 +103,7 @@ class TrainingState:
         self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
-        """Host copies of what this rank has to save, and the counters; training may go on at once."""
+        """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         masters = _masters(self._optimizer.megatron)
         pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
         for name, parameter in global_parameters(self._chunks):

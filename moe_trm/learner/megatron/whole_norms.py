@@ -1,4 +1,4 @@
-"""Norms over the queries, and over the keys, of all heads together, which Megatron-Core does not have: it norms head by head.
+"""Norms over the queries, and over the keys, of all heads together. Megatron-Core only has norms head by head.
 
 Shape letters: S columns, B rows, N heads, D head dimension.
 """

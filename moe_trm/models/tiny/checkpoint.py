@@ -1,4 +1,7 @@
-"""Tiny random Qwen3-MoE checkpoints with their tokenizers, as ordinary Hugging Face folders. The same seed gives the same bytes."""
+"""Tiny random Qwen3-MoE checkpoints with their tokenizers, as ordinary Hugging Face folders.
+
+The same seed gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class TinyShape:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One id per printable ASCII character and newline, after the four special ids; the beginning token is put in front of every text."""
+    """Tokenizer with one id per printable ASCII character and newline, after the four special ids.
+
+    The beginning token is put in front of every text.
+    """
     characters = [*map(chr, range(32, 127)), "\n"]
     vocabulary = {text: index for index, text in enumerate([*SPECIAL, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token=SPECIAL[UNK]))

@@ -1,4 +1,7 @@
-"""Tiny random checkpoints of every family with the character tokenizer, as ordinary Hugging Face folders. The same seed gives the same bytes."""
+"""Tiny random checkpoints of every family with the character tokenizer, as ordinary Hugging Face folders.
+
+The same seed gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ COMMON = {
 def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
     """A float32 model of the family `name` with random weights; `options` override its config.json.
 
-    Router weights, selection biases and attention sinks that transformers leaves at zero are random, too: at zero every expert ties.
+    Router weights, selection biases and attention sinks that transformers leaves at zero are random, too: at zero every
+    expert ties.
     """
     qwen3_moe()  # after it, all model classes can be imported
     import transformers

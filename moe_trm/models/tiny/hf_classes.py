@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def qwen3_moe() -> tuple[type[Qwen3MoeConfig], type[Qwen3MoeForCausalLM]]:
     """Configuration and model class.
 
-    Beside a CPU build of torch, torchvision's ordinary wheel cannot be imported until its operators are declared; the CPU support
-    package does that, and does nothing where the real operators load.
+    With a CPU build of torch, torchvision's ordinary wheel cannot be imported until its operators are declared. The CPU
+    support package declares them, and does nothing where the real operators load.
     """
     if find_spec("moe_trm_sglang_cpu") is not None:
         from moe_trm_sglang_cpu.torchvision_ops import install

@@ -1,8 +1,9 @@
-"""A sequence as it grows: what the policy samples, and what a tool or a user says in between. Pure: no engine, no tokenizer.
+"""A growing sequence: sampled answers, and text of a tool or user between them. Pure: no engine, no tokenizer.
 
-Ids are only ever appended. Row convention at the seams: the last token of an answer is not forwarded in that answer, so its route does
-not exist yet; it comes, with those of all tokens that were appended, in the answer after. Each answer is therefore asked for the
-routes from row `known_rows` on, and no row is ever asked for twice: the row that gave a token its log-prob is the row that is kept.
+Ids are only ever appended. Row convention between answers: the last token of an answer is not forwarded in that answer,
+so its route does not exist yet. The next answer brings it, with the routes of all appended tokens. Each answer is
+therefore requested with the routes from row `known_rows` on, and no row is requested twice. The row that gave a token
+its log-prob is the row that is kept.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Conversation:
 
     @property
     def known_rows(self) -> int:
-        """Rows whose routes are known: all but that of the last sampled token, and of what was appended behind it."""
+        """Rows whose routes are known: all but those of the last sampled token and of the tokens after it."""
         return self._routes.num_rows if self._routes is not None else 0
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -57,7 +58,8 @@ class Conversation:
         """The engine's answer to `tokens`.
 
         Raises:
-            RecordRejected: `route_*`, routes that do not continue those known; `route_missing`, of one answer but not of another.
+            RecordRejected: `route_*`, routes that do not continue those known; `route_missing`, of one answer but not
+                of another.
         """
         if self._turns and (turn.routes is None) != (self._routes is None):
             raise RecordRejected(
@@ -74,12 +76,12 @@ class Conversation:
     def record(
         self, *, sample_id: int, group_id: int, keep_changed: bool, finish_reason: str | None = None
     ) -> RolloutRecord:
-        """What was sampled, up to the last sampled token: what was appended behind it was never seen by the policy.
+        """The record, up to the last sampled token: the policy never saw the text appended after it.
 
         Args:
             sample_id, group_id: go into the record.
-            keep_changed: what to do with a sample that has an answer during which the weights changed: keep it without the routes of before
-                the change, or reject it.
+            keep_changed: when the weights changed during an answer, keep the sample without the routes from before the
+                change; else reject it.
             finish_reason: of the whole; None: that of the last answer.
 
         Raises:
@@ -112,20 +114,25 @@ class Conversation:
         self._turn_ids.extend([len(self._turns)] * len(token_ids))
 
     def _trusted_routes(self, sampled_T: np.ndarray, *, keep_changed: bool) -> RouteRecord | None:
-        """The routes, less those that the engine may have computed again after the weights changed within one answer."""
+        """The routes, without those that the engine may have recomputed after the weights changed within one answer."""
         routes, first = self._routes, 0
         for number, turn in enumerate(self._turns):
             if routes is not None and turn.recomputed:
                 if not keep_changed:
                     raise RecordRejected(
                         "version_span",
-                        "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
+                        "weights changed while this sample was generated: its routes are not all those of the weights "
+                        "that sampled",
                         where=f"turn {number}",
                         got=f"versions {sorted(set(turn.versions.tolist()))}",
                         expected="one version in each answer",
-                        fix="Set pipeline.partial to what this run does at a push, keep others from updating the server, or set replay.missing=native.",
+                        fix=(
+                            "Set pipeline.partial to what this run does at a push, keep others from updating the "
+                            "server, or set replay.missing=native."
+                        ),
                     )
-                # The row that predicts the first token of the last version is that version's own; all rows before it may not be.
+                # The row that predicts the first token of the last version is that version's own; all rows before it
+                # may not be.
                 last = np.flatnonzero(sampled_T)[first + turn.recomputed]
                 routes = routes.uncover(slice(0, int(last) - 1))
             first += turn.num_sampled

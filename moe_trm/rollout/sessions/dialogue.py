@@ -36,7 +36,7 @@ class TurnTokens(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one sample: answers, and tokens in all (prompt, answers and what was appended)."""
+    """Of one sample: answers, and tokens in all (prompt, answers and appended tokens)."""
 
     turns: int
     tokens: int
@@ -76,7 +76,11 @@ class Dialogue:
         return "length" if self.ended else None
 
     async def __call__(self, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Raises `Refused` for what the function should not have asked, `RecordRejected` and `EngineError` as `RolloutEngine.turn` does."""
+        """Serve one request of the function.
+
+        Raises `Refused` for requests that are not allowed, and `RecordRejected` and `EngineError` as
+        `RolloutEngine.turn` does.
+        """
         if self._sampling:
             raise Refused(
                 "usage", "one request at a time: await the answer before anything else is appended or sampled"

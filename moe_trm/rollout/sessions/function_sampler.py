@@ -1,7 +1,10 @@
-"""Samples made by a rollout function of the user's own (`rollout.function`): several answers, tools, environments.
+"""Samples made by a user's rollout function (`rollout.function`): several answers, tools, environments.
 
-Reasons of rejection, besides those of the engine's answers: `rollout_error` (it raised), `rollout_timeout`, `rollout_crash` (it ended its
-process), `rollout_type` (it returned what is no reward), `rollout_nan` (a reward that is not finite), `empty_output` (it never sampled).
+Reasons of rejection, besides those of the engine's answers:
+
+- `rollout_error`: it raised. `rollout_timeout`. `rollout_crash`: it ended its process.
+- `rollout_type`: its result is no reward. `rollout_nan`: a reward that is not finite.
+- `empty_output`: it never sampled.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ class FunctionSampler:
             return await self._make(prompt, self._params, sample_id=sample_id, group_id=group_id, bare=False)
 
     async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
-        """A rewarded sample for an evaluation, made with other parameters and without routes and masks. Raises as `sample` does."""
+        """A rewarded sample for an evaluation, made with other parameters and without routes and masks.
+
+        Raises as `sample` does.
+        """
         with naming(f"prompt {prompt.prompt_id}"):
             return await self._make(prompt, params, sample_id=-1, group_id=-1, bare=True)
 
@@ -75,7 +81,7 @@ class FunctionSampler:
         return rewarded(record, read_reward(returned, self._task.reward_weights, "", prefix="rollout"))
 
     async def _run(self, prompt: Prompt, params: SamplingParams, *, bare: bool) -> tuple[Dialogue, Any]:
-        """The conversation that the function had, and what it returned."""
+        """The conversation of the function, and its result."""
         tokens = self._task.tokens
         dialogue: Dialogue
 

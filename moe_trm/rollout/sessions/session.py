@@ -1,11 +1,14 @@
-"""What a rollout function of your own gets: its conversation with the policy. This file is all it needs; it imports no engine.
+"""Session of a user's rollout function: its conversation with the policy.
+
+This file is all it needs; it imports no engine.
 
     async def rollout(session: Session) -> None:
         while (turn := await session.sample(stop=("=",))).stopped_by == "=":
             await session.append(answer_of(turn.text))
 
-Every id the policy samples is recorded as it was sampled: with its log-prob, sampling mask, routes, weight version and turn.
-Nothing is ever tokenised again. What you append is tokenised alone, replayed through the learner's routers, and never scored.
+Every id the policy samples is recorded as it was sampled: with its log-prob, sampling mask, routes, weight version and
+turn. Nothing is tokenised again. Appended text is tokenised alone, replayed through the learner's routers, and never
+scored.
 """
 
 from __future__ import annotations
@@ -23,17 +26,21 @@ from moe_trm.functions.messages import Hello
 class SessionEnded(Exception):
     """No further answer fits: `rollout.max_turns` or `rollout.max_tokens` is reached.
 
-    Let it pass, or catch it to return a reward. Either way the sample is kept as it is, as unfinished (finish reason `length`).
+    Let it pass, or catch it to return a reward. Either way the sample is kept as it is, as unfinished (finish reason
+    `length`).
     """
 
 
 class SessionError(ValueError):
-    """The session was asked for something that cannot be done. Let it pass and the sample is rejected as `rollout_error`."""
+    """The session was asked for something that cannot be done.
+
+    Let it pass and the sample is rejected as `rollout_error`.
+    """
 
 
 @dataclass(frozen=True)
 class SessionPrompt:
-    """The prompt: its id, text and token ids, the expected answer, and whatever else its row of the prompt file had."""
+    """The prompt: its id, text and token ids, the expected answer, and the other fields of its prompt-file row."""
 
     prompt_id: str
     text: str
@@ -87,7 +94,10 @@ class Session:
         return self.turns[-1]
 
     async def append(self, text: str) -> None:
-        """Add text that the policy did not write, e.g. a tool's answer. It is tokenised alone, without a beginning token."""
+        """Add text that the policy did not write, e.g. a tool's answer.
+
+        It is tokenised alone, without a beginning token.
+        """
         await self._ask("append", {"text": text})
 
     async def append_ids(self, token_ids: Sequence[int]) -> None:
@@ -95,7 +105,9 @@ class Session:
         await self._ask("append_ids", {"token_ids": [index(token) for token in token_ids]})
 
     async def append_messages(self, messages: Sequence[Mapping[str, str]]) -> None:
-        """Add messages (`role`, `content`) in the chat template's form: it closes the answer before them and opens the next one.
+        """Add messages (`role`, `content`) in the chat template's form.
+
+        It closes the answer before and opens the next one.
 
         An end token that the policy sampled itself is not written twice.
         """
@@ -103,7 +115,10 @@ class Session:
 
 
 Rollout = Callable[[Session], Any]
-"""An async function. It returns None, and the task gives the reward; or a number, or a dict of named numbers, which is the reward."""
+"""An async function.
+
+It returns None, and the task gives the reward; or a number, or a dict of named numbers, which is the reward.
+"""
 
 
 def adapt(function: Rollout, hello: Hello) -> Hosted:

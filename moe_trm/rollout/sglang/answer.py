@@ -12,7 +12,10 @@ from moe_trm.types import Prompt, RolloutRecord
 def parse_answer(
     body: bytes, prompt: Prompt, model: ServedModel, wanted: Wanted, *, sample_id: int, group_id: int
 ) -> RolloutRecord:
-    """The record of a sample of one answer. Raises `RecordRejected` as `parse_turn` and `Conversation.record` do, naming the sample."""
+    """The record of a sample of one answer.
+
+    Raises `RecordRejected` as `parse_turn` and `Conversation.record` do, naming the sample.
+    """
     conversation = Conversation(prompt)
     with naming(f"sample {sample_id}"):
         conversation.add(parse_turn(body, prompt.token_ids, model, wanted))

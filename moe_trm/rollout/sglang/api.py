@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from moe_trm.errors import SyncError
@@ -19,15 +20,32 @@ class EngineApi(Protocol):
         """Parsed JSON of a POST."""
 
 
+@asynccontextmanager
+async def paused(api: EngineApi) -> AsyncIterator[None]:
+    """The engine generates nothing inside: what it still runs, such as the token of a health check, goes back to its queue.
+
+    Weights are given inside, because the engine refuses to flush its prefix cache while anything runs.
+    Raises `EngineError`; the engine goes on however the block ends, if it can be reached.
+    """
+    await api.post("/pause_generation", {"mode": "retract"})
+    try:
+        yield
+    finally:
+        await api.post("/continue_generation", {})
+
+
 async def check_version(api: EngineApi, version: int) -> None:
-    """Raise `SyncError` unless the engine labels its weights `version`. Necessary, and proof of nothing: see `check_weights`."""
+    """Raise `SyncError` unless the engine labels its weights `version`.
+
+    Necessary, and proof of nothing: see `check_weights`.
+    """
     served = (await api.get("/model_info"))["weight_version"]
     if served != str(version):
         raise SyncError("the engine labels its weights with another version", got=served, expected=str(version))
 
 
 async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
-    """Raise `SyncError` naming tensors unless every rank of the engine has loaded exactly the tensors behind `expected`."""
+    """Raise `SyncError` naming tensors unless every engine rank has loaded exactly the tensors behind `expected`."""
     answer = await api.post("/weights_checker", {"action": "checksum"})
     ranks = answer.get("ranks") or []
     if not ranks:
@@ -39,11 +57,15 @@ async def check_weights(api: EngineApi, expected: Mapping[str, str]) -> None:
 
 
 def check_can_verify(server: Mapping[str, Any]) -> str:
-    """The device whose hash the engine uses; `server` is its `/server_info`. Raises `SyncError` when its checksums cannot be predicted."""
+    """The device whose hash the engine uses; `server` is its `/server_info`.
+
+    Raises `SyncError` when its checksums cannot be predicted.
+    """
     size, device = server.get("tp_size", 1), server.get("device", "cpu")
     if size != 1:
         raise SyncError(
-            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be predicted",
+            "weight pushes cannot be verified on this engine: its ranks hold slices, and only whole tensors can be "
+            "predicted",
             got=f"tensor parallel size {size}",
             expected="1",
             fix="Set rollout.server.tensor_parallel=1, or sync.verify=false and accept unproved weights.",

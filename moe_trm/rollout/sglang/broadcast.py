@@ -1,6 +1,7 @@
-"""Weight pushes by broadcast, the controller's side: leads the engine through a push and witnesses it (`moe_trm.sync.distributed`).
+"""Weight pushes by broadcast, the controller's side: it leads the engine through a push and verifies the push.
 
-Source: SGLang 0.5.23, `/init_weights_update_group`, `/begin_weight_update`, `/update_weights_from_distributed`, `/end_weight_update`.
+The learner's side is `moe_trm.sync.distributed`. Source: SGLang 0.5.23, `/init_weights_update_group`,
+`/begin_weight_update`, `/update_weights_from_distributed`, `/end_weight_update`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moe_trm.errors import EngineError, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights
+from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
@@ -43,7 +44,10 @@ class DistributedPush:
     _groups: dict[str, dist.ProcessGroupGloo] = field(default_factory=dict)
 
     async def join(self, meetings: Sequence[Meeting]) -> None:
-        """Form the groups, one after the other; each sender has to be in `connect` by then. Raises `EngineError`, `SyncError`."""
+        """Form the groups, one after the other; each sender has to be in `connect` by then.
+
+        Raises `EngineError`, `SyncError`.
+        """
         for meeting in meetings:
             witness = asyncio.create_task(asyncio.to_thread(self._join_as_witness, meeting))
             answer = await self.api.post(
@@ -67,7 +71,8 @@ class DistributedPush:
         """Make the engine serve `version`, received from every sender in turn; each has to be in `send` by then.
 
         Raises:
-            SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the push.
+            SyncError: a tensor differs from its owner's memory, or the engine's tensors or version are not those of the
+                push.
             EngineError: the engine cannot be reached.
         """
         checksums = EngineChecksums((entry.name for share in shares for entry in share.entries), dtype, self.device)
@@ -77,32 +82,36 @@ class DistributedPush:
             )
         )
         damaged: list[str] = []
-        await self._succeed("/begin_weight_update", {})
-        try:
-            for number, (group, bucket) in enumerate(requests):
-                last = number == len(requests) - 1
-                label = {"weight_version": str(version)} if last else {}
-                witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
-                await self._succeed(
-                    "/update_weights_from_distributed",
-                    {
-                        "names": [entry.name for entry in bucket],
-                        "dtypes": [entry.dtype for entry in bucket],
-                        "shapes": [list(entry.shape) for entry in bucket],
-                        "group_name": group,
-                        "flush_cache": last,
-                        **label,
-                    },
-                )
-                damaged += await witness
-        finally:
-            await self._succeed("/end_weight_update", {})
+        async with paused(self.api):
+            await self._succeed("/begin_weight_update", {})
+            try:
+                for number, (group, bucket) in enumerate(requests):
+                    last = number == len(requests) - 1
+                    label = {"weight_version": str(version)} if last else {}
+                    witness = asyncio.create_task(asyncio.to_thread(self._witness, group, bucket, checksums))
+                    await self._succeed(
+                        "/update_weights_from_distributed",
+                        {
+                            "names": [entry.name for entry in bucket],
+                            "dtypes": [entry.dtype for entry in bucket],
+                            "shapes": [list(entry.shape) for entry in bucket],
+                            "group_name": group,
+                            "flush_cache": last,
+                            **label,
+                        },
+                    )
+                    damaged += await witness
+            finally:
+                await self._succeed("/end_weight_update", {})
         if damaged:
             raise SyncError(
                 "tensors changed between the learner's memory and the engine",
                 got=", ".join(damaged[:5]) + (f" and {len(damaged) - 5} more" if len(damaged) > 5 else ""),
                 expected="the digests of the manifest",
-                fix="Do not train on its samples. Check that senders broadcast in the order they announced, then push again.",
+                fix=(
+                    "Do not train on its samples. Check that senders broadcast in the order they announced, then push "
+                    "again."
+                ),
             )
         await check_version(self.api, version)
         if verify:

@@ -1,4 +1,4 @@
-"""Whether a rollout server is the one that was configured: looked at when a run starts, before its first sample counts."""
+"""Checks that a rollout server is the configured one, made at the start of a run, before its first sample counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Request = Callable[[tuple[int, ...], SamplingParams], dict[str, object]]
 
 
 class ServerCheck:
-    """What is expected of every server of a run.
+    """Requirements on every server of a run.
 
     Args:
         model: sizes of the checkpoint.
@@ -51,7 +51,7 @@ class ServerCheck:
         self._startup_timeout_s = startup_timeout_s
 
     async def run(self, http: EngineHttp) -> str:
-        """Wait until the server generates and check that it serves this checkpoint with what is wanted switched on.
+        """Wait until the server generates; check that it serves this checkpoint with the wanted features on.
 
         Returns the device whose hash its weight checksums use. Raises `EngineError`.
         """
@@ -76,7 +76,10 @@ class ServerCheck:
         return check_can_verify(server) if self._verify else "cpu"
 
     async def through(self, router: EngineHttp) -> None:
-        """Check that a router hands on everything that samples are asked with: it may drop fields that it does not know. Raises `EngineError`."""
+        """Check that a router forwards every field of a request; it may drop fields that it does not know.
+
+        Raises `EngineError`.
+        """
         request = self._request((0, 0), SamplingParams(top_k=min(2, self._model.vocab_size), max_new_tokens=1))
         if self._wanted.routes:
             request["routed_experts_start_len"] = 1
@@ -98,7 +101,11 @@ class ServerCheck:
         return (4 * self._model.num_layers * self._model.top_k + 2) // 3 * 4
 
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
-        """A server that refuses connections fails after the usual attempts; one that answers 503 is loading and gets `startup_timeout_s`."""
+        """Ask the server until it answers.
+
+        A server that refuses connections fails after the usual attempts. One that answers 503 is loading and gets
+        `startup_timeout_s`.
+        """
         deadline = asyncio.get_running_loop().time() + self._startup_timeout_s
         while True:
             try:
@@ -111,7 +118,10 @@ class ServerCheck:
                 return
 
     async def _probe_model(self, http: EngineHttp) -> None:
-        """Sample one token: its routes show layers and experts per token. The log-prob of the last id exists, that of the next does not."""
+        """Sample one token: its routes show layers and experts per token.
+
+        The log-prob of the last id exists, that of the next does not.
+        """
         vocab_size = self._model.vocab_size
         probe = Prompt("probe", (0,))
         request = self._request(probe.token_ids, SamplingParams(top_k=1, max_new_tokens=1))
@@ -128,16 +138,20 @@ class ServerCheck:
                 ) from rejection
 
     async def _probe_temperature(self, http: EngineHttp) -> None:
-        """Log-probs must be those of the tempered distribution; a server can be told to report them at temperature 1 instead.
+        """Check that log-probs are those of the tempered distribution.
 
-        The distance of the first and the last of a few likeliest ids shrinks by the temperature, or does not.
+        A server can report them at temperature 1 instead.
+
+        The log-probs of the first and the last of a few likeliest ids differ by a smaller amount when they are
+        tempered.
         """
         if self._temperature == 1.0:
             return
         plain, tempered = await self._spread(http, 1.0), await self._spread(http, self._temperature)
         if abs(tempered - plain) < abs(tempered - plain / self._temperature):
             raise EngineError(
-                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's temperature",
+                "the rollout server reports log-probs at temperature 1, but samples are scored at the rollout's "
+                "temperature",
                 where=http.url,
                 got=f"a spread of {tempered:.4f} nats at temperature {self._temperature}, {plain:.4f} at 1",
                 expected=f"{plain / self._temperature:.4f}",
@@ -172,7 +186,10 @@ def _dropped(router: EngineHttp, got: str) -> EngineError:
         where=router.url,
         got=got,
         expected="the answer that a server gives",
-        fix="smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not know. Without rollout.router samples are shared among rollout.urls as well.",
+        fix=(
+            "smg 1.13 (pip install 'moe-trm[router]') hands everything on; sglang-router 0.3.2 drops what it does not "
+            "know. Without rollout.router samples are shared among rollout.urls as well."
+        ),
     )
 
 

@@ -1,8 +1,9 @@
-"""What the engine's `/weights_checker` must answer, computed from Hugging Face tensors one at a time.
+"""Expected answer of the engine's `/weights_checker`, computed from Hugging Face tensors one at a time.
 
-SGLang keeps q, k and v as one tensor, gate and up as one, and all experts of a layer as two (`w13_weight` `[E, 2I, H]`, `w2_weight` `[E, H, I]`).
-Each is hashed as a whole: on the CPU the first 8 bytes of the SHA-256 of its contiguous bytes, on CUDA the hash of `gpu_hash`. Every fused tensor is the concatenation of its
-parts along the leading axis, so its hash is that of the parts' bytes in order, and no fused tensor ever has to exist here.
+SGLang keeps q, k and v as one tensor, gate and up as one, and all experts of a layer as two (`w13_weight` `[E, 2I, H]`,
+`w2_weight` `[E, H, I]`). Each is hashed as a whole: on the CPU the first 8 bytes of the SHA-256 of its contiguous
+bytes, on CUDA the hash of `gpu_hash`. Every fused tensor is the concatenation of its parts along the leading axis. So
+its hash is that of the parts' bytes in order, and the fused tensor need not exist here.
 
 Shape letters: E experts, I expert width, H hidden width, V vocabulary.
 Source: SGLang 0.5.23, `srt/utils/weight_checker.py` and `tensor_hash`; tensor parallel size 1.
@@ -29,9 +30,15 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|
 _GATE_AND_UP, _UP = ("gate_proj", "up_proj", "w1", "w3"), ("up_proj", "w3")
 """An expert's first two matrices, as most families call them and as Mixtral does."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
-"""The matrices of all experts of a layer as one tensor, which gpt-oss has, and their biases; the engine transposes the matrices."""
+"""gpt-oss: the matrices of all experts of a layer as one tensor, and their biases.
+
+The engine transposes the matrices.
+"""
 _LATENT = re.compile(r"(.*\.self_attn)\.(q_a_proj|kv_a_proj_with_mqa)\.weight")
-"""Of latent attention: one tensor where the queries are compressed, too (`q_lora_rank`); else they are `q_proj`, and each is its own."""
+"""Latent attention: one tensor where the queries are compressed, too (`q_lora_rank`).
+
+Else they are `q_proj`, and each is a tensor of its own.
+"""
 _DENSE = re.compile(r"(.*)\.(gate|up)_proj\.(weight|bias)")
 _HELD = {"sinks": "bfloat16", "w13_weight_bias": "float32", "w2_weight_bias": "float32"}
 """The engine's dtype of gpt-oss's tensors that do not follow `--dtype`, by the end of their names."""
@@ -39,7 +46,7 @@ _VOCAB = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int, int]]:
-    """Where a Hugging Face tensor goes when the tensors `pushed` do: the engine's tensor, and the sort key of the part within it.
+    """Engine tensor of a Hugging Face tensor in the push `pushed`, and the sort key of the part within it.
 
     >>> engine_place("model.layers.0.mlp.experts.3.up_proj.weight")
     ('model.layers.0.mlp.experts.w13_weight', (3, 1))
@@ -60,7 +67,7 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
 
 
 class Hasher(Protocol):
-    """What `hashlib` objects and `GpuTensorHash` have in common."""
+    """Common interface of `hashlib` objects and `GpuTensorHash`."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -68,7 +75,9 @@ class Hasher(Protocol):
 
 
 class EngineChecksums:
-    """Accumulates the engine's checksums while tensors pass by, in any order; a part that comes before its turn is held until then.
+    """Accumulator of the engine's checksums, for tensors in any order.
+
+    A part that arrives early is held until its turn.
 
     Args:
         names: every Hugging Face tensor of the push.
@@ -137,7 +146,10 @@ def compare(expected: Mapping[str, str], reported: Mapping[str, str], where: str
         where=where,
         got="; ".join(parts),
         expected=f"{len(expected)} tensors with the checksums of the push",
-        fix="Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of the push folder.",
+        fix=(
+            "Do not train on its samples. Push again; if it repeats, look for damaged storage or another writer of "
+            "the push folder."
+        ),
     )
 
 

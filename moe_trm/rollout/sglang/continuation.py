@@ -1,7 +1,9 @@
-"""One answer that weight pushes cut into pieces. Each piece has one weight version, and the routes of the very forwards that sampled it.
+"""One answer that weight pushes cut into pieces.
 
-What no record can hold: the later pieces attended to keys and values that the new weights computed again for all tokens before them,
-while a learner that replays the record gives those tokens the routes of the weights that sampled them.
+Each piece has one weight version, and the routes of the forwards that sampled it.
+
+A record cannot hold one thing. The later pieces attended to keys and values that the new weights recomputed for all
+tokens before them. A learner that replays the record gives those tokens the routes of the weights that sampled them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from routing.groups import extend
 
 
 def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
-    """The answer `first`, which was aborted, with its continuation `second`, whose routes begin at the row of the last token of `first`.
+    """Join the aborted answer `first` and its continuation `second`.
 
-    Raises `RouteError` when their routes do not meet.
+    The routes of `second` begin at the row of the last token of `first`. Raises `RouteError` when their routes do not
+    meet.
     """
     routes = second.routes
     if first.routes is not None and second.routes is not None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
-from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights
+from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.shard import read_tensors
@@ -17,9 +17,10 @@ from moe_trm.sync.tensors import DTYPES, tensor_digest
 
 
 def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:
-    """Read every tensor once, check it against the manifest, and return the checksums an engine in `dtype` on `device` must report.
+    """Read every tensor once and check it against the manifest.
 
-    Raises `SyncError` naming the tensors whose file differs from what the writer had in memory.
+    Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
+    file differs from the writer's memory.
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     damaged: list[str] = []
@@ -52,7 +53,9 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
 
 
 async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
-    """Make the engine serve `push` with an empty prefix cache. `expected`: of `verified_checksums`, which the engine must report; None: not asked.
+    """Make the engine serve `push` with an empty prefix cache.
+
+    `expected`: of `verified_checksums`, which the engine must report; None: not asked.
 
     Raises:
         SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
@@ -60,7 +63,8 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
     """
     body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
     try:
-        answer = await api.post("/update_weights_from_disk", body)
+        async with paused(api):
+            answer = await api.post("/update_weights_from_disk", body)
     except EngineLost:
         raise
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""One address that samples are asked for at, and what was asked there and has not been answered."""
+"""One address that samples are requested from, and its unanswered requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Endpoint:
         return _now() - self._heard if self._asking else 0.0
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
-        """The body of the answer to `/generate`. Raises `EngineLost` when it is given up meanwhile, and as `EngineHttp.request` does."""
+        """The body of the answer to `/generate`.
+
+        Raises `EngineLost` when it is given up meanwhile, and as `EngineHttp.request` does.
+        """
         task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
         if not self._asking:
             self._heard = _now()

@@ -1,9 +1,11 @@
-"""The rollout servers together: the least loaded one is asked, all get every push, and one that is lost is fenced until it is proved again.
+"""The rollout servers together: the least loaded one gets each request, and all get every push.
 
-Behind a router the router chooses among those that are in service. They are given weights at the same time then, since nobody knows which
-of them a sample would reach; and when one is lost, all samples in flight are asked for again, since nobody knows which it had.
+A lost server is fenced until its weights are proved again. Its samples are requested again elsewhere, or from it once
+it is back. Only the first answer is read.
 
-A sample whose server is lost is asked for again elsewhere, or there once it is back: its first answer is the only one that is read.
+Behind a router, the router chooses among the servers in service. They are then given weights at the same time, since
+nobody knows which of them a sample would reach. When one is lost, all samples in flight are requested again, since
+nobody knows which it had.
 """
 
 from __future__ import annotations
@@ -119,15 +121,18 @@ class Fleet:
     async def update(self, version: int) -> None:
         """Give every server that is in service the weights of `version`, each at its own pace.
 
-        Returns when at least one serves them; those that failed are fenced and follow. Raises `SyncError` where loaded weights are
-        not the learner's, `EngineError` when no server came back in time.
+        Returns when at least one serves them; those that failed are fenced and follow. Raises `SyncError` where loaded
+        weights are not the learner's, `EngineError` when no server came back in time.
         """
         self._version = version
         await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
         await self._ready()
 
     async def fence_restarted(self) -> None:
-        """Look for servers that were started again while nothing was in flight there, and so serve other weights under another label."""
+        """Look for servers that were restarted while they had no request.
+
+        They serve other weights under another label.
+        """
         for server in self.servers:
             if server.fenced or server.updating:
                 continue
@@ -181,7 +186,10 @@ class Fleet:
             await self._changed.wait()
 
     async def _chosen_among(self, able: Sequence[RemoteServer], router: Router) -> bool:
-        """Whether the router chooses among these servers, and they are still the right ones; waits a little where it is not there."""
+        """True when the router chooses among these servers and they are still the right ones.
+
+        Waits a little for a missing router.
+        """
         try:
             await router.choose_among(frozenset(server.http.url for server in able))
         except EngineLost as error:
@@ -202,7 +210,8 @@ class Fleet:
             await asyncio.gather(*(self._look(server) for server in self.servers))
 
     async def _look(self, server: RemoteServer) -> None:
-        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of another.
+        # Others wait for a server that is given weights; behind a router the answers of one hide the silence of
+        # another.
         hidden = server.updating or (self._router is not None and server.in_flight)
         if (hidden or server.silent_s > SILENCE_S) and not server.fenced and not await server.alive(DOOR_S):
             self._fence(
@@ -221,7 +230,10 @@ class Fleet:
         self._repairs[server].add_done_callback(self._ended)
 
     async def _repair(self, server: RemoteServer) -> None:
-        """Until the server generates, and serves the newest weights, proved; the run fails after `patience_s` without any other."""
+        """Wait until the server generates and serves the newest weights, proved.
+
+        The run fails after `patience_s` without any other server.
+        """
         clock = asyncio.get_running_loop().time
         deadline, pause = clock() + self._patience_s, FIRST_PAUSE_S
         while True:
@@ -253,7 +265,10 @@ class Fleet:
         self._changed.set()
 
     async def _prove(self, server: RemoteServer) -> None:
-        """A server that still bears the label of its last proved version has not been restarted; any other loads the weights again."""
+        """Load the weights again, unless the server still has the label of its last proved version.
+
+        That label means that it has not been restarted.
+        """
         while self._version is not None:
             if server.version == self._version and await self._label(server) == str(self._version):
                 return

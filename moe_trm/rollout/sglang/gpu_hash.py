@@ -1,7 +1,7 @@
-"""The hash that SGLang computes of a tensor on a CUDA device, reproduced on the host, so that a push to a GPU engine can be proved.
+"""SGLang's hash of a tensor on a CUDA device, computed on the host, so that a push to a GPU engine can be proved.
 
-The tensor's bytes are 32-bit words w_i (zero-padded at the end), in tiles of 8,192. With uint32 arithmetic, fmix the finaliser of
-MurmurHash3 and two streams j of seeds s_j, position constants c_j and rotations r_j:
+The tensor's bytes are 32-bit words w_i (zero-padded at the end), in tiles of 8,192. With uint32 arithmetic, fmix the
+finaliser of MurmurHash3 and two streams j of seeds s_j, position constants c_j and rotations r_j:
 
     h_j(tile) = fmix( 4 n  xor  sum_{i in tile} fmix( w_i xor ((i c_j + s_j) xor rotl(i, r_j)) ) )
     hash      = splitmix64( sum_tiles  2^32 h_1 + h_2  mod 2^64 ),    n = number of words
@@ -59,7 +59,10 @@ class GpuTensorHash:
 
 
 def _tile_sums(words: Words, start: int) -> Words:
-    """`[tiles, 2]` sums before the final mixing; the last tile may be short. `start`: words before these, a whole number of tiles."""
+    """`[tiles, 2]` sums before the final mixing; the last tile may be short.
+
+    `start`: words before these, a whole number of tiles.
+    """
     index = np.arange(start, start + len(words), dtype=np.uint64).astype(np.uint32)
     edges = np.arange(0, len(words), TILE_WORDS)
     columns = []

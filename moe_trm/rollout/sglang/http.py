@@ -68,8 +68,8 @@ class EngineHttp:
     ) -> bytes:
         """The body of a successful answer.
 
-        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx other than 429.
-        `timeout_s` and `attempts` replace those of this connection.
+        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx
+        other than 429. `timeout_s` and `attempts` replace those of this connection.
         """
         attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
         for attempt in range(attempts):
@@ -128,7 +128,10 @@ class EngineHttp:
             where=f"{method} {self.url}{path}",
             got=f"{error} ({attempts} attempts)",
             expected="a running SGLang server",
-            fix="Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url or rollout.server.port.",
+            fix=(
+                "Start it with `python -m launch.rollout CONFIG` and wait until it says ready, or correct rollout.url "
+                "or rollout.server.port."
+            ),
         )
 
     def _refused(self, method: str, path: str, status: int, content: bytes) -> HttpStatusError:

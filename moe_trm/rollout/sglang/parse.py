@@ -1,10 +1,14 @@
-"""One JSON answer of SGLang's `/generate` -> one `SampledTurn`, or the reason why not. Pure: no connection, no state.
+"""Parser of SGLang's `/generate`: one JSON answer -> one `SampledTurn`, or the reason of rejection.
+
+No connection, no state.
 
 Shape letters: T tokens, S of them sampled in this answer and the others its context, M kept ids in all.
 
 Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `routing.RouteError` (`route_*`):
-`malformed` (not the JSON that was agreed), `aborted`, `empty_output`, `prompt_length`, `token_range`, `logprob_count`, `logprob_ids`,
-`logprob_value` (not finite, or positive), `version_missing`, `version_unknown`, `mask_missing`, `route_missing`.
+
+- `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `token_range`
+- `logprob_count`, `logprob_ids`, `logprob_value` (not finite, or positive)
+- `version_missing`, `version_unknown`, `mask_missing`, `route_missing`
 """
 
 from __future__ import annotations
@@ -54,14 +58,18 @@ class MetaInfo(msgspec.Struct):
     """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
 
     finish_reason: FinishReason | None
-    prompt_tokens: int
+    prompt_tokens: int | None = None
+    """Missing in the answer of a request that was aborted while it waited in the queue."""
     output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
     weight_versions: list[VersionSpan] | None = None
     output_token_sampling_mask: list[list[Int32]] | None = None
     output_token_sampling_logprobs: list[list[float | None]] | None = None
     output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
     routed_experts: msgspec.Raw = msgspec.Raw()
-    """As it stands in the answer, of which it is the largest part by far: a copy would double the memory that a sample takes."""
+    """The routes as they are in the answer, of which they are by far the largest part.
+
+    A copy would double the memory of a sample.
+    """
 
 
 class Answer(msgspec.Struct):
@@ -73,16 +81,16 @@ class Answer(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for besides tokens and log-probs; what was asked for and is missing rejects the record."""
+    """Fields requested besides tokens and log-probs; a requested field that is missing rejects the record."""
 
     routes: bool
     mask: bool
     violation: Violation = "reject"
-    """What to do with a sampled token outside its own mask."""
+    """Treatment of a sampled token outside its own mask."""
     partial: bool = False
-    """Whether an answer that was aborted after its first token is a record too: the beginning of one, to be continued."""
+    """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
     missing: Literal["reject", "native"] = "reject"
-    """What to do with a sample during which the weights changed: reject it, or leave out the routes of before the change."""
+    """Treatment of a sample during which the weights changed: reject it, or leave out the earlier routes."""
 
 
 _DECODER = msgspec.json.Decoder(Answer)
@@ -108,7 +116,7 @@ def parse_turn(
 
     Args:
         body: JSON as received.
-        context: ids that were sent: the prompt, and whatever followed it.
+        context: ids that were sent: the prompt, and the tokens after it.
         model: the sizes that ids are checked against.
         wanted: what the request asked for.
         start: first row of the routes that were asked for.
@@ -144,7 +152,9 @@ def _finish_reason(answer: Answer, *, partial: bool) -> str:
         raise RecordRejected(
             "malformed", "unknown finish reason", got=reason and reason.type, expected="stop, length or abort"
         )
-    if reason.type == "abort" and not (partial and answer.output_ids):
+    # Aborted in the queue, the first time or after a retraction: without routes and counts, whatever it had sampled.
+    queued = answer.meta_info.prompt_tokens is None
+    if reason.type == "abort" and (queued or not (partial and answer.output_ids)):
         raise RecordRejected("aborted", "the engine aborted the request", got=reason.message or None)
     return reason.type
 
@@ -194,7 +204,7 @@ def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
 
 
 def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
-    """As float32. null becomes NaN and what float32 cannot hold becomes infinite; both are refused."""
+    """As float32. null becomes NaN, and values out of range become infinite; both are refused."""
     with np.errstate(over="ignore"):
         array = np.array(values, np.float64).astype(np.float32)
     wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
@@ -272,7 +282,10 @@ def _sampling_mask(
 
 
 def _log_mass(meta: MetaInfo, mask: SamplingMask, wrong_S: np.ndarray) -> np.ndarray:
-    """`[S]` log of the vocabulary's probability of each mask where `wrong_S`: the likeliest id is in every mask, and both its log-probs are known."""
+    """`[S]` log of the vocabulary's probability of each mask where `wrong_S`.
+
+    The likeliest id is in every mask, and both its log-probs are known.
+    """
     assert mask.logprobs is not None
     log_mass = np.zeros(mask.num_rows)
     entries = meta.output_top_logprobs or []
@@ -297,7 +310,10 @@ def _row_sizes(rows: Sequence[Sequence[object]]) -> np.ndarray:
 
 
 def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:
-    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once; of dropped tokens over the vocabulary."""
+    """`[S]` log-prob of each sampled token over its kept support, which holds it exactly once.
+
+    Log-probs of dropped tokens are over the vocabulary.
+    """
     assert mask.logprobs is not None
     sizes = np.diff(mask.offsets)
     sampled = full_S.copy()

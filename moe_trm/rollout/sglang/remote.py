@@ -1,4 +1,4 @@
-"""One rollout server as the controller sees it: what it was asked, and which weights it is known to serve."""
+"""One rollout server as the controller sees it: its open requests, and the version of its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_trm.rollout.sglang.endpoint import Endpoint
 from moe_trm.rollout.sglang.http import EngineHttp
 
 MEMORY_TAGS = ("weights", "kv_cache")
-"""What a server can lend, in the order in which it is taken back: weights are loaded before there is a cache."""
+"""Memory that a server can release, in the order in which it is taken back: weights first, then the cache."""
 ABORT_PAUSE_S = 0.2
 """Pause between two requests to abort: one that was on its way at the first is met by the second."""
 
@@ -41,7 +41,7 @@ class RemoteServer:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its endpoint last answered a sample, or was first asked for one; 0 while none is in flight."""
+        """Seconds since its endpoint last answered a sample, or first got a request; 0 while none is in flight."""
         return self._endpoint.silent_s
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
@@ -54,13 +54,16 @@ class RemoteServer:
             await self._endpoint.wait()
 
     async def abort(self) -> None:
-        """End what is in flight: each request is answered with as much as was sampled. Returns when nothing is in flight."""
+        """End what is in flight: each request is answered with as much as was sampled.
+
+        Returns when nothing is in flight.
+        """
         while self._endpoint.in_flight:
             await self.http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
             await self._endpoint.wait(ABORT_PAUSE_S)
 
     def fence(self) -> None:
-        """Take it out of service and give up what is in flight."""
+        """Take it out of service and drop its requests in flight."""
         self.fenced = True
         self.released = False  # one that comes back was started anew
         self._endpoint.give_up()
@@ -83,7 +86,10 @@ class RemoteServer:
             self.released = tag != MEMORY_TAGS[-1]
 
     async def alive(self, timeout_s: float) -> bool:
-        """Whether its HTTP server answers; says nothing of the engine behind it, and so holds during a weight update too."""
+        """True when its HTTP server answers.
+
+        It says nothing of the engine behind it, so it holds during a weight update too.
+        """
         try:
             await self.http.request("GET", "/model_info", timeout_s=timeout_s, attempts=1)
         except EngineError:
@@ -91,7 +97,7 @@ class RemoteServer:
         return True
 
     async def generates(self, timeout_s: float) -> bool:
-        """Whether the engine behind the endpoint makes tokens (SGLang's `/health`)."""
+        """True when the engine behind the endpoint makes tokens (SGLang's `/health`)."""
         try:
             await self.http.request("GET", "/health", timeout_s=timeout_s, attempts=1)
         except EngineError:

@@ -1,7 +1,7 @@
-"""SGLang's own router in front of the servers: it chooses who samples, and is told among whom.
+"""SGLang's own router in front of the servers: it chooses a server for each sample, from a list that it gets.
 
-Only samples go through it. Weights, proofs and health are matters of each server: a request that a load balancer gives to one of
-them reaches no other.
+Only samples go through it. Weights, proofs and health are matters of each server: a request that a load balancer gives
+to one of them reaches no other.
 
 Source: smg 1.13.0 (the former sglang-router), `GET`, `POST` and `DELETE /workers`; both names have the same interface.
 """
@@ -65,9 +65,12 @@ class Router:
             self.endpoint.give_up()
 
     async def choose_among(self, urls: frozenset[str], *, every: bool = False) -> None:
-        """Return when the router gives samples to no server but these, and to at least one of them; it takes up the others when it can.
+        """Wait until the router gives samples to at least one of these servers, and to no other.
 
-        `every`: return when it gives samples to each. Raises `EngineLost` when the router is not there or does not obey.
+        It adds the rest when it can.
+
+        `every`: wait until it gives samples to each. Raises `EngineLost` when the router does not answer or does not
+        obey.
         """
         async with self._one_at_a_time:
             if urls == self._told:
@@ -106,7 +109,10 @@ class Router:
                 where=self._http.url,
                 got=error.got,
                 expected="SGLang's router",
-                fix="Start it with `python -m launch.router CONFIG` and correct rollout.router, or leave rollout.router out.",
+                fix=(
+                    "Start it with `python -m launch.router CONFIG` and correct rollout.router, or leave "
+                    "rollout.router out."
+                ),
             ) from error
         return {str(worker["url"]).rstrip("/"): worker for worker in answer["workers"]}
 

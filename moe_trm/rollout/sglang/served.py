@@ -1,4 +1,4 @@
-"""What the checkpoint says about the model that the rollout engine serves."""
+"""Description of the model that the rollout engine serves, from its checkpoint."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -31,13 +31,20 @@ from moe_trm.runtime.lifeline import Lifeline
 LOG_TAIL_LINES = 25
 POLL_S = 0.25
 """Pause between two looks at a process or a port that is not ready yet."""
+KEPT_OUTPUT_BYTES = 16 * 2**20
+"""Most of the server's output that is kept beside its log, apart from what has not been copied yet."""
+COPIED_BYTES = 2**20
+"""Most bytes of it that are copied at once."""
 KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
 
 @dataclass
 class Server:
-    """A running server: its address, its key, and the process group that is stopped as a whole, at the latest when this process ends."""
+    """A running server: its address, its key, and its process group.
+
+    The group is stopped as a whole, at the latest when this process ends.
+    """
 
     url: str
     api_key: str
@@ -51,9 +58,13 @@ class Server:
         return self.process.poll()
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """End the server and every process it started: ask its main process, wait `grace_s` seconds, then kill the group. Safe to call twice."""
+        """End the server and every process it started. Safe to call twice.
+
+        Its main process is asked first; after `grace_s` seconds the group is killed.
+        """
         if self.poll() is None:
-            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a diagnosis.
+            # Only the main process: workers that end on their own look like a crash to it, and it waits to write a
+            # diagnosis.
             self.process.terminate()
             _group_is_gone(self.process, grace_s)
         try:
@@ -78,7 +89,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         config: only `model`, `rollout.server`, `sampling_mask` and `seed` are read.
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
-        cancelled: give up waiting, and end the server again, once this is set.
+        cancelled: stop waiting, and end the server, once this is set.
 
     Raises:
         CheckpointError: the checkpoint folder does not exist.
@@ -112,7 +123,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
 
 
 def on_cpu(settings: ServerConfig) -> bool:
-    """Whether the server runs without CUDA."""
+    """True when the server runs without CUDA."""
     return server_device(settings, cuda=torch.cuda.is_available())[0] == "cpu"
 
 
@@ -143,7 +154,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             "--mem-fraction-static": 0.1,
         }
         if (family := find_family(read_hf_config(checkpoint))) is not None and family.sinks:
-            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu, which wants one cache for all layers.
+            # `torch_native` has no sinks; without triton its name stands for the attention of packages/sglang_cpu,
+            # which wants one cache for all layers.
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
@@ -159,7 +171,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
 def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
     """The server's environment.
 
-    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which wants triton and a C++ compiler.
+    On CPU: SGLang's own CPU switch; one quiet thread, since engine and learner share the cores; no torch.compile, which
+    wants triton and a C++ compiler.
     """
     child = without_key(parent)
     if cpu:
@@ -171,29 +184,55 @@ def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
 def _spawn(
     command: list[str], environment: dict[str, str], host: str, port: int, log_path: Path, api_key: str
 ) -> Server:
+    # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
+    with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
+        source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
+        # The server appends, so that a file that was emptied begins anew.
+        written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
     process = subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=written,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
     lifeline = Lifeline(process.pid)
-    assert process.stdout is not None
     pump = threading.Thread(
-        target=_pump, args=(process.stdout, log_path, api_key.encode()), daemon=True, name="rollout-log"
+        target=_pump,
+        args=(process, source, written, log_path, api_key.encode()),
+        daemon=True,
+        name="rollout-log",
     )
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
 
 
-def _pump(source: IO[bytes], log_path: Path, secret: bytes) -> None:
-    """Copy the server's output to the log without the key, which SGLang prints among its arguments."""
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
+    """Copy the server's output to the log without the key, which SGLang prints among its arguments.
+
+    Args:
+        process: the server; the copy ends after it.
+        source: its output so far, a file without a name that only this user can read.
+        written: descriptor by which the server writes; the file is emptied once much of it has been copied.
+        log_path: where the copy goes.
+        secret: the key.
+    """
     with source, log_path.open("ab", buffering=0) as log:
-        for line in source:
-            log.write(line.replace(secret, b"***"))
+        begun, over = b"", False
+        while not over:
+            over = process.poll() is not None  # looked at before the last copy, which so misses nothing
+            while data := source.read(COPIED_BYTES):
+                lines, newline, begun = (begun + data).rpartition(b"\n")
+                log.write((lines + newline).replace(secret, b"***"))
+            if source.tell() > KEPT_OUTPUT_BYTES and source.tell() == os.fstat(written).st_size:
+                os.truncate(written, 0)
+                source.seek(0)
+            if not over:
+                time.sleep(POLL_S)
+        log.write(begun.replace(secret, b"***"))
+    os.close(written)
 
 
 def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
@@ -231,7 +270,10 @@ def _answers(url: str) -> bool:
 
 
 def _claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0). A taken port would let another server answer our health check."""
+    """The port itself when it is free (any free one for 0).
+
+    A taken port would let another server answer our health check.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,7 @@
-"""Keeps one rollout server running: one that died or hangs is ended and started again on the same port, with the same key.
+"""Restarts of one rollout server that died or hangs, on the same port with the same key.
 
-A server that comes back serves the checkpoint's weights under no version number. The controller notices, gives it the newest push, and
-samples nothing from it before that is proved (`rollout.sglang.fleet`).
+A restarted server serves the checkpoint's weights without a version number. The controller notices this and gives it
+the newest push. It samples nothing from the server before the push is proved (`rollout.sglang.fleet`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Watchdog:
         return None if status is None else f"ended with exit status {status}"
 
     def _look(self, well: float) -> tuple[str | None, bool]:
-        """What is wrong, if it is bad enough, and whether all is well."""
+        """The fault to act on, if there is one, and whether all is well."""
         if not self._answers("/model_info", ANSWER_S):
             return f"gave no sign of life for {ANSWER_S:g} s", False
         if self._answers("/health", HEALTH_S):

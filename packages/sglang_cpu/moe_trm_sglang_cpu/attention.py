@@ -14,7 +14,8 @@ def attention(
 ) -> Tensor:
     """Causal attention of the last T of S tokens, in float32: `[T, H, D]`.
 
-    `softmax([scaling * q k, sink])` without its last weight, times v. A token sees itself and `window` tokens before it; -1: all of them.
+    `softmax([scaling * q k, sink])` without its last weight, times v. A token sees itself and `window` tokens before
+    it; -1: all of them.
     """
     (num_queries, num_heads, dim), (length, groups, _) = query_THD.shape, key_SGD.shape
     query = query_THD.float().view(num_queries, groups, num_heads // groups, dim)

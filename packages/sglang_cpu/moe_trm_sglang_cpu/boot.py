@@ -25,7 +25,8 @@ class StandIns:
         if real is not None:
             return real
         if name == "sgl_kernel":
-            # An empty search path makes it a package without submodules: `import sgl_kernel.x` fails as if it were absent.
+            # An empty search path makes it a package without submodules: `import sgl_kernel.x` fails as if it were
+            # absent.
             return spec_from_file_location(name, STUB, submodule_search_locations=[])
         return ModuleSpec(name, InertTritonLoader(), is_package=True)
 

@@ -21,7 +21,7 @@ class Constexpr:
 
 
 class InertModule(ModuleType):
-    """A module whose every attribute exists: classes for capitalised names, inert modules (usable as decorators) for the rest."""
+    """A module that has every attribute: classes for capitalised names, else inert modules (usable as decorators)."""
 
     # Some importers compare versions at import time.
     __version__ = "3.0.0"

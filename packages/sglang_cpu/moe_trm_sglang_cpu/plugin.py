@@ -39,17 +39,18 @@ def _register_allocator() -> None:
     """The host buffers of `--enable-return-routed-experts`."""
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-    # A default dict whose fallback registers the buffer with CUDA: membership, not lookup, tells whether "cpu" is known.
+    # A default dict whose fallback registers the buffer with CUDA: membership, not lookup, tells whether "cpu" is
+    # known.
     if "cpu" not in ALLOC_MEMORY_FUNCS:
         ALLOC_MEMORY_FUNCS["cpu"] = allocate_plain
 
 
 def _register_latent_attention() -> None:
-    """Latent attention (DeepSeek's MLA) on the `torch_native` backend: over the cached latents, in a prefill as in decoding.
+    """Latent attention (DeepSeek's MLA) on the `torch_native` backend, over cached latents in prefill and decoding.
 
-    SGLang 0.5.23 knows no way of its own for this backend and takes triton's: a prefill without a prefix unpacks keys and values and hands
-    them over uncached. `torch_native` takes keys and values from the cache only, where the latents are: it fails, or attends to them
-    where their widths happen to be those of the heads.
+    SGLang 0.5.23 has no code for this backend and uses triton's: a prefill without a prefix unpacks keys and values and
+    passes them uncached. `torch_native` takes keys and values from the cache only, where the latents are. So it fails,
+    or attends to the latents where their widths equal those of the heads.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
@@ -61,7 +62,8 @@ def _register_latent_attention() -> None:
 def _register_sink_attention() -> None:
     """Attention with sinks (gpt-oss) under the name `triton`, in torch, where the real triton is absent.
 
-    SGLang accepts gpt-oss with this backend's name and some of CUDA, ROCm, Ascend and AMX; `torch_native` knows no sinks.
+    SGLang accepts gpt-oss with this backend's name and some of CUDA, ROCm, Ascend and AMX; `torch_native` knows no
+    sinks.
     """
     if not isinstance(import_module("triton"), InertModule):
         return

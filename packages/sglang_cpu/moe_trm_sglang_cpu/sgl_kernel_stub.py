@@ -1,7 +1,7 @@
 """Stand-in for the names of `sgl_kernel` that SGLang 0.5.23 imports with SGLANG_USE_CPU_ENGINE=1.
 
-No AMX operator (`convert_weight_packed` and its kin) is defined: SGLang then finds no AMX support and takes its torch-native path.
-Names without an implementation import, and raise when called.
+No AMX operator (`convert_weight_packed` and its kin) is defined: SGLang then finds no AMX support and takes its
+torch-native path. Names without an implementation import, and raise when called.
 
 Shape letters: R requests, C columns.
 """
@@ -29,7 +29,10 @@ def _absorb(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 
 def murmur_hash32(seed_R: torch.Tensor, positions_R: torch.Tensor, columns_C: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3-32 of the 16 bytes (seed low, seed high, position, column): `[R, C]` uint32, the engine's seeded-sampling noise."""
+    """MurmurHash3-32 of the 16 bytes (seed low, seed high, position, column).
+
+    Returns `[R, C]` uint32, the noise of the engine's seeded sampling.
+    """
     seed, positions = seed_R.to(torch.int64), positions_R.to(torch.int64)
     state = torch.zeros_like(seed)
     for word in (seed & _MASK32, (seed >> 32) & _MASK32, positions & _MASK32):

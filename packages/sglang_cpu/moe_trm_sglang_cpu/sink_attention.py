@@ -1,4 +1,4 @@
-"""Attention with sinks (gpt-oss) in torch: what SGLang's `triton` backend computes, where there is no triton to run it.
+"""Attention with sinks (gpt-oss) in torch: the computation of SGLang's `triton` backend for machines without triton.
 
 Imported by SGLang's scheduler only.
 """
@@ -16,7 +16,10 @@ from moe_trm_sglang_cpu.attention import attention
 
 
 class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """`torch_native` with a logit per head that takes part in the softmax and has no value. Needs one pool for all layers' keys and values."""
+    """`torch_native` with a logit per head that takes part in the softmax and has no value.
+
+    Needs one pool for all layers' keys and values.
+    """
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True, sinks: Any = None

@@ -1,15 +1,15 @@
 """Declares `torchvision::nms` where torchvision's compiled library cannot be loaded.
 
-The `torchvision` wheel on PyPI is linked against CUDA. Beside a CPU build of torch its library does not load, the operator is never
-defined, and torchvision's own registration of a fake kernel for it raises on import. SGLang and the model classes of transformers import
-torchvision and never call it. Processes that use transformers without SGLang call `install()` themselves.
+The `torchvision` wheel on PyPI is linked against CUDA. With a CPU build of torch its library does not load, so the
+operator is not defined. torchvision's own registration of a fake kernel for it then raises on import. SGLang and the
+model classes of transformers import torchvision and never call it. The `.pth` line installs the hook at every
+interpreter start, so that plain transformers works as well.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
-from pathlib import Path
 from types import ModuleType
 
 
@@ -39,6 +39,8 @@ class TorchvisionOps:
                 self._declare()
 
     def _real_library_loads(self, spec: ModuleSpec) -> bool:
+        from pathlib import Path  # every interpreter start pays for what this module imports
+
         import torch
 
         if torch.version.cuda:
@@ -64,6 +66,9 @@ class TorchvisionOps:
 
 
 def install() -> None:
-    """Make the next import of torchvision work beside a CPU build of torch. Idempotent; costs nothing until torchvision is imported."""
+    """Make the next import of torchvision work beside a CPU build of torch.
+
+    Idempotent; costs nothing until torchvision is imported.
+    """
     if not any(isinstance(finder, TorchvisionOps) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchvisionOps())

@@ -25,6 +25,8 @@ if "--never" in sys.argv:
     time.sleep(60)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if "--chatty" in sys.argv:
+            print("chatter " * 50_000, flush=True)
         self.send_response(200); self.end_headers()
     def log_message(self, *args): pass
 http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -163,6 +164,17 @@ def test_each_violation_has_its_reason(reason: str, break_it: Callable[[dict[str
         parse(answer)
     assert caught.value.reason == reason
     assert "sample 17" in str(caught.value)
+
+
+@pytest.mark.parametrize("sampled", [[], [3]])
+def test_an_answer_that_was_aborted_in_the_queue_is_no_malformed_one(sampled: list[int]) -> None:
+    """SGLang leaves out the count of prompt tokens there, and with the routes what it had sampled before a retraction."""
+    meta = {"id": "x", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "4"}
+    answer = {"text": "", "output_ids": sampled, "meta_info": {**meta, "e2e_latency": 0.1, "completion_tokens": 0}}
+    for partial in (False, True):
+        with pytest.raises(RecordRejected) as rejection:
+            parse(answer, replace(EVERYTHING, partial=partial))
+        assert rejection.value.reason == "aborted"
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"{", b'{"output_ids": [NaN]}', b"\xff"])

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.rollout.sglang import supervisor
 from moe_trm.rollout.sglang.supervisor import child_environment, launch_command, start_server
 
 
@@ -47,6 +49,35 @@ def test_stop_ends_the_whole_tree_within_seconds(tmp_path: Path, pids_file: Path
     assert time.monotonic() - started < 5
     assert server.poll() is not None
     assert wait_until_dead(pids)
+
+
+def test_a_server_answers_although_nobody_reads_its_output(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the process that watches it is stopped: more than any pipe holds."""
+    monkeypatch.setattr(supervisor, "_pump", lambda process, source, *rest: source.close())
+    server = start_server(config(tmp_path, "--chatty", "yes"), tmp_path / "rollout.log", "secret-key")
+    try:
+        for _ in range(3):
+            with urllib.request.urlopen(f"{server.url}/health", timeout=20) as response:
+                assert response.status == 200
+    finally:
+        server.stop(grace_s=0.5)
+
+
+def test_output_that_has_been_copied_is_not_kept(
+    tmp_path: Path, pids_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "KEPT_OUTPUT_BYTES", 1000)
+    log = tmp_path / "rollout.log"
+    server = start_server(config(tmp_path, "--chatty", "yes"), log, "secret-key")
+    for _ in range(3):
+        urllib.request.urlopen(f"{server.url}/health", timeout=20).close()
+        time.sleep(2 * supervisor.POLL_S)
+    server.stop(grace_s=0.5)
+    chatter = [line for line in log.read_text().splitlines() if line.startswith("chatter")]
+    assert len(chatter) > 3
+    assert set(chatter) == {"chatter " * 50_000}
 
 
 def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_path: Path, pids_file: Path) -> None:
@@ -147,6 +178,7 @@ OWNER = """
 import os, sys
 from pathlib import Path
 from tests.unit.rollout.test_supervisor import config
+from moe_trm.rollout.sglang import supervisor
 from moe_trm.rollout.sglang.supervisor import start_server
 server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)

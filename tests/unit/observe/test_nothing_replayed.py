@@ -1,0 +1,30 @@
+"""A run that replays nothing never says that its replay was proved."""
+
+from __future__ import annotations
+
+import io
+
+from moe_trm.loop import replay_metrics
+from moe_trm.observe.lines import ProgressLines
+from routing.replay import ReplayReport
+
+
+def line(report: ReplayReport) -> str:
+    stream = io.StringIO()
+    ProgressLines(3, stream).write(1, {"reward/mean": 0.5, **replay_metrics(report)})
+    return stream.getvalue()
+
+
+def test_nothing_replayed_is_no_share_at_all() -> None:
+    assert ReplayReport().applied_fraction is None
+    assert ReplayReport().local_flip_rate is None
+    assert replay_metrics(ReplayReport()) == {"replay/token_layers": 0.0, "replay/native_fraction": 0.0}
+    assert "replayed –" in line(ReplayReport())
+    assert "%" not in line(ReplayReport())
+
+
+def test_all_replayed_is_told() -> None:
+    report = ReplayReport(replayed=40, matched=40, local_flips=1, local_flips_by_layer={2: 0.025})
+    assert replay_metrics(report)["replay/applied_fraction"] == 1.0
+    assert replay_metrics(report)["routing/local_flip_rate/layer_2"] == 0.025
+    assert "replayed 100%" in line(report)

@@ -1,0 +1,77 @@
+"""Sentences of the README and of every page in docs are short, and their lines fit on a screen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").glob("*.md"))]
+WRITTEN = [page for page in PAGES if page != "docs/methods.md"]
+"""Pages whose lines are set by hand: `docs/methods.md` is generated from docstrings, and each of its facts is one line."""
+WIDEST = 120
+LARGEST_MEDIAN, LARGEST_P90 = 16, 28
+"""Words per sentence that a reader whose first language is another one takes in at once."""
+
+NOT_PROSE = re.compile(r"\s*(?:\||#|!\[|<|---)")
+LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.) ")
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Prose by paragraph and list item, without code blocks, tables, headings and pictures."""
+    lines: list[str] = []
+    for line in [*re.sub(r"```.*?```", "\n", text, flags=re.DOTALL).splitlines(), ""]:
+        code = line.startswith("    ") and not lines
+        ends = not line.strip() or code or NOT_PROSE.match(line)
+        if lines and (ends or LIST_ITEM.match(line)):
+            yield " ".join(lines)
+            lines = []
+        if not ends:
+            lines.append(LIST_ITEM.sub("", line).strip())
+
+
+def sentence_lengths(text: str) -> list[int]:
+    """Words of each sentence. A piece of inline code is one word, and so is a number; a link counts by its text."""
+    lengths = []
+    for paragraph in paragraphs(text):
+        words = re.sub(r"`[^`]*`", "code", paragraph)
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words)
+        for sentence in re.split(r"(?<=[.!?])[*)\"']*\s+", words):
+            if count := len(re.findall(r"\S*\w\S*", sentence)):
+                lengths.append(count)
+    return lengths
+
+
+def test_sentences_are_counted() -> None:
+    text = "# No\n\nOne two `x = 1` top-4. Five [six\nseven](a.md).\n\n| no |\n\n- eight\n- nine ten\n\n```sh\nno no\n```\n"
+    assert sentence_lengths(text) == [4, 3, 1, 2]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page: str) -> None:
+    lengths = sentence_lengths((REPOSITORY / page).read_text(encoding="utf-8"))
+    assert median(lengths) <= LARGEST_MEDIAN
+    assert quantiles(lengths, n=10, method="inclusive")[-1] <= LARGEST_P90
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_lines_fit_on_a_screen(page: str) -> None:
+    """Rows of tables cannot be broken and may be longer."""
+    lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > WIDEST and not line.startswith("|")]
+    assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_open_with_a_sentence(page: str) -> None:
+    """Below its title a page says what it is for, before any table, code or further heading."""
+    title, blank, first = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()[:3]
+    assert title.startswith("# ")
+    assert not blank
+    assert first
+    assert not NOT_PROSE.match(first)
+    assert not LIST_ITEM.match(first)
