@@ -33,7 +33,8 @@ from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
     """The configuration with nothing left at `auto` that a rule reads, and every choice that was made.
 
-    Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what contradicts the machine's choices.
+    Other settings decide, then this machine. Raises `ConfigError` as `load` does, also for what
+    contradicts the machine's choices.
     """
     config, of_settings = load_with_choices(path, overrides)
     settled, of_machine = settle_here(

@@ -26,7 +26,7 @@ class ReplayConfig(Section):
 
     mode: Literal["none", "R2", "R3", "auto"] = "R3"
     """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`).
-    `auto` becomes one of them on loading. With samples of any age, or from 4 optimizer steps per rollout batch, it is R3;
+    `auto` becomes one of them on loading. With samples of any age, or 4 optimizer steps per rollout batch, it is R3;
     with 2 or 3 it is R2; with 1 it is none. `moe-trm config show` says which and why."""
     max_local_flip_rate: Fraction = 0.3
     """The run stops when replayed expert sets differ from the live router's own choice more often than this: a sign of misaligned rows."""

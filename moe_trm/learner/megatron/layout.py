@@ -126,7 +126,10 @@ def _check_known_wrong(parallel: ParallelConfig, megatron_version: str, is_moe: 
         raise ConfigError(
             "this Megatron-Core does not reduce expert gradients over tensor-parallel ranks",
             where="learner.parallel",
-            got=f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core {megatron_version}",
+            got=(
+                f"tensor={parallel.tensor}, expert_tensor={parallel.expert_tensor}, expert=1 on Megatron-Core "
+                f"{megatron_version}"
+            ),
             expected="expert_tensor equal to tensor, or expert > 1, or Megatron-Core 0.17",
             fix="Gradients would be silently wrong. Change the layout or upgrade.",
         )

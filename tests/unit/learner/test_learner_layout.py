@@ -89,7 +89,7 @@ def test_tensor_parallel_without_expert_parallel_is_wrong_on_old_megatron() -> N
 
 
 def test_the_version_gate_is_reached_through_the_settings(tmp_path: Path) -> None:
-    """Whole experts on tensor-parallel ranks: no rule between settings stands in the way of a Megatron-Core that sums their gradients."""
+    """No rule between settings stands in the way of a Megatron-Core that sums the gradients of whole experts."""
     path = tmp_path / "run.yaml"
     path.write_text("model: {checkpoint: model}\nlearner: {parallel: {tensor: 2, expert_tensor: 1}}\n")
     run = load(path)
