@@ -40,6 +40,13 @@ def test_the_page_holds_exactly_the_numbers_of_the_file(tmp_path: Path) -> None:
         assert list(zip(series["steps"], series["values"], strict=True)) == points(rows, name)
 
 
+def test_the_head_names_corrections_and_loss(tmp_path: Path) -> None:
+    correction = {"preset": "decoupled_geo_rs", "rules": [{"name": "mine.py:bounded"}, {"name": "icepop"}]}
+    run = make_run(tmp_path / "one", correction=correction, loss={"name": "mine.py:smooth"})
+    head = write([run]).read_text().partition("</header>")[0]
+    assert "correction decoupled_geo_rs, mine.py:bounded, icepop · loss mine.py:smooth" in head
+
+
 def test_every_number_in_the_text_is_one_of_the_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     measured = {value for row in rows_of(run) for value in row.values() if isinstance(value, float | int)}
