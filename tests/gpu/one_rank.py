@@ -22,7 +22,7 @@ from tests.integration.learner_support.work import objective
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -97,7 +97,7 @@ def test_accuracy_reads_the_answer_and_can_ban_the_direct_one() -> None:
             logits[:, -1, encode("1")] = 1.0
             return type("Output", (), {"past_key_values": position + 1, "logits": logits})()
 
-    warmup.model = Parrot()  # type: ignore[assignment]
+    warmup.model = Parrot()
     problems = [Problem(1, "+", 2), Problem(2, "+", 2), Problem(10, "-", 7)]
     assert warmup.accuracy(problems) == pytest.approx(2 / 3)
     assert warmup.accuracy(problems, ban_direct=True) == 0.0

@@ -44,7 +44,8 @@ from tests.integration.replay_support import (
 
 def use_expected_sets(_: Path, dispatcher: str) -> None:
     model, data = build(moe_token_dispatcher_type=dispatcher), batch()
-    replayer, source, maps = MegatronReplayer(model, max_local_flip_rate=1.0), random_records(data), {}
+    replayer, source = MegatronReplayer(model, max_local_flip_rate=1.0), random_records(data)
+    maps: dict[int, torch.Tensor] = {}
     for layer in LAYERS:
         moe = model.decoder.layers[layer].mlp
         moe.router.register_forward_hook(lambda _m, _a, out, layer=layer: maps.__setitem__(layer, out[1].clone()))
@@ -141,7 +142,9 @@ def r2_is_bit_identical(_: Path) -> None:
     assert error.value.reason == "digest"
 
 
-def stops(check: Callable[[MegatronReplayer, Any, dict[str, torch.Tensor]], None], match: str, **options: Any) -> None:
+def stops(
+    check: Callable[[MegatronReplayer, Any, dict[str, torch.Tensor]], object], match: str, **options: Any
+) -> None:
     """`check` runs a replay that is broken; the report must refuse it on every rank."""
     model, data = build(), batch()
     replayer = MegatronReplayer(model, **options)

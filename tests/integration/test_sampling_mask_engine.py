@@ -25,7 +25,7 @@ from tests.integration.test_rollout_server import VOCAB, load, make_push, prompt
 NEAR = 5e-6
 """A set is undecided where a cumulative probability, or a probability relative to a bound, is this close: float32 may keep or drop the id."""
 
-GRID = {
+GRID: dict[str, dict[str, Any]] = {
     "nothing is cut": {},
     "top_p": {"top_p": 0.8},
     "narrow top_p": {"top_p": 0.3},

@@ -55,7 +55,7 @@ def router(rollout_server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
     folder, port = tmp_path_factory.mktemp("router"), free_port()
     url = f"http://127.0.0.1:{port}"
     (folder / "config.yaml").write_text("model: {checkpoint: unused}\n")
-    command = [sys.executable, "-m", "launch.router", folder / "config.yaml", f"rollout.router={url}"]
+    command = [sys.executable, "-m", "launch.router", str(folder / "config.yaml"), f"rollout.router={url}"]
     with (folder / "router.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "rollout.urls=[http://127.0.0.1:1]"],

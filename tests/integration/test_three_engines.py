@@ -85,7 +85,7 @@ def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path, hf_mod
         for place, token in enumerate(sampled):
             kept = torch.from_numpy(mask.ids[mask.offsets[place] : mask.offsets[place + 1]].astype(np.int64))
             log_support = torch.log_softmax(logits_TV[token - 1, kept], dim=0)
-            own = log_support[(kept == int(record.tokens[token])).nonzero().item()]
+            own = log_support[(kept == int(record.tokens[token])).nonzero().flatten()[0]]
             full = torch.log_softmax(logits_TV[token - 1], dim=0)[int(record.tokens[token])]
             worst = max(worst, abs(float(own) - record.rollout_logprobs[place]))
             worst = max(worst, abs(float(full) - record.full_logprobs[place]))

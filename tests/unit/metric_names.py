@@ -59,7 +59,7 @@ def families() -> frozenset[str]:
 @cache
 def read() -> Mapping[str, str]:
     """Names and patterns with `*` that the code only reads, each with the file that does."""
-    found = {}
+    found: dict[str, str] = {}
     for path, tree in _trees().items():
         strings = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         if path.startswith(READERS):

@@ -6,6 +6,7 @@ import re
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -98,7 +99,8 @@ def test_values_of_settings_are_possible(key: str, value: str) -> None:
     if not PLACEHOLDER.fullmatch(value):
         # YAML reads a bare `off` as false; the fields that have such a word take both.
         parsed = value if value in ("on", "off") else parse_override(f"{key}={value}")[1]
-        TypeAdapter(setting.annotation).validate_python(parsed)
+        annotation: Any = setting.annotation
+        TypeAdapter(annotation).validate_python(parsed)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_only_the_current_policy_carries_gradient() -> None:
     assert [name for name in RATIO_NAMES if ratios.get(name).requires_grad] == ["update", "staleness", "total"]
     ratios.total.sum().backward()
     assert [values.grad is None for values in inputs] == [True, True, True, False]
+    assert inputs[3].grad is not None
     assert torch.equal(inputs[3].grad, MASK.double())
 
 

@@ -48,7 +48,7 @@ def test_the_reference_has_what_tools_outside_rely_on() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not DOCS_PYTHON.exists(), reason="mkdocs is not installed: make docs installs it")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [DOCS_PYTHON, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    command = [str(DOCS_PYTHON), "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr

@@ -50,7 +50,7 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
-    full, empty = build(*torch.ones(3, 4).unbind()[:2], torch.ones(4, dtype=torch.bool)), None
+    full = build(torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bool))
     empty = build(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     assert full.keys() == empty.keys()
     assert finalize(empty) == {}

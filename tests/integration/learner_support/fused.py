@@ -26,7 +26,7 @@ from tests.integration.learner_support.work import objective
 def install(patch: pytest.MonkeyPatch) -> None:
     """Let the learner build fused layers on this machine."""
     from moe_trm.learner.megatron import build as learner_build
-    from moe_trm.learner.megatron import cpu_shim
+    from moe_trm.learner.megatron import cpu_shim, fp8
 
     cpu_shim.install()
     from megatron.core.models.backends import LocalSpecProvider
@@ -67,10 +67,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
             return True
 
         def column_parallel_linear(self) -> type:
-            return ColumnParallelLinear  # type: ignore[no-any-return]
+            return ColumnParallelLinear
 
         def row_parallel_linear(self) -> type:
-            return RowParallelLinear  # type: ignore[no-any-return]
+            return RowParallelLinear
 
         def column_parallel_layer_norm_linear(self) -> type:
             return NormAndLinear
@@ -90,7 +90,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gpt_layer_specs, "TENorm", RMSNorm, raising=False)
     patch.setattr(learner_build, "layers_here", lambda _learner: "transformer_engine")
     # Rows are padded as 8-bit products need it, which must change nothing.
-    patch.setattr(learner_build.fp8, "alignment", lambda _learner: 16)
+    patch.setattr(fp8, "alignment", lambda _learner: 16)
 
 
 def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:

@@ -69,9 +69,9 @@ def budget(build: Build, gradients: Callable[[MegatronLearner], dict[str, Tensor
     captured: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def capture_and_step(*scale: float) -> UpdateResult:
+    def capture_and_step(lr_scale: float = 1.0) -> UpdateResult:
         captured.update(gradients(learner))
-        return apply(*scale)
+        return apply(lr_scale)
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     plan = plan_step(

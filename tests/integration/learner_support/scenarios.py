@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import global_parameters
-from moe_trm.learner.protocol import Scores
+from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
@@ -68,7 +68,7 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
             parallel_state.get_expert_data_parallel_rank() == 0 if convert.is_expert(name) else learner.data_rank == 0
         )
         if owns:
-            owned[name] = parameter.main_grad.clone()
+            owned[name] = cast(Any, parameter).main_grad.clone()
     return owned
 
 
@@ -87,10 +87,10 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     captured: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def capture_and_step(*scale: float) -> Any:
+    def capture_and_step(lr_scale: float = 1.0) -> UpdateResult:
         if options.get("distributed") == "0":
             captured.update(gradients(learner))
-        return apply(*scale)
+        return apply(lr_scale)
 
     learner._optimizer.step = capture_and_step  # type: ignore[method-assign]
     seen: list[Tensor] = []
@@ -115,7 +115,7 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         "facts",
         {"grad_norm": result.grad_norm, "lr": result.lr, "applied": result.applied, "full_norm": result_full.grad_norm},
     )
-    named = {}
+    named: dict[str, Any] = {}
     for slot, number in enumerate(numbers):
         named[f"score.{number}"], named[f"again.{number}"] = scores[slot].logprobs, again[slot].logprobs
         named[f"mass.{number}"], named[f"full.{number}"] = scores[slot].log_kept_mass, full[slot].logprobs
@@ -212,15 +212,15 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     routers: dict[str, Tensor] = {}
     apply = learner._optimizer.step
 
-    def note_and_step(*scale: float) -> Any:
+    def note_and_step(lr_scale: float = 1.0) -> UpdateResult:
         routers.update(
             {
-                name: parameter.main_grad.clone()
+                name: cast(Any, parameter).main_grad.clone()
                 for name, parameter in global_parameters(learner._chunks)
                 if name.endswith("router.weight")
             }
         )
-        return apply(*scale)
+        return apply(lr_scale)
 
     learner._optimizer.step = note_and_step  # type: ignore[method-assign]
     named: dict[str, Tensor] = {}

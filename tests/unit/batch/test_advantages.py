@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from random import Random
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,16 +18,19 @@ from moe_trm.errors import ConfigError, ControllerError
 
 R = np.array([1, 0, 1, 0, 0.5, 0.5])
 G = np.array([7, 7, 7, 2, 2, 2])
-near = {"abs": 1e-6}
+
+
+def near(values: list[float]) -> Any:
+    return pytest.approx(values, abs=1e-6)
 
 
 def test_golden_outcome_advantages() -> None:
-    assert adv.grpo(R, G) == pytest.approx([0.577349, -1.154699, 0.577349, -1.154697, 0.577348, 0.577348], **near)
-    assert adv.rloo(R, G) == pytest.approx([0.5, -1, 0.5, -0.5, 0.25, 0.25], **near)
+    assert adv.grpo(R, G) == near([0.577349, -1.154699, 0.577349, -1.154697, 0.577348, 0.577348])
+    assert adv.rloo(R, G) == near([0.5, -1, 0.5, -0.5, 0.25, 0.25])
     lengths = np.array([4, 2, 6, 3, 3, 6])
-    assert adv.opo(R, G, lengths) == pytest.approx([0.166667, -0.833333, 0.166667, -0.375, 0.125, 0.125], **near)
+    assert adv.opo(R, G, lengths) == near([0.166667, -0.833333, 0.166667, -0.375, 0.125, 0.125])
     assert adv.pass_at_k(R, G) == pytest.approx([0] * 6)
-    assert adv.pass_at_k(np.array([1, 0, 0.5]), np.zeros(3, int)) == pytest.approx([0.999998, 0, 0], **near)
+    assert adv.pass_at_k(np.array([1, 0, 0.5]), np.zeros(3, int)) == near([0.999998, 0, 0])
     assert adv.pass_at_k(np.array([0.2, 1.0, 0.5]), np.zeros(3, int), normalize_std=False) == pytest.approx([0, 0.5, 0])
     assert adv.grpo(R, G, normalize_std=False) == pytest.approx([1 / 3, -2 / 3, 1 / 3, -1 / 3, 1 / 6, 1 / 6])
     assert adv.remax(R, R[::-1]) == pytest.approx(R - R[::-1])
@@ -34,7 +38,7 @@ def test_golden_outcome_advantages() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-2, 2)), min_size=1, max_size=20), st.randoms())
-def test_groups_may_be_interleaved(samples: list[tuple[int, float]], random) -> None:
+def test_groups_may_be_interleaved(samples: list[tuple[int, float]], random: Random) -> None:
     ids, rewards = (np.array(column) for column in zip(*samples, strict=True))
     order = np.array(random.sample(range(len(ids)), len(ids)))
     for estimate in (adv.grpo, adv.rloo, adv.gpg):
@@ -77,7 +81,8 @@ def test_gdpo_reads_named_rewards() -> None:
     assert got[2] > 1 > abs(got[0])
     only = advantages_by_part(parts, groups, {"right": 0.0})
     np.testing.assert_allclose(only, adv.whiten(adv.grpo(table[:, 1], groups)))
-    for broken in ([{}, {}], [{"a": 1.0}, {"b": 1.0}]):
+    unlike: list[list[dict[str, float]]] = [[{}, {}], [{"a": 1.0}, {"b": 1.0}]]
+    for broken in unlike:
         with pytest.raises(ControllerError, match="named rewards"):
             advantages_by_part(broken, np.zeros(2, int), {})
 

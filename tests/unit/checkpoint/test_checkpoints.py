@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from moe_trm.checkpoint.pieces import Piece, PieceReader, whole
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError
 from moe_trm.runtime.interruption import Interruption
+
+T = TypeVar("T")
 
 
 class TinyLearner:
@@ -58,7 +61,8 @@ def open_checkpoints(run_dir: Path, interruption: Interruption | None = None, *,
 def train(checkpoints: Checkpoints, learner: TinyLearner, last: int) -> None:
     for step in range(checkpoints.first_step + 1, last + 1):
         learner.weight = torch.full((3,), float(step))
-        if checkpoints.end_step(step, learner, lambda step=step: {"judge": [step], "window": b"\0\1"}):
+        books = {"judge": [step], "window": b"\0\1"}
+        if checkpoints.end_step(step, learner, books.copy):
             break
     checkpoints.close()
 
@@ -99,12 +103,17 @@ def test_no_rank_goes_on_before_the_first_has_the_books_of_this_step(
     """Another rank's request for the next step's samples would otherwise change what the first rank saves of the controller."""
     happened: list[str] = []
     meet = Peers.gather
-    monkeypatch.setattr(Peers, "gather", lambda self, message: [happened.append("met"), meet(self, message)][1])
+
+    def noted(what: str, value: T) -> T:
+        happened.append(what)
+        return value
+
+    monkeypatch.setattr(Peers, "gather", lambda self, message: meet(self, noted("met", message)))
     checkpoints, learner = open_checkpoints(tmp_path, every=1), TinyLearner()
     weights = learner.state()
-    monkeypatch.setattr(learner, "state", lambda: [happened.append("weights"), weights][1])
+    monkeypatch.setattr(learner, "state", lambda: noted("weights", weights))
     happened.clear()
-    checkpoints.end_step(1, learner, lambda: [happened.append("books"), {}][1])
+    checkpoints.end_step(1, learner, lambda: noted("books", dict[str, object]()))
     checkpoints.close()
     assert happened[:4] == ["met", "books", "met", "weights"]
 
@@ -220,7 +229,8 @@ def test_other_settings_are_told(run_dir: Path, caplog: pytest.LogCaptureFixture
     changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
     caplog.set_level(logging.WARNING)
     Checkpoints(changed, run_dir, Interruption()).load(TinyLearner())
-    assert [record.args[0] for record in caplog.records] == ["optimizer.lr: 0.0001 -> 0.5"]
+    [told] = [record.getMessage() for record in caplog.records]
+    assert told.endswith("another setting: optimizer.lr: 0.0001 -> 0.5")
 
 
 def test_a_full_disk_leaves_the_run_and_older_checkpoints_alone(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,13 +13,14 @@ from moe_trm.corrections import Correction
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
+from tests.unit.conftest import WorkedExample
 
 
-def close(got: Tensor, expected: list[float] | list[list[float]], atol: float = 1e-6) -> None:
+def close(got: Tensor, expected: Sequence[float] | Sequence[Sequence[float]], atol: float = 1e-6) -> None:
     torch.testing.assert_close(got, torch.tensor(expected, dtype=got.dtype), rtol=0, atol=atol)
 
 
-def rows_kept(correction: Correction, fx) -> list[int]:
+def rows_kept(correction: Correction, fx: WorkedExample) -> list[int]:
     assert torch.equal(correction.keep, correction.keep.any(1)[:, None] & fx.mask)
     return correction.keep.any(dim=1).int().tolist()
 
@@ -34,7 +37,7 @@ def replaced(outlier: float) -> list[list[float]]:
     return [[outlier if x == 12.182494 else x for x in row] for row in ENGINE_RATIO]
 
 
-def test_token_tis(fx) -> None:
+def test_token_tis(fx: WorkedExample) -> None:
     got = corrections.get("token_tis")(fx.evidence)
     close(got.weights, replaced(2.0))
     assert torch.equal(got.keep, fx.mask)
@@ -42,7 +45,7 @@ def test_token_tis(fx) -> None:
     assert corrections.get("token_tis")(fx.evidence, floor=0.8).weights[0, 3].item() == pytest.approx(0.8)
 
 
-def test_seq_tis(fx) -> None:
+def test_seq_tis(fx: WorkedExample) -> None:
     got = corrections.get("seq_tis")(fx.evidence)
     close(
         got.weights,
@@ -55,18 +58,18 @@ def test_seq_tis(fx) -> None:
 
 
 @pytest.mark.parametrize("low", [0.0, 0.5])
-def test_seq_mis_one_and_two_sided(fx, low: float) -> None:
+def test_seq_mis_one_and_two_sided(fx: WorkedExample, low: float) -> None:
     got = corrections.get("seq_mis")(fx.evidence, low=low, high=2.0)
     close(got.weights.amax(dim=1), [0.740818, 0.904837, 0, 0.904837])
     assert rows_kept(got, fx) == [1, 1, 0, 1]
 
 
-def test_token_mis(fx) -> None:
+def test_token_mis(fx: WorkedExample) -> None:
     got = corrections.get("token_mis")(fx.evidence, low=0.8, high=1.2)
     assert got.keep.sum(dim=1).tolist() == [3, 4, 1, 3]
 
 
-def test_icepop(fx) -> None:
+def test_icepop(fx: WorkedExample) -> None:
     got = corrections.get("icepop")(fx.evidence)
     close(got.weights, replaced(0.0))
     assert got.keep.sum().item() == 12
@@ -87,7 +90,7 @@ def test_icepop_bounds_belong_to_the_band() -> None:
     assert got.keep.tolist() == [[True, True, False, False, True, False]]
 
 
-def test_geometric_mask(fx) -> None:
+def test_geometric_mask(fx: WorkedExample) -> None:
     got = corrections.get("geometric_mask")(fx.evidence)
     assert rows_kept(got, fx) == [0, 0, 0, 0]
     expected = (0.075 + 0.025 + 1.25 + 0.033333) / 4
@@ -95,7 +98,7 @@ def test_geometric_mask(fx) -> None:
     assert rows_kept(corrections.get("geometric_mask")(fx.evidence, low=0.95, high=1.05), fx) == [0, 1, 0, 1]
 
 
-def test_token_veto(fx) -> None:
+def test_token_veto(fx: WorkedExample) -> None:
     got = corrections.get("token_veto")(fx.evidence, min_ratio=0.75)
     assert rows_kept(got, fx) == [0, 1, 1, 1]
     assert corrections.finalize(got.metrics)["correction/token_veto/catastrophic_token_fraction"] == pytest.approx(
@@ -103,7 +106,7 @@ def test_token_veto(fx) -> None:
     )
 
 
-def test_opsm(fx) -> None:
+def test_opsm(fx: WorkedExample) -> None:
     got = corrections.get("opsm")(fx.evidence, delta=0.1)
     assert rows_kept(got, fx) == [1, 1, 1, 0]
     finished = corrections.finalize(got.metrics)
@@ -115,7 +118,7 @@ def test_opsm(fx) -> None:
     assert rows_kept(corrections.get("opsm")(fx.evidence, delta=D - 1e-9), fx) == [1, 0, 1, 0]
 
 
-def test_opsm_with_mixed_signs_scores_the_row_and_drops_only_negative_tokens(fx) -> None:
+def test_opsm_with_mixed_signs_scores_the_row_and_drops_only_negative_tokens(fx: WorkedExample) -> None:
     """A row's own drift decides; dropping by each token's drift is the known defect."""
     advantages = fx.advantages.clone()
     advantages[3, 1] = 1.0
@@ -125,7 +128,7 @@ def test_opsm_with_mixed_signs_scores_the_row_and_drops_only_negative_tokens(fx)
     assert got.keep[2].tolist() == [True, True, False, False, False]
 
 
-def test_opsm_parts_add_up(fx) -> None:
+def test_opsm_parts_add_up(fx: WorkedExample) -> None:
     """Its score on the total ratio is the sum of its scores on the engine's part and on staleness, row by row."""
     scores = {}
     for ratio in ("engine", "staleness", "total"):
@@ -137,7 +140,7 @@ def test_opsm_parts_add_up(fx) -> None:
     close(scores["engine"] + scores["staleness"], scores["total"].tolist())
 
 
-def test_trm_max(fx) -> None:
+def test_trm_max(fx: WorkedExample) -> None:
     got = corrections.get("trm_max")(fx.evidence, max_kl=0.05)
     assert rows_kept(got, fx) == [1, 1, 0, 0]
     assert corrections.finalize(got.metrics)["correction/trm_max/score"] == pytest.approx(
@@ -147,7 +150,7 @@ def test_trm_max(fx) -> None:
         assert sum(rows_kept(corrections.get("trm_max")(fx.evidence, max_kl=value), fx)) == kept
 
 
-def test_trm_avg(fx) -> None:
+def test_trm_avg(fx: WorkedExample) -> None:
     assert rows_kept(corrections.get("trm_avg")(fx.evidence, mean_kl=0.05), fx) == [1, 1, 0, 0]
     score = corrections.finalize(corrections.get("trm_avg")(fx.evidence, mean_kl=1.0).metrics)[
         "correction/trm_avg/score"
@@ -155,14 +158,14 @@ def test_trm_avg(fx) -> None:
     assert score == pytest.approx((0.005975 + 0.018057 + 6.322323 + 0.065194) / 4, abs=1e-6)
 
 
-def test_trm_max_avg_needs_both(fx) -> None:
+def test_trm_max_avg_needs_both(fx: WorkedExample) -> None:
     rule = corrections.get("trm_max_avg")
     assert rows_kept(rule(fx.evidence, max_kl=0.05, mean_kl=0.01), fx) == [1, 0, 0, 0]
     assert rows_kept(rule(fx.evidence, max_kl=0.03, mean_kl=1.0), fx) == [1, 0, 0, 0]
     assert rows_kept(rule(fx.evidence, max_kl=1.0, mean_kl=1.0), fx) == [1, 1, 0, 1]
 
 
-def test_trm_reads_the_exact_divergence_when_asked(fx) -> None:
+def test_trm_reads_the_exact_divergence_when_asked(fx: WorkedExample) -> None:
     exact = torch.where(fx.mask, 0.01, torch.nan).double()
     exact[0, 2] = 0.3
     evidence = Evidence(fx.ratios, fx.advantages, exact_kl=exact)
@@ -172,7 +175,7 @@ def test_trm_reads_the_exact_divergence_when_asked(fx) -> None:
         corrections.get("trm_max")(fx.evidence, max_kl=0.05, divergence="exact")
 
 
-def test_trm_tells_where_exact_and_sampled_divergence_disagree(fx) -> None:
+def test_trm_tells_where_exact_and_sampled_divergence_disagree(fx: WorkedExample) -> None:
     """Sampled keeps rows 0 and 1 at 0.05, exact keeps 1, 2 and 3: they agree on row 1 alone."""
     exact = torch.where(fx.mask, torch.tensor([[0.5], [0.01], [0.01], [0.01]], dtype=torch.float64), 9.0)
     evidence = Evidence(fx.ratios, fx.advantages, exact_kl=exact)
@@ -186,7 +189,7 @@ def test_trm_tells_where_exact_and_sampled_divergence_disagree(fx) -> None:
     assert "correction/trm_max/only_exact_keeps" not in corrections.get("trm_max")(fx.evidence, max_kl=0.05).metrics
 
 
-def test_ln_trm(fx) -> None:
+def test_ln_trm(fx: WorkedExample) -> None:
     rule = corrections.get("ln_trm")
     score = corrections.finalize(rule(fx.evidence, delta=0.02, max_score=1.0).metrics)["correction/ln_trm/score"]
     assert score == pytest.approx((0.087193 + 0.185734 + 0 + 0.269165) / 4, abs=1e-6)
@@ -204,7 +207,7 @@ def test_ln_trm_counts_rows_it_cannot_score() -> None:
     assert corrections.finalize(got.metrics)["correction/ln_trm/unscored_fraction"] == 1.0
 
 
-def test_ser(fx) -> None:
+def test_ser(fx: WorkedExample) -> None:
     rule = corrections.get("ser")
     for bound, kept in (
         (0.0716, [0, 0, 0, 0]),
@@ -216,7 +219,7 @@ def test_ser(fx) -> None:
         assert rows_kept(rule(fx.evidence, max_score=bound), fx) == kept
 
 
-def test_compose_multiplies_weights_and_joins_keeps(fx) -> None:
+def test_compose_multiplies_weights_and_joins_keeps(fx: WorkedExample) -> None:
     tis = corrections.get("token_tis").bind(cap=2.0)
     veto = corrections.get("token_veto").bind(min_ratio=0.75)
     pop = corrections.get("icepop").bind(weight="one")
@@ -232,7 +235,7 @@ def test_compose_multiplies_weights_and_joins_keeps(fx) -> None:
     assert finished["correction/token_tis/kept_fraction"] == 1.0
 
 
-def test_compose_of_nothing_keeps_everything(fx) -> None:
+def test_compose_of_nothing_keeps_everything(fx: WorkedExample) -> None:
     got = corrections.compose([])(fx.evidence)
     assert torch.equal(got.keep, fx.mask)
     assert torch.equal(got.weights, fx.mask.double())
@@ -241,7 +244,7 @@ def test_compose_of_nothing_keeps_everything(fx) -> None:
     assert finished["correction/weight_eff_sample_size"] == 1.0
 
 
-def test_effective_sample_size_of_the_applied_weights(fx) -> None:
+def test_effective_sample_size_of_the_applied_weights(fx: WorkedExample) -> None:
     finished = corrections.finalize(corrections.compose([corrections.get("token_tis").bind()])(fx.evidence).metrics)
     assert finished["correction/weight_eff_sample_size"] == pytest.approx(0.927159, abs=1e-6)
 
@@ -253,7 +256,9 @@ def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> 
         for ratio in (0.01, 100.0):
             zero = torch.zeros(1, 1, dtype=torch.float64)
             ratios = LogRatios(zero, zero, zero + torch.tensor(ratio).double().log(), zero == 0)
-            scores[name, ratio] = float(corrections.get(name)(Evidence(ratios, zero), **{threshold: 1.0}).score)
+            score = corrections.get(name)(Evidence(ratios, zero), **{threshold: 1.0}).score
+            assert score is not None
+            scores[name, ratio] = float(score)
     assert scores["trm_max", 0.01] == pytest.approx(10.604, abs=1e-3)
     assert scores["trm_max", 100.0] == pytest.approx(10.604, abs=1e-3)
     assert scores["trm_avg", 0.01] == pytest.approx(3.615, abs=1e-3)

@@ -9,6 +9,7 @@ from moe_trm import corrections, losses
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
+from tests.unit.conftest import WorkedExample
 
 STATISTICS = {
     "seq_sum_k1": [0.3, 0.1, -2.5, 0.1],
@@ -40,20 +41,20 @@ LOOSE = {"k1": {"low": 1e-9, "high": 1e9}, "k2": {"upper": 1e9}, "k3": {"upper":
 
 
 @pytest.mark.parametrize(("mode", "thresholds", "kept"), ROWS)
-def test_golden_rows(fx, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
+def test_golden_rows(fx: WorkedExample, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
     got = corrections.get(mode)(fx.evidence, **thresholds)
     assert got.keep.any(dim=1).int().tolist() == kept
     assert torch.equal(got.keep, fx.mask & got.keep.any(dim=1)[:, None])
 
 
 @pytest.mark.parametrize(("mode", "thresholds", "kept"), TOKENS)
-def test_golden_tokens(fx, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
+def test_golden_tokens(fx: WorkedExample, mode: str, thresholds: dict[str, float], kept: list[int]) -> None:
     got = corrections.get(mode)(fx.evidence, **thresholds)
     assert got.keep.sum(dim=1).tolist() == kept
 
 
 @pytest.mark.parametrize(("mode", "values"), STATISTICS.items())
-def test_golden_statistics(fx, mode: str, values: list[float]) -> None:
+def test_golden_statistics(fx: WorkedExample, mode: str, values: list[float]) -> None:
     got = corrections.get(mode)(fx.evidence, **LOOSE[mode[-2:]])
     assert got.score.tolist() == pytest.approx(values, abs=1e-6)
 
@@ -85,7 +86,7 @@ def test_bands_must_be_bands() -> None:
         corrections.get("token_k3").bind(upper=-1.0)
 
 
-def test_modes_see_all_tokens_not_each_others_leftovers(fx) -> None:
+def test_modes_see_all_tokens_not_each_others_leftovers(fx: WorkedExample) -> None:
     """Joined in either order, and equal to the AND of each alone."""
     rules = [corrections.get("token_k2").bind(upper=0.03), corrections.get("seq_mean_k3").bind(upper=0.0127)]
     alone = rules[0](fx.evidence).keep & rules[1](fx.evidence).keep

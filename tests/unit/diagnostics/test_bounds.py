@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -60,13 +61,13 @@ class Tree:
         p = np.exp(z - z.max())
         return p / p.sum()
 
-    def probability(self, policy: dict, y: tuple[int, ...]) -> float:
+    def probability(self, policy: Mapping[tuple[int, ...], np.ndarray], y: tuple[int, ...]) -> float:
         return math.prod(policy[y[:t]][y[t]] for t in range(len(y)))
 
     def ratio(self, y: tuple[int, ...], t: int) -> float:
         return float(self.pi[y[:t]][y[t]] / self.mu[y[:t]][y[t]])
 
-    def mean(self, f) -> float:
+    def mean(self, f: Callable[[tuple[int, ...]], float]) -> float:
         return sum(self.probability(self.mu, y) * f(y) for y in self.answers)
 
 

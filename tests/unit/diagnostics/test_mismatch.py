@@ -10,6 +10,7 @@ import torch
 from moe_trm import corrections, diagnostics
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.ratios import LogRatios
+from tests.unit.conftest import WorkedExample
 
 GOLDEN = {
     "kl": -0.153846,
@@ -29,11 +30,11 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(("name", "value"), GOLDEN.items())
-def test_golden_engine_metrics(fx, name: str, value: float) -> None:
+def test_golden_engine_metrics(fx: WorkedExample, name: str, value: float) -> None:
     assert diagnostics.finalize(diagnostics.metrics(fx.evidence))[f"engine/{name}"] == pytest.approx(value, abs=1e-6)
 
 
-def test_total_metrics_compare_the_rollout_with_the_current_policy(fx) -> None:
+def test_total_metrics_compare_the_rollout_with_the_current_policy(fx: WorkedExample) -> None:
     got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
     swapped = Evidence(LogRatios(fx.rollout, fx.current, fx.current, fx.mask), fx.advantages)
     expected = diagnostics.finalize(diagnostics.metrics(swapped))
@@ -46,20 +47,21 @@ def test_total_metrics_compare_the_rollout_with_the_current_policy(fx) -> None:
     assert got["engine/rollout_is_low_fraction"] == 0
 
 
-def test_equal_policies_have_no_mismatch(fx) -> None:
+def test_equal_policies_have_no_mismatch(fx: WorkedExample) -> None:
     fx.behavior = fx.current = fx.rollout
     got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
     for name, value in got.items():
-        ones = ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
-        if name.endswith("probs_diff_max"):
-            ones = ()
-        expected = value if "_ppl" in name and "diff" not in name else float(name.endswith(ones))
+        one = name.endswith(
+            ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
+        )
+        unlike = one and not name.endswith("probs_diff_max")
+        expected = value if "_ppl" in name and "diff" not in name else float(unlike)
         assert value == pytest.approx(expected, abs=1e-9), name
     assert got["engine/training_ppl"] == got["engine/rollout_ppl"]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e9])
-def test_masked_cells_and_empty_rows_do_not_matter(fx, poison: float) -> None:
+def test_masked_cells_and_empty_rows_do_not_matter(fx: WorkedExample, poison: float) -> None:
     expected = diagnostics.finalize(diagnostics.metrics(fx.evidence))
     fx.mask = torch.cat([fx.mask, torch.zeros(1, 5, dtype=torch.bool)])
     for name in ("rollout", "behavior", "current"):
@@ -69,7 +71,7 @@ def test_masked_cells_and_empty_rows_do_not_matter(fx, poison: float) -> None:
     assert diagnostics.finalize(diagnostics.metrics(fx.evidence)) == pytest.approx(expected)
 
 
-def test_micro_batches_add_up_and_an_empty_one_changes_nothing(fx) -> None:
+def test_micro_batches_add_up_and_an_empty_one_changes_nothing(fx: WorkedExample) -> None:
     evidence = fx.evidence
     parts = []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 4)):
@@ -81,14 +83,14 @@ def test_micro_batches_add_up_and_an_empty_one_changes_nothing(fx) -> None:
     )
 
 
-def test_merged_prefixes_when_behaviour_weights_are_gone(fx) -> None:
+def test_merged_prefixes_when_behaviour_weights_are_gone(fx: WorkedExample) -> None:
     ratios = LogRatios(fx.rollout, None, fx.current, fx.mask, proximal_logprobs=fx.behavior)
     got = diagnostics.finalize(diagnostics.metrics(replace(fx.evidence, ratios=ratios)))
     assert got["merged/k3_kl"] == pytest.approx(0.674005, abs=1e-6)
     assert not any(name.startswith(("engine/", "staleness/")) for name in got)
 
 
-def test_extreme_ratios_stay_finite(fx) -> None:
+def test_extreme_ratios_stay_finite(fx: WorkedExample) -> None:
     fx.behavior = fx.rollout + torch.tensor([[1000.0], [-1000.0], [700.0], [-300.0]])
     fx.current = fx.rollout - 1000.0
     got = diagnostics.finalize(diagnostics.metrics(fx.evidence))

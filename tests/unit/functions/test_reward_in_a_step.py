@@ -38,7 +38,7 @@ class OwnTask(FakeTask):
     def __init__(self, reward: FunctionReward) -> None:
         self.own = reward
 
-    async def reward(self, sample: RewardInput) -> object:  # type: ignore[override]
+    async def reward(self, sample: RewardInput) -> object:
         return await self.own(sample)
 
     async def close(self) -> None:

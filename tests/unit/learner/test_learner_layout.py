@@ -31,7 +31,7 @@ MOE: dict[str, Any] = {
 DENSE: dict[str, Any] = {**MOE, "architectures": ["Qwen3ForCausalLM"], "num_experts": 0}
 
 
-def config(mode: str = "R3", **parallel: int) -> Config:
+def config(mode: str = "R3", /, **parallel: int) -> Config:
     return Config.model_validate(
         {"model": {"checkpoint": "model"}, "replay": {"mode": mode}, "learner": {"parallel": parallel}}
     )

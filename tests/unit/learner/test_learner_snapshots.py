@@ -52,7 +52,7 @@ def test_a_rounded_snapshot_holds_what_a_push_in_that_dtype_leaves(dtype: torch.
     """Buffers stay exact, as the biases by which experts are chosen do on their way to the engine."""
     model = make_model().float()
     with torch.no_grad():
-        for tensor in (*model.parameters(), model.unsaved):
+        for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(torch.linspace(0.1, 1.3, tensor.numel()).view(tensor.shape))
     snapshots, now = Snapshots([model]), state(model)
     snapshots.take("cast", rounded_to=str(dtype).removeprefix("torch."))

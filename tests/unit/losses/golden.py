@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_trm import corrections, losses
 from moe_trm.losses import LossInputs, aggregate
 from moe_trm.ratios import LogRatios
+from tests.unit.conftest import WorkedExample
 
 CELLS = ((0, 0), (0, 1), (1, 2), (2, 1), (3, 1))
 
@@ -101,7 +102,7 @@ GOLDEN = [
 ]
 
 
-def evaluate(golden: Golden, fx, current: Tensor) -> Tensor:
+def evaluate(golden: Golden, fx: WorkedExample, current: Tensor) -> Tensor:
     ratios = LogRatios(fx.rollout, fx.behavior, current, fx.mask)
     inputs = LossInputs.uncorrected(ratios, current, fx.advantages)
     if golden.correction:

@@ -9,14 +9,15 @@ import torch
 
 from moe_trm.errors import ConfigError
 from moe_trm.losses import Aggregation, aggregate
+from tests.unit.conftest import WorkedExample
 
 
-def trm_loss(fx, mode: str, **counts: int) -> float:
+def trm_loss(fx: WorkedExample, mode: str, **counts: int) -> float:
     keep = fx.mask & torch.tensor([True, True, False, False])[:, None]
     return float(aggregate(-fx.ratios.total.exp() * fx.advantages, keep, fx.mask, mode, **counts))
 
 
-def test_golden_values_of_a_masked_batch(fx) -> None:
+def test_golden_values_of_a_masked_batch(fx: WorkedExample) -> None:
     counts = {"num_sequences": 4, "num_tokens": 13}
     assert trm_loss(fx, "seq-mean-token-sum", **counts) == pytest.approx(0.012082, abs=1e-6)
     assert trm_loss(fx, "seq-mean-token-mean", **counts) == pytest.approx(0.003020, abs=1e-6)
@@ -25,7 +26,7 @@ def test_golden_values_of_a_masked_batch(fx) -> None:
     assert trm_loss(fx, "seq-mean-token-sum-norm", horizon=5, **counts) == pytest.approx(0.012082 / 5, abs=1e-6)
 
 
-def test_counting_survivors_would_give_other_numbers(fx) -> None:
+def test_counting_survivors_would_give_other_numbers(fx: WorkedExample) -> None:
     """The defect of dividing by what is left: rejected rows would raise the weight of the rest."""
     assert trm_loss(fx, "seq-mean-token-sum", num_sequences=2, num_tokens=8) == pytest.approx(0.024164, abs=1e-6)
     assert trm_loss(fx, "token-mean", num_sequences=2, num_tokens=8) == pytest.approx(0.006041, abs=1e-6)
@@ -62,7 +63,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         aggregate(nothing, nothing.bool(), nothing.bool(), "seq-mean-token-sum-norm", num_sequences=1, num_tokens=1)
 
 
-def test_dropped_tokens_do_not_raise_the_weight_of_their_row(fx) -> None:
+def test_dropped_tokens_do_not_raise_the_weight_of_their_row(fx: WorkedExample) -> None:
     keep = fx.mask.clone()
     keep[0, :3] = False
     ones = torch.ones_like(fx.current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -66,7 +67,7 @@ class Batch:
         (gradient,) = torch.autograd.grad(self.loss(name, current), current)
         return gradient
 
-    def map(self, change) -> Batch:
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Batch:
         """The batch with `change` made to each `[B, T]` table; groups stay."""
         tables = {name: value for name, value in vars(self).items() if name != "groups"}
         return Batch(**{name: change(name, value) for name, value in tables.items()}, groups=self.groups)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from moe_trm.config.schema import Config
-from moe_trm.observe import panel
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.panel import LivePanel, clock, sparkline
 from moe_trm.observe.phases import Phases
@@ -24,9 +24,9 @@ def config(**observe: object) -> Config:
 
 
 def picture(live: LivePanel) -> str:
-    console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    console.print(live)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    shown = io.StringIO()
+    Console(file=shown, width=100, force_terminal=False).print(live)
+    return shown.getvalue()
 
 
 def quiet() -> Console:
@@ -35,9 +35,9 @@ def quiet() -> Console:
 
 def test_figures_phases_and_verdict_are_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(panel.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     live = LivePanel("my run", 8, quiet())
-    metrics = {
+    metrics: dict[str, float | str] = {
         "reward/mean": 0.625,
         "engine/k3_kl": 2.5e-5,
         "correction/kept_fraction": 0.973,

@@ -84,7 +84,7 @@ def test_where_engine_and_lag_are_not_known_apart_the_ratio_is_called_merged() -
     merged = replace(evidence, ratios=LogRatios(batch.rollout_logprobs, None, learner, batch.mask, learner))
     told = transcript(given[0], 0, merged, correction)
     assert told.ratio == "merged"
-    assert told.log_ratio[4:] == [pytest.approx(0.25)] * 6
+    assert list(told.log_ratio[4:]) == pytest.approx([0.25] * 6)
 
 
 def test_tokens_that_are_not_scored_have_no_ratio() -> None:

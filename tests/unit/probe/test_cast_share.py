@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,34 +13,43 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.probe.cast_share import CAST, cast_share, narrower_dtype
+from moe_trm.types import TokenBatch
+from routing.replay import RouteSource
+from tests.unit.doubles import StandInLearner
 
 
-class FakeLearner:
+class FakeLearner(StandInLearner):
     """Scores a constant under the rounded weights."""
 
     def __init__(self, logprob: float) -> None:
         self.logprob, self.held = logprob, dict[str, str]()
 
-    def snapshot(self, name: str, *, rounded_to: str) -> None:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        assert rounded_to is not None
         self.held[name] = rounded_to
+        return 0
 
     def forget(self, name: str) -> None:
         del self.held[name]
 
-    def score(self, batches: list[Any], sources: list[Any], *, weights: str) -> list[Scores]:
-        if self.held.get(weights) != "bfloat16":
+    def score(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
+    ) -> list[Scores]:
+        if self.held.get(weights or "") != "bfloat16":
             raise LearnerError("no such snapshot")
         return [Scores(torch.full(batch.mask.shape, self.logprob)) for batch in batches]
-
-    def reduce(self, sums: dict[str, torch.Tensor]) -> dict[str, float]:
-        return {name: float(value) for name, value in sums.items()}
 
 
 def test_both_parts_by_hand() -> None:
     mask = torch.tensor([[True, True, False]])
     batch: Any = SimpleNamespace(mask=mask, routes=[], rollout_logprobs=torch.tensor([[-1.0, -1.3, 9.0]]))
     own = Scores(torch.tensor([[-1.0, -1.4, 5.0]]))
-    learner: Any = FakeLearner(-1.2)
+    learner = FakeLearner(-1.2)
     found = cast_share(learner, [batch], [own], "bfloat16")
     # e^x - 1 - x of x = 0.2, -0.2 (own minus cast), then of -0.2, 0.1 (cast minus rollout).
     assert found["probe/cast_k3_kl"] == pytest.approx((0.0214028 + 0.0187308) / 2, rel=1e-4)
@@ -48,7 +58,7 @@ def test_both_parts_by_hand() -> None:
 
 
 def test_nothing_is_left_behind_when_scoring_fails() -> None:
-    learner: Any = FakeLearner(0.0)
+    learner = FakeLearner(0.0)
     with pytest.raises(LearnerError):
         cast_share(learner, [], [], "float16")
     assert learner.held == {}

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.learner.protocol import Scores
 from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.types import TokenBatch
 from routing import RouteRecord
 from routing.replay import Recorded
+from tests.unit.doubles import StandInLearner
 
 
-class OneRank:
+class OneRank(StandInLearner):
     moe_layer_ids = model_moe_layer_ids = (1, 3)
-
-    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: float(value) for name, value in sums.items()}
-
-    def sum_over_slices(self, values: Tensor) -> Tensor:
-        return values
-
-    def sum_over_stages(self, values: Tensor) -> Tensor:
-        return values
 
 
 # One row of four tokens; layer 1 and layer 3 each choose two of four experts.
@@ -59,7 +50,7 @@ def batch() -> TokenBatch:
 
 
 def causes(older: Mapping[int, list[Scores]]) -> dict[str, float]:
-    return flip_causes(cast(Learner, OneRank()), [batch()], [scores(NOW)], older)
+    return flip_causes(OneRank(), [batch()], [scores(NOW)], older)
 
 
 def test_engine_and_staleness_are_told_apart() -> None:
@@ -88,7 +79,7 @@ def test_an_older_version_that_sampled_nothing_here_says_nothing() -> None:
 
 def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() -> None:
     now, then = scores(NOW, [0.5, 0.5, 0.5, 0.5]), scores(THEN, [9.0, 9.0, 0.002, 0.001])
-    found = flip_causes(cast(Learner, OneRank()), [batch()], [now], {4: [then]})
+    found = flip_causes(OneRank(), [batch()], [now], {4: [then]})
     rates = {name: rate for name, rate in found.items() if "/margin_" in name}
     # Layer 3 alone has margins: its last row flips, at 0.001; the row before is in the same class, the first scored one at 0.5.
     assert rates == {"routing/flips/engine/margin_0.001_0.003": 0.5, "routing/flips/engine/margin_0.1_up": 0.0}

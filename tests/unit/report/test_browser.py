@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 
@@ -18,10 +18,11 @@ from tests.unit.observe.made_transcripts import made_transcripts
 from tests.unit.report.made_run import make_run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, ViewportSize
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 360, "height": 740}
+DESK: ViewportSize = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Visit:
     """An opened page and everything it complained about or asked for."""
 
-    def __init__(self, browser: Browser, path: Path, viewport: dict[str, int], scheme: str = "light") -> None:
+    def __init__(
+        self, browser: Browser, path: Path, viewport: ViewportSize, scheme: Literal["dark", "light"] = "light"
+    ) -> None:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         context = browser.new_context(viewport=viewport, color_scheme=scheme, offline=True, has_touch=True)
@@ -70,7 +73,7 @@ def tip_lines(page: Page) -> list[str]:
 @pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_open_offline_without_errors_and_without_sideways_scrolling(
-    browser: Browser, pages: dict[str, Path], name: str, viewport: dict[str, int], scheme: str
+    browser: Browser, pages: dict[str, Path], name: str, viewport: ViewportSize, scheme: Literal["light", "dark"]
 ) -> None:
     visit = Visit(browser, pages[name], viewport, scheme)
     for details in visit.page.locator("details").all():

@@ -81,7 +81,7 @@ def test_heat_maps_shade_by_value_and_columns_stack_to_the_sum(tmp_path: Path) -
     top = 0.022
     for name, shades in cells.items():
         values = [value for _, value in points(rows, name)]
-        assert shades == [pytest.approx(value / top, abs=6e-4) for value in values]
+        assert shades == [pytest.approx((value or 0.0) / top, abs=6e-4) for value in values]
     # Layers from the first on top to the last, by number.
     assert [name.rpartition("_")[2] for name in cells] == [str(layer) for layer in range(12)]
     stack = next(d for d in page.drawings if any(m["data-metric"] == "time/wait_s" for _, m in d.marks))

@@ -10,12 +10,15 @@ import json
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
 from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import SampledTurn, SamplingParams
+from tests.unit.doubles import StandInEngine
 
 MODEL = ServedModel("Qwen3MoeForCausalLM", vocab_size=16, num_layers=3, moe_layer_ids=(0, 2), num_experts=8, top_k=2)
 END = 1
@@ -44,7 +47,7 @@ def support(prefix: Sequence[int]) -> tuple[list[int], list[float], float]:
     return [token, (token + 1) % 16], [math.log(share), math.log(1 - share)], math.log(share * 0.9)
 
 
-class CausalEngine:
+class CausalEngine(StandInEngine):
     """`turn` of `RolloutEngine`.
 
     Args:
@@ -67,7 +70,8 @@ class CausalEngine:
     ) -> SampledTurn:
         version = self.versions[min(len(self.asked), len(self.versions) - 1)]
         self.asked.append((len(context), start, params))
-        tokens, meta = list(context), {"output_token_logprobs": [], "masks": [], "kept": []}
+        tokens = list(context)
+        meta: dict[str, list[Any]] = {"output_token_logprobs": [], "masks": [], "kept": []}
         reason = "length"
         while len(tokens) - len(context) < params.max_new_tokens and reason == "length":
             kept, kept_logprobs, full = support(tokens)
@@ -99,12 +103,11 @@ class CausalEngine:
         return parse_turn(json.dumps(body).encode(), context, MODEL, wanted, start=start)
 
 
-class DigitTokens:
-    """One id per character of `0123456789abcdef`."""
+class DigitTokens(Tokens):
+    """One id per character of `0123456789abcdef`, without a checkpoint."""
 
-    vocab_size = 16
-    stop_token_ids = (END,)
-    max_positions = None
+    def __init__(self) -> None:
+        self.vocab_size, self.max_positions, self.stop_token_ids = 16, None, (END,)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("0123456789abcdef"[token] for token in token_ids)

@@ -22,7 +22,10 @@ from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TrainBatch, TrainRow
+from tests.unit.doubles import StandInEngine
 from tests.unit.records import LAYERS, make_record
 
 CONFIG = Config.model_validate(
@@ -34,17 +37,21 @@ CONFIG = Config.model_validate(
 )
 
 
-class FakeTokens:
-    vocab_size = 32
-    stop_token_ids = (2,)
+class FakeTokens(Tokens):
+    """Ids as text, without a checkpoint."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.max_positions, self.stop_token_ids = 32, None, (2,)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
 
-class FakeTask:
-    tokens = FakeTokens()
+class FakeTask(Task):
+    tokens: Tokens = FakeTokens()
     reward_weights: Mapping[str, float] = {}
+
+    async def start(self) -> None: ...
 
     def train_prompts(self, step: int, count: int) -> list[Prompt]:
         return [Prompt(f"{step}-{i}", (1, 5, 6, 7)) for i in range(count)]
@@ -52,7 +59,7 @@ class FakeTask:
     def eval_sets(self) -> Mapping[str, tuple[Prompt, ...]]:
         return {"": tuple(Prompt(f"eval-{i}", (1, 10 + i)) for i in range(4))}
 
-    async def reward(self, sample: RewardInput) -> float:
+    async def reward(self, sample: RewardInput) -> object:
         if not sample.finished:
             return 0.0
         if 31 in sample.completion_ids:
@@ -62,13 +69,11 @@ class FakeTask:
     async def close(self) -> None: ...
 
 
-class FakeEngine:
+class FakeEngine(StandInEngine):
     """Random valid records; rejects what it is told to reject."""
 
     def __init__(self, reject: frozenset[int] = frozenset(), refuse_push: bool = False) -> None:
-        self.reject, self.refuse_push, self.version, self.pushes = reject, refuse_push, 0, []
-
-    async def start(self) -> None: ...
+        self.reject, self.refuse_push, self.version, self.pushes = reject, refuse_push, 0, list[WeightPush]()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         await asyncio.sleep(0.001 * (sample_id % 3))
@@ -95,20 +100,15 @@ class FakeEngine:
         self.pushes.append(push)
         self.version = push.version
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
     async def release_memory(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def controller_with(engine: FakeEngine, config: Config = CONFIG) -> RolloutController:
     return RolloutController(config, engine, FakeTask(), SamplingParams())
 
 
-def plan(engine: FakeEngine, config: Config = CONFIG, step: int = 1) -> list:
-    async def go() -> list:
+def plan(engine: FakeEngine, config: Config = CONFIG, step: int = 1) -> list[TrainBatch]:
+    async def go() -> list[TrainBatch]:
         controller = controller_with(engine, config)
         await controller.load_weights(WeightPush(0, "", ()))
         return await controller.plan(step, data_size=2)
@@ -116,7 +116,7 @@ def plan(engine: FakeEngine, config: Config = CONFIG, step: int = 1) -> list:
     return asyncio.run(go())
 
 
-def rows_of(shares: Sequence) -> list:
+def rows_of(shares: Sequence[TrainBatch]) -> list[TrainRow]:
     return [
         row for share in shares for mini in share.mini_batches for micro in mini.micro_batches for row in micro.rows
     ]
@@ -146,10 +146,9 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
     for group in {row.record.group_id for row in rows}:
         own = [row for row in rows if row.record.group_id == group]
         assert abs(sum(row.advantage for row in own)) < 1e-6
-        best = max(row.record.reward for row in own)
-        worst = min(row.record.reward for row in own)
-        if best > worst:
-            assert all((row.advantage > 0) == (row.record.reward == best) for row in own)
+        rewards = [row.record.reward or 0.0 for row in own]
+        if max(rewards) > min(rewards):
+            assert [row.advantage > 0 for row in own] == [reward == max(rewards) for reward in rewards]
             uneven += 1
     assert uneven
 
@@ -164,7 +163,9 @@ def test_the_same_step_is_planned_the_same_way_twice() -> None:
 def test_shuffled_rewards_keep_their_values_but_not_their_owners() -> None:
     config = CONFIG.model_copy(update={"task": CONFIG.task.model_copy(update={"shuffle_rewards": True})})
     plain, shuffled = plan(FakeEngine()), plan(FakeEngine(), config)
-    rewards = [{row.record.sample_id: row.record.reward for row in rows_of(shares)} for shares in (plain, shuffled)]
+    rewards = [
+        {row.record.sample_id: row.record.reward or 0.0 for row in rows_of(shares)} for shares in (plain, shuffled)
+    ]
     assert sorted(rewards[0].values()) == sorted(rewards[1].values())
     assert rewards[0] != rewards[1]
 

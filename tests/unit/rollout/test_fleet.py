@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.sglang import fleet as fleet_module
 from moe_trm.rollout.sglang.fleet import Fleet
 from moe_trm.rollout.sglang.http import EngineHttp
@@ -78,7 +78,7 @@ async def running(
 
     async def load(server: RemoteServer) -> None:
         if not await server.alive(0.2):
-            raise fleet_module.EngineLost("no answer to a load", where=server.http.url)
+            raise EngineLost("no answer to a load", where=server.http.url)
         next(fake for fake in fakes if fake.url == server.http.url).label = str(newest["version"])
         server.version = newest["version"]
 
@@ -94,9 +94,9 @@ async def running(
             await fake.stop()
 
 
-def in_loop(work: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+def in_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def ran() -> None:
-        asyncio.run(asyncio.wait_for(work(), 20))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(work(), 20))
 
     return ran
 

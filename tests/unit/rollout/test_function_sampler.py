@@ -16,6 +16,8 @@ from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
+from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.unit.rollout.causal_engine import END, CausalEngine, DigitTokens
 
@@ -66,8 +68,8 @@ REASONS = {
 }
 
 
-class MoodTask:
-    tokens = DigitTokens()
+class MoodTask(Task):
+    tokens: Tokens = DigitTokens()
     reward_weights: Mapping[str, float] = {"style": 4.0}
 
     def __init__(self, moods: Sequence[str]) -> None:
@@ -88,14 +90,9 @@ class MoodTask:
 
 
 class WholeEngine(CausalEngine):
-    """With the rest of what a controller asks of an engine."""
+    """Takes any weights."""
 
     async def load_weights(self, push: WeightPush) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
 
 def prompt(mood: str) -> Prompt:
@@ -154,12 +151,14 @@ def test_a_sample_that_a_limit_ends_is_kept_as_unfinished(tmp_path: Path) -> Non
         assert isinstance(record, RolloutRecord)
         assert record.finish_reason == "length"
         assert record.turn_ids.max() == 3
-    assert found["catches"].reward == 7.0  # type: ignore[union-attr]
+    assert found["catches"].reward == 7.0
 
 
 def test_a_lost_engine_stops_the_run_even_if_the_function_would_not_mind(tmp_path: Path) -> None:
     class Lost(CausalEngine):
-        async def turn(self, *given: object, **options: object) -> SampledTurn:
+        async def turn(
+            self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+        ) -> SampledTurn:
             raise EngineError("the rollout server is not reachable")
 
     with pytest.raises(EngineError, match="not reachable"):
@@ -188,7 +187,7 @@ def test_the_ledger_balances_whatever_the_functions_do(tmp_path: Path) -> None:
     async def go() -> Mapping[str, float]:
         engine, task = WholeEngine(), MoodTask(moods)
         made = sampler(tmp_path, engine, task)
-        controller = RolloutController(config, engine, task, SamplingParams(top_k=16), made)  # type: ignore[arg-type]
+        controller = RolloutController(config, engine, task, SamplingParams(top_k=16), made)
         try:
             await controller.load_weights(WeightPush(0, "", ()))
             [share] = await controller.plan(1, data_size=1)

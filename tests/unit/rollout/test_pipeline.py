@@ -148,12 +148,14 @@ def test_one_step_trains_what_the_version_before_sampled() -> None:
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("sync", 2.0), ("async", 1.0)])
-def test_overlap_takes_the_longer_of_both_instead_of_their_sum(mode: str, expected: float) -> None:
+def test_overlap_takes_the_longer_of_both_instead_of_their_sum(
+    mode: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampling a batch takes 1 s here (one sample after the other), training 1 s."""
 
     async def timed() -> float:
         engine = SimulatedEngine(random.Random(0), interrupt=True, reject=0.0, slowest=0.1)
-        engine._chance.uniform = lambda low, high: 1 / 6  # type: ignore[method-assign]
+        monkeypatch.setattr(engine._chance, "uniform", lambda low, high: 1 / 6)
         start = asyncio.get_running_loop().time()
         await train(config(mode, None, concurrency=1), engine, [1.0] * STEPS)
         return asyncio.get_running_loop().time() - start

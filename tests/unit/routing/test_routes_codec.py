@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from math import comb, log2
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def assert_same(a: RouteRecord, b: RouteRecord) -> None:
     )
 
 
-def test_ranks_count_every_set_once():
+def test_ranks_count_every_set_once() -> None:
     sets = np.array(sorted(itertools.combinations(range(7), 3), key=lambda s: s[::-1]))
     body = combinations.pack(sets, 7)
     assert combinations.rank_bits(7, 3) == 6
@@ -55,7 +56,7 @@ def test_ranks_count_every_set_once():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_round_trips(data: st.DataObject):
+def test_round_trips(data: st.DataObject) -> None:
     num_experts = data.draw(st.sampled_from([1, 2, 8, 60, 128, 256, 257, 512, 1024]))
     top_k = data.draw(st.integers(1, min(num_experts, 16)))
     original = record(
@@ -75,19 +76,19 @@ def test_round_trips(data: st.DataObject):
 
 
 @pytest.mark.parametrize(("top_k", "num_experts"), [(8, 128), (10, 512), (16, 1024), (16, 17), (8, 8)])
-def test_first_and_last_sets(top_k: int, num_experts: int):
+def test_first_and_last_sets(top_k: int, num_experts: int) -> None:
     ends = np.array([range(top_k), range(num_experts - top_k, num_experts)])
     body = combinations.pack(ends, num_experts)
     np.testing.assert_array_equal(combinations.unpack(body, 2, num_experts, top_k), ends)
 
 
-def test_more_sets_than_one_part():
+def test_more_sets_than_one_part() -> None:
     original = record(5000, 4, 3, 16)
     np.testing.assert_array_equal(decode(encode(original, "set")).experts, np.sort(original.experts, axis=-1))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sizes(name: str):
+def test_sizes(name: str) -> None:
     layers, top_k, num_experts, limit = MODELS[name]
     assert layers * log2(comb(num_experts, top_k)) / 8 == pytest.approx(limit, abs=0.05)
     per_token = combinations.packed_bytes(1000 * layers, num_experts, top_k) / 1000
@@ -98,13 +99,13 @@ def test_sizes(name: str):
     assert len(encode(original)) == original.experts.nbytes + overhead
 
 
-def test_too_many_sets_are_refused_with_the_alternative():
+def test_too_many_sets_are_refused_with_the_alternative() -> None:
     with pytest.raises(RouteError, match='order="engine"'):
         encode(record(1, 1, 40, 1024), "set")
     assert_same(decode(encode(record(1, 1, 40, 1024))), record(1, 1, 40, 1024))
 
 
-def test_illegal_records_are_not_encoded():
+def test_illegal_records_are_not_encoded() -> None:
     bad = record(3, 2, 2, 8)
     bad.experts[0, 0] = 3
     with pytest.raises(RouteError) as error:
@@ -115,7 +116,7 @@ def test_illegal_records_are_not_encoded():
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_ten_thousand_mutations_are_refused(order: str):
+def test_ten_thousand_mutations_are_refused(order: Literal["engine", "set"]) -> None:
     original = encode(record(6, 3, 4, 60), order)
     rng = np.random.default_rng(0)
     for _ in range(5000):
@@ -138,7 +139,7 @@ def test_ten_thousand_mutations_are_refused(order: str):
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_forged_checksums_never_crash(order: str):
+def test_forged_checksums_never_crash(order: Literal["engine", "set"]) -> None:
     """Whoever rewrites the checksum too gets a typed error or a record that keeps every invariant."""
     original = encode(record(6, 3, 4, 60), order)
     rng = np.random.default_rng(1)
@@ -154,7 +155,7 @@ def test_forged_checksums_never_crash(order: str):
     assert refused > 1000
 
 
-def test_a_rank_beyond_the_last_set_is_refused():
+def test_a_rank_beyond_the_last_set_is_refused() -> None:
     for top_k, num_experts in ((2, 8), (10, 512)):
         width = combinations.rank_bits(num_experts, top_k)
         bits = f"{comb(num_experts, top_k):0{width}b}".ljust((width + 7) // 8 * 8, "0")

@@ -18,7 +18,7 @@ LEFT = np.array([[[0, 1]], [[2, 3]], [[1, 0]], [[0, 4]]], dtype=np.uint8)
 RIGHT = np.array([[[1, 0]], [[2, 4]], [[1, 0]], [[3, 4]]], dtype=np.uint8)
 
 
-def test_numbers_worked_by_hand():
+def test_numbers_worked_by_hand() -> None:
     result = routing.flips(LEFT, RIGHT, num_experts=6)
     assert result.num_token_layers == 4
     assert result.token_layer_rate == 0.5
@@ -28,14 +28,14 @@ def test_numbers_worked_by_hand():
     assert result.per_layer.tolist() == [0.5]
 
 
-def test_any_layer_and_per_layer():
+def test_any_layer_and_per_layer() -> None:
     left, right = LEFT.reshape(2, 2, 2), RIGHT.reshape(2, 2, 2)
     result = routing.flips(RouteRecord(left, (0, 1), 6), RouteRecord(right, (0, 1), 6))
     assert result.token_any_layer_rate == 1.0
     assert result.per_layer.tolist() == [0.0, 1.0]
 
 
-def test_masks_leave_rows_and_layers_out():
+def test_masks_leave_rows_and_layers_out() -> None:
     left, right = LEFT.reshape(2, 2, 2), RIGHT.reshape(2, 2, 2)
     assert routing.flips(left, right, np.array([True, False])).token_layer_rate == 0.5
     layers = np.array([[True, False], [True, False]])
@@ -44,7 +44,7 @@ def test_masks_leave_rows_and_layers_out():
     assert routing.flips(left, right, np.zeros(2, dtype=bool)).token_layer_rate == 0.0
 
 
-def test_rows_that_were_not_recorded_must_be_masked():
+def test_rows_that_were_not_recorded_must_be_masked() -> None:
     missing = LEFT.astype(np.int64)
     missing[1] = -1
     with pytest.raises(RouteError) as error:
@@ -55,7 +55,7 @@ def test_rows_that_were_not_recorded_must_be_masked():
     ).token_layer_rate == pytest.approx(1 / 3)
 
 
-def test_what_does_not_compare_is_refused():
+def test_what_does_not_compare_is_refused() -> None:
     for a, b, mask in ((LEFT, RIGHT[:3], None), (LEFT, RIGHT, np.ones(3, dtype=bool)), (LEFT, RIGHT, np.ones(4))):
         with pytest.raises(RouteError) as error:
             routing.flips(a, b, mask)
@@ -67,7 +67,7 @@ def test_what_does_not_compare_is_refused():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 6), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
-def test_equals_a_naive_loop(rows: int, layers: int, top_k: int, seed: int):
+def test_equals_a_naive_loop(rows: int, layers: int, top_k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     a, b = (np.argsort(rng.random((rows, layers, 6)), axis=-1)[..., :top_k] for _ in range(2))
     mask = rng.random((rows, layers)) < 0.7
@@ -80,7 +80,7 @@ def test_equals_a_naive_loop(rows: int, layers: int, top_k: int, seed: int):
     assert result.expert_delta == pytest.approx(2 * top_k * result.overlap_loss / 6)
 
 
-def test_flipped_tokens_of_a_pass():
+def test_flipped_tokens_of_a_pass() -> None:
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((5, 2, 6)), axis=-1)[..., :2].astype(np.uint8)
     records = (RouteRecord(experts, (0, 2), 6), None)
@@ -99,7 +99,7 @@ def test_flipped_tokens_of_a_pass():
     assert not parts[0].any()
 
 
-def test_strata_by_position_and_by_margin():
+def test_strata_by_position_and_by_margin() -> None:
     flipped = np.array([[1, 0], [0, 0], [1, 1], [1, 0]], dtype=bool)
     np.testing.assert_allclose(strata(flipped, np.arange(4), [2]), [0.25, 0.75])
     margin = np.array([[0.1, 0.9], [0.9, 0.9], [0.1, 0.1], [0.2, 0.9]])
@@ -109,13 +109,13 @@ def test_strata_by_position_and_by_margin():
         strata(flipped, np.arange(3), [1])
 
 
-def test_margin_is_the_gap_at_the_cut():
+def test_margin_is_the_gap_at_the_cut() -> None:
     scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     torch.testing.assert_close(router_margin(scores, 2), torch.tensor([0.15]))
     torch.testing.assert_close(router_margin(scores, 1), torch.tensor([0.2]))
 
 
-def test_gate_weights_are_compared_on_common_experts_only():
+def test_gate_weights_are_compared_on_common_experts_only() -> None:
     ids_a, ids_b = torch.tensor([[3, 1], [0, 1]]), torch.tensor([[1, 2], [2, 3]])
     shift = gate_weight_shift(
         ids_a, torch.tensor([[0.7, 0.3], [0.5, 0.5]]), ids_b, torch.tensor([[0.4, 0.6], [0.5, 0.5]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def group() -> list[RouteRecord]:
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_groups_come_back_exactly(order: str) -> None:
+def test_groups_come_back_exactly(order: Literal["engine", "set"]) -> None:
     members = group()
     found = decode_group(encode_group(members, order))
     wanted = members if order == "engine" else [ascending(member) for member in members]
@@ -79,7 +80,7 @@ def test_shared_rows_are_counted_in_order_and_coverage() -> None:
 
 
 @pytest.mark.parametrize("order", ["engine", "set"])
-def test_turns_are_deltas(order: str) -> None:
+def test_turns_are_deltas(order: Literal["engine", "set"]) -> None:
     first = record(30)
     second = branch(first, 30, 9, 1)
     data = encode_delta(second, first, order)

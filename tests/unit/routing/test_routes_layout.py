@@ -16,24 +16,24 @@ def ranks(batch: int, length: int, cp: int, sp: int) -> list[Layout]:
     return [Layout(batch, length, cp, c, sp, s) for c in range(cp) for s in range(sp)]
 
 
-def test_router_order_is_sequence_major():
+def test_router_order_is_sequence_major() -> None:
     values = torch.tensor([[10, 11, 12], [20, 21, 22]])
     assert Layout(2, 3).to_router(values).tolist() == [10, 20, 11, 21, 12, 22]
 
 
-def test_context_parallel_zigzag_by_hand():
+def test_context_parallel_zigzag_by_hand() -> None:
     values = torch.arange(8)[None]
     assert Layout(1, 8, 2, 0).cut_tokens(values).tolist() == [[0, 1, 6, 7]]
     assert Layout(1, 8, 2, 1).cut_tokens(values).tolist() == [[2, 3, 4, 5]]
 
 
-def test_context_then_sequence_parallel_by_hand():
+def test_context_then_sequence_parallel_by_hand() -> None:
     values = torch.stack([torch.arange(8), 100 + torch.arange(8)])
     assert Layout(2, 8, 2, 0, 2, 1).to_router(values).tolist() == [6, 106, 7, 107]
 
 
 @pytest.mark.parametrize(("cp", "sp"), GRIDS)
-def test_ranks_partition_the_micro_batch_and_inverses_restore_it(cp: int, sp: int):
+def test_ranks_partition_the_micro_batch_and_inverses_restore_it(cp: int, sp: int) -> None:
     length = 3 * padding_multiple(cp, sp)
     values = 1 + torch.arange(2 * length).view(2, length)
     assert sum(layout.from_router(layout.to_router(values)) for layout in ranks(2, length, cp, sp)).equal(values)
@@ -41,7 +41,7 @@ def test_ranks_partition_the_micro_batch_and_inverses_restore_it(cp: int, sp: in
 
 
 @pytest.mark.parametrize(("cp", "sp"), GRIDS)
-def test_the_proof_arithmetic_agrees_with_the_map(cp: int, sp: int):
+def test_the_proof_arithmetic_agrees_with_the_map(cp: int, sp: int) -> None:
     length = 2 * padding_multiple(cp, sp)
     lengths = [length, length - 3, 0] if length > 3 else [length, 1, 0]
     valid = torch.arange(length)[None] < torch.tensor(lengths)[:, None]
@@ -51,7 +51,7 @@ def test_the_proof_arithmetic_agrees_with_the_map(cp: int, sp: int):
         assert due_tokens(lengths, layout).equal(layout.to_router(valid))
 
 
-def test_uncut_is_differentiable():
+def test_uncut_is_differentiable() -> None:
     local = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
     Layout(1, 8, 2, 1).uncut_tokens(local).mul(torch.arange(8)).sum().backward()
     assert local.grad is not None
@@ -62,13 +62,13 @@ def test_uncut_is_differentiable():
     "sizes",
     [(0, 4), (2, 0), (2, 6, 2, 0), (2, 8, 2, 2), (2, 8, 1, 0, 3, 0), (2, 8, 1, 0, 2, -1), (1, 4, 2, 0, 4, 0)],
 )
-def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, ...]):
+def test_sizes_that_do_not_divide_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(RouteError) as error:
         Layout(*sizes)
     assert error.value.reason == "shape"
 
 
-def test_tensors_that_do_not_fit_are_refused():
+def test_tensors_that_do_not_fit_are_refused() -> None:
     layout = Layout(2, 4)
     for call in (layout.cut_tokens, layout.to_router, layout.uncut_tokens):
         with pytest.raises(RouteError) as error:

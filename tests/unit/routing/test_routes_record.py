@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ TOKENS = np.array([5, 6, 7, 8], dtype=np.int32)
 GOOD = RouteRecord(np.array([[[0, 3], [2, 1]]] * 3, dtype=np.uint8), (1, 4), 4, token_digest(TOKENS))
 
 
-def edited(**changes: object) -> RouteRecord:
+def edited(**changes: Any) -> RouteRecord:
     return replace(GOOD, **changes)
 
 
-def test_a_good_record_passes():
+def test_a_good_record_passes() -> None:
     GOOD.validate(num_tokens=4)
     GOOD.check_tokens(TOKENS)
     edited(experts=GOOD.experts[:0]).validate(num_tokens=1)
@@ -40,20 +41,20 @@ def test_a_good_record_passes():
         (edited(experts=np.where(GOOD.experts == 3, np.uint8(0), GOOD.experts)), "duplicate"),
     ],
 )
-def test_each_violation_has_its_reason(bad: RouteRecord, reason: str):
+def test_each_violation_has_its_reason(bad: RouteRecord, reason: str) -> None:
     with pytest.raises(RouteError) as error:
         bad.validate(num_tokens=4)
     assert error.value.reason == reason
 
 
-def test_errors_name_the_place():
+def test_errors_name_the_place() -> None:
     experts = GOOD.experts.copy()
     experts[2, 1] = [3, 3]
     with pytest.raises(RouteError, match=r"row 2, layer 4.*\[3, 3\]"):
         edited(experts=experts).validate()
 
 
-def test_duplicates_are_found_between_any_two_places():
+def test_duplicates_are_found_between_any_two_places() -> None:
     for first in range(4):
         for second in range(first + 1, 4):
             experts = np.tile(np.arange(4, dtype=np.uint16), (2, 1, 1))
@@ -62,14 +63,14 @@ def test_duplicates_are_found_between_any_two_places():
                 RouteRecord(experts, (0,), 300).validate()
 
 
-def test_other_tokens_are_refused():
+def test_other_tokens_are_refused() -> None:
     for record, tokens in ((GOOD, TOKENS[::-1]), (GOOD, TOKENS[:3]), (edited(token_digest=None), TOKENS)):
         with pytest.raises(RouteError) as error:
             record.check_tokens(tokens)
         assert error.value.reason == "digest"
 
 
-def test_select_keeps_named_layers():
+def test_select_keeps_named_layers() -> None:
     chosen = GOOD.select((4,))
     assert chosen.experts.tolist() == [[[2, 1]]] * 3
     chosen.validate(num_tokens=4)
@@ -77,7 +78,7 @@ def test_select_keeps_named_layers():
         GOOD.select((2,))
 
 
-def test_the_package_needs_no_engine():
+def test_the_package_needs_no_engine() -> None:
     code = "import sys, routing, routing.megatron, routing.sglang; print([m for m in ('moe_trm', 'megatron', 'sglang') if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

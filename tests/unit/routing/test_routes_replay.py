@@ -34,19 +34,20 @@ def micro_batch() -> tuple[list[RouteRecord | None], torch.Tensor, torch.Tensor,
     return [record(tokens[0], 0), record(tokens[1], 1), None], input_ids, target_ids, valid
 
 
-def test_a_matching_micro_batch_passes():
+def test_a_matching_micro_batch_passes() -> None:
     check_records(*micro_batch())
 
 
 @pytest.mark.parametrize(
     "change", ["swap", "stale", "target", "short", "missing", "superfluous", "count", "hole", "no digest"]
 )
-def test_records_of_other_tokens_are_refused(change: str):
+def test_records_of_other_tokens_are_refused(change: str) -> None:
     records, input_ids, target_ids, valid = micro_batch()
-    reason = "rows"
+    first, reason = records[0], "rows"
+    assert first is not None
     if change == "swap":
         valid[0], valid[1] = valid[0] & valid[1], valid[0] & valid[1]
-        records[0] = replace(records[0], experts=records[0].experts[:4])
+        records[0] = replace(first, experts=records[0].experts[:4])
         records[0], records[1], reason = records[1], records[0], "digest"
     elif change == "stale":
         input_ids[1, 2] += 1
@@ -55,7 +56,7 @@ def test_records_of_other_tokens_are_refused(change: str):
         target_ids[0, 6] += 1
         reason = "digest"
     elif change == "short":
-        records[0] = replace(records[0], experts=records[0].experts[1:])
+        records[0] = replace(first, experts=records[0].experts[1:])
     elif change == "missing":
         records[1] = None
     elif change == "superfluous":
@@ -65,14 +66,14 @@ def test_records_of_other_tokens_are_refused(change: str):
     elif change == "hole":
         valid[0, 3] = False
     elif change == "no digest":
-        records[0], reason = replace(records[0], token_digest=None), "digest"
+        records[0], reason = replace(first, token_digest=None), "digest"
     with pytest.raises(RouteError) as error:
         check_records(records, input_ids, target_ids, valid)
     assert error.value.reason == reason
 
 
 @pytest.mark.parametrize(("cp", "sp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_targets_equal_the_independent_cut_on_every_rank(cp: int, sp: int):
+def test_targets_equal_the_independent_cut_on_every_rank(cp: int, sp: int) -> None:
     records, _, _, valid = micro_batch()
     seen = 0
     for layout in [Layout(3, R, cp, c, sp, s) for c in range(cp) for s in range(sp)]:
@@ -88,14 +89,14 @@ def test_targets_equal_the_independent_cut_on_every_rank(cp: int, sp: int):
     assert seen == sum(LENGTHS)
 
 
-def test_targets_by_hand():
+def test_targets_by_hand() -> None:
     records, *_ = micro_batch()
     targets = local_targets(records, Layout(3, R), (2,), E, K)
     assert targets[2][0].tolist() == records[0].experts[0, 1].tolist()
     assert targets[2][3 * 3 + 1].tolist() == records[1].experts[3, 1].tolist()
 
 
-def test_a_record_of_another_model_is_refused():
+def test_a_record_of_another_model_is_refused() -> None:
     records, *_ = micro_batch()
     for arguments, reason in (((1, 2), E, K), "layers"), (((2,), E + 1, K), "shape"), (((2,), E, K + 1), "shape"):
         with pytest.raises(RouteError) as error:
@@ -110,13 +111,13 @@ def test_a_record_of_another_model_is_refused():
     assert error.value.reason == "rows"
 
 
-def test_same_set_wants_exactly_the_ids():
+def test_same_set_wants_exactly_the_ids() -> None:
     routing_map = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.bool)
     assert same_set(routing_map, torch.tensor([[1, 0]] * 4)).tolist() == [True, False, False, False]
     assert same_set(routing_map[3:], torch.tensor([[0, 0]])).tolist() == [False]
 
 
-def test_batch_digest_sees_tokens_and_shape_but_not_padding():
+def test_batch_digest_sees_tokens_and_shape_but_not_padding() -> None:
     _, input_ids, target_ids, valid = micro_batch()
     first = batch_digest(input_ids, target_ids, valid)
     input_ids[2, 0] = 99

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from routing import ReplayProofError, RouteError, flips, token_digest
+from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
 from routing.replay import ReplayRecords
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.sglang import decode_payload
@@ -23,12 +25,18 @@ def engine_routes(seed: int = 0) -> np.ndarray:
     return np.argsort(rng.random((T - 1, D, E)), axis=-1)[..., :K].astype("<i4")
 
 
-def decode(routes: np.ndarray, **changes: object):
-    arguments = {"tokens": TOKENS, "num_layers": D, "layer_ids": LAYERS, "num_experts": E, "top_k": K} | changes
+def decode(routes: np.ndarray, **changes: object) -> RouteRecord:
+    arguments: dict[str, Any] = {
+        "tokens": TOKENS,
+        "num_layers": D,
+        "layer_ids": LAYERS,
+        "num_experts": E,
+        "top_k": K,
+    } | changes
     return decode_payload(base64.b64encode(routes.tobytes()).decode(), **arguments)
 
 
-def test_decodes_moe_columns_in_engine_order_and_binds_tokens():
+def test_decodes_moe_columns_in_engine_order_and_binds_tokens() -> None:
     routes = engine_routes()
     record = decode(routes)
     assert record.experts.dtype == np.uint8
@@ -37,13 +45,13 @@ def test_decodes_moe_columns_in_engine_order_and_binds_tokens():
     assert record.token_digest == token_digest(TOKENS)
 
 
-def test_dense_columns_are_never_validated():
+def test_dense_columns_are_never_validated() -> None:
     routes = engine_routes()
     routes[:, [0, 2]] = -1
     np.testing.assert_array_equal(decode(routes).experts, routes[:, [1, 3]])
 
 
-def test_more_than_256_experts_need_uint16():
+def test_more_than_256_experts_need_uint16() -> None:
     routes = engine_routes()
     routes[0, 1] = [300, 7]
     record = decode(routes, num_experts=512)
@@ -52,7 +60,7 @@ def test_more_than_256_experts_need_uint16():
 
 
 @pytest.mark.parametrize("bad", [-1, E, 256, 2**31 - 1, -(2**31), 256 + 3])
-def test_out_of_range_ids_are_refused_before_narrowing(bad: int):
+def test_out_of_range_ids_are_refused_before_narrowing(bad: int) -> None:
     routes = engine_routes()
     routes[2, 3, 1] = bad
     with pytest.raises(RouteError, match="row 2, layer 3") as error:
@@ -60,7 +68,7 @@ def test_out_of_range_ids_are_refused_before_narrowing(bad: int):
     assert error.value.reason == "range"
 
 
-def test_duplicate_experts_are_refused():
+def test_duplicate_experts_are_refused() -> None:
     routes = engine_routes()
     routes[4, 1] = 5
     with pytest.raises(RouteError, match="row 4, layer 1") as error:
@@ -69,7 +77,7 @@ def test_duplicate_experts_are_refused():
 
 
 @pytest.mark.parametrize(("cut", "reason"), [(1, "payload"), (4, "payload"), (4 * K, "payload"), (4 * K * D, "rows")])
-def test_short_payload_is_refused(cut: int, reason: str):
+def test_short_payload_is_refused(cut: int, reason: str) -> None:
     payload = base64.b64encode(engine_routes().tobytes()[:-cut])
     with pytest.raises(RouteError) as error:
         decode_payload(payload, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
@@ -77,13 +85,13 @@ def test_short_payload_is_refused(cut: int, reason: str):
 
 
 @pytest.mark.parametrize("payload", ["not base64!", "abc", "AAAA\n", "ünïcode"])
-def test_text_that_is_not_base64_is_refused(payload: str):
+def test_text_that_is_not_base64_is_refused(payload: str) -> None:
     with pytest.raises(RouteError) as error:
         decode_payload(payload, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
     assert error.value.reason == "payload"
 
 
-def test_long_payloads_are_decoded_in_parts():
+def test_long_payloads_are_decoded_in_parts() -> None:
     """Damage in any part is found, and the row it names is that of the whole."""
     rows = 70_000
     routes = np.tile(engine_routes(), (rows // (T - 1), 1, 1))
@@ -100,26 +108,26 @@ def test_long_payloads_are_decoded_in_parts():
         assert error.value.reason == "payload"
 
 
-def test_missing_payload_is_refused():
+def test_missing_payload_is_refused() -> None:
     with pytest.raises(RouteError) as error:
         decode_payload(None, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)  # type: ignore[arg-type]
     assert error.value.reason == "payload"
 
 
-def test_extra_rows_and_wrong_tokens_are_refused():
+def test_extra_rows_and_wrong_tokens_are_refused() -> None:
     with pytest.raises(RouteError) as error:
         decode(engine_routes(), tokens=TOKENS[:-1])
     assert error.value.reason == "rows"
 
 
 @pytest.mark.parametrize("layers", [(), (3, 1), (1, 1), (1, 4), (-1, 2)])
-def test_layer_ids_must_fit_the_payload(layers: tuple[int, ...]):
+def test_layer_ids_must_fit_the_payload(layers: tuple[int, ...]) -> None:
     with pytest.raises(RouteError) as error:
         decode(engine_routes(), layer_ids=layers)
     assert error.value.reason == "layers"
 
 
-def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant():
+def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant() -> None:
     """SGLang's payload has no checksum: a mutation is refused, or gives a legal record that differs from the original only where it was hit."""
     rng = np.random.default_rng(0)
     original = engine_routes()
@@ -148,7 +156,7 @@ def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant():
     assert refused > 6000
 
 
-def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_as_one_local_flip():
+def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_as_one_local_flip() -> None:
     """Nothing in the payload could tell; docs/routes.md says so. It costs one token-layer of replay, and is counted as such."""
     routes = engine_routes()
     sent = decode(routes)
@@ -162,13 +170,17 @@ def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_a
 
 
 @pytest.mark.parametrize("share", [0.31, 0.5, 1.0])
-def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float):
+def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float) -> None:
     """A payload of legal but wrong ids in a share of one layer's rows above `max_local_flip_rate` is refused, whatever the rest looks like."""
     sent = np.argsort(np.random.default_rng(1).random((200, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8)
     received = sent.copy()
     received[: int(200 * share) + 1, 1] = (sent[: int(200 * share) + 1, 1] + 1) % E
     with pytest.raises(ReplayProofError, match="too often"):
         judge(replayed(sent, received), max_local_flip_rate=0.3)
+
+
+def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (used == expected).all(1)
 
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
@@ -180,5 +192,5 @@ def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
     opened.expect(torch.ones(len(live), dtype=torch.bool), None, counters.device)
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
-        opened.prove(layer, lambda expected, used=used: (used == expected).all(1), recompute=False)
+        opened.prove(layer, partial(same_rows, used), recompute=False)
     return counters

@@ -42,8 +42,9 @@ def test_gradients_of_log_probs_and_entropy_by_finite_differences() -> None:
     hidden, weight, target, *_ = make_case([1] * 4, V=9)
     hidden.requires_grad_(), weight.requires_grad_()
 
-    def both(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def both(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = full_scores(h, w, target, TAU, chunk_tokens=3, entropy=True)
+        assert scores.entropy is not None
         return scores.logprobs, scores.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, weight))

@@ -14,21 +14,23 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
-from moe_trm.step.passes import Anchored, interpolated
+from moe_trm.step.passes import Anchored, ReplayMode, interpolated
 from moe_trm.step.recipe import recipe
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.replay import Recorded, RouteSource
+from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
 
-class FakeLearner:
+class FakeLearner(StandInLearner):
     """Scores every token as minus the version of the weights it is asked to use."""
 
     def __init__(self) -> None:
         self.version, self.held, self.passes, self.num_bytes = 0, dict[str, int](), list[str | None](), 8
         self.saved = set[str]()
 
-    def snapshot(self, name: str, *, saved: bool = False) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        assert rounded_to is None
         self.held[name] = self.version
         if saved:
             self.saved.add(name)
@@ -38,7 +40,12 @@ class FakeLearner:
         del self.held[name]
 
     def score(
-        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], *, weights: str | None = None
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
     ) -> list[Scores]:
         self.passes.append(weights)
         version = self.version if weights is None else self.held[weights]
@@ -68,7 +75,7 @@ def spanning(sample_id: int, versions: Sequence[int]) -> RolloutRecord:
 
 def at(step: int, learner: FakeLearner, anchors: Anchors, batch: TrainBatch) -> list[Anchored]:
     learner.version, learner.passes = step - 1, []
-    return anchors.score(learner, batch)  # type: ignore[arg-type]
+    return anchors.score(learner, batch)
 
 
 def test_each_token_gets_its_behaviour_from_the_weights_that_sampled_it() -> None:
@@ -129,10 +136,10 @@ def test_interpolation_weights_follow_the_age() -> None:
 
 
 def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> None:
-    def skipped(mode: str = "R3", whole: bool = False, step: int = 1, **sections: Any) -> bool:
+    def skipped(mode: ReplayMode = "R3", whole: bool = False, step: int = 1, **sections: Any) -> bool:
         parts = at(
             step, FakeLearner(), Anchors(config(eta=0, **sections), mode, whole=whole), batch_of(step, [step - 1])
-        )  # type: ignore[arg-type]
+        )
         assert parts[1].scored
         return not parts[0].scored
 

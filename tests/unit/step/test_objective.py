@@ -28,7 +28,8 @@ from moe_trm.step.objective import TERMS, Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MiniBatch, TokenBatch, TrainRow
-from routing.replay import Native
+from routing.replay import Native, RouteSource
+from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
 NUM_ROWS = 12
@@ -48,19 +49,25 @@ class Ranks:
         return values
 
 
-class FakeLearner:
+class FakeLearner(StandInLearner):
     """Log-probs that depend on the token alone: the same whatever rank or micro-batch it is in."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self.data_rank, self.data_size = ranks, rank, ranks.size
-
         self.snapshots: list[str] = []
 
-    def snapshot(self, name: str) -> None:
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        assert rounded_to is None
         self.snapshots.append(name)
+        return 0
 
     def score(
-        self, batches: Sequence[TokenBatch], sources: Sequence[Any], *, weights: str | None = None
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
     ) -> list[Scores]:
         if weights is None:
             return [Scores(current_logprobs(batch)) for batch in batches]
@@ -141,7 +148,7 @@ def one_update(
     if reference is not None:
         [part] = reference.score(learner, [part])
     loss_of = objective.bind(part, learner, first=first)
-    total, gradients, entropy_gradients = 0.0, {}, {}
+    total, gradients, entropy_gradients = 0.0, dict[int, Tensor](), dict[int, Tensor]()
     for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):
         current, entropy = current_logprobs(batch).requires_grad_(), entropies(batch).requires_grad_()
         loss = loss_of(index, Scores(current, entropy=entropy if objective.needs_entropy else None))
@@ -169,7 +176,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
             assert value == pytest.approx(two["metrics"][key], rel=1e-4, abs=1e-6), key
 
 
-WHOLE = {
+WHOLE: dict[str, dict[str, Any]] = {
     "m2po": {
         "correction": {"rules": [{"name": "m2po", "thresholds": {"budget": 0.02}}]},
         "loss": {"name": "unclipped"},
@@ -336,7 +343,7 @@ def test_what_cannot_work_is_refused_at_launch(settings: dict[str, Any], said: s
         Objective(config(**settings))
 
 
-CALIBRATED = {
+CALIBRATED: dict[str, Any] = {
     "correction": {
         "calibration_steps": 2,
         "rules": [

@@ -13,12 +13,8 @@ from moe_trm.step.passes import Anchored
 from moe_trm.step.rate_guard import RateGuard, sequence_weights
 from moe_trm.types import TrainRow
 from routing.replay import Native
+from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
-
-
-class OneRank:
-    def gather(self, values: torch.Tensor) -> torch.Tensor:
-        return values
 
 
 def anchored(weights: list[float]) -> list[Anchored]:
@@ -38,29 +34,29 @@ def anchored(weights: list[float]) -> list[Anchored]:
 
 
 def test_weights_are_those_of_whole_rows() -> None:
-    weights = sequence_weights(OneRank(), anchored([1.0, 1.0, 1.0, 5.0]))
+    weights = sequence_weights(StandInLearner(), anchored([1.0, 1.0, 1.0, 5.0]))
     assert sorted(weights.tolist()) == pytest.approx([0.2, 0.2, 0.2, 1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("form", "factor"), [("sqrt", 0.755929), ("linear", 0.571429)])
 def test_the_effective_sample_size_lowers_the_rate(form: str, factor: float) -> None:
     guard = RateGuard(OptimizerConfig.model_validate({"ess_scale": form}))
-    scale, metrics = guard.scale(OneRank(), anchored([1.0, 1.0, 1.0, 5.0]), 10.0)
+    scale, metrics = guard.scale(StandInLearner(), anchored([1.0, 1.0, 1.0, 5.0]), 10.0)
     assert scale == pytest.approx(factor, abs=1e-5)
     assert metrics["optimizer/eff_sample_size"] == pytest.approx(0.571429, abs=1e-5)
     assert metrics["optimizer/lr_scale"] == scale
-    assert guard.scale(OneRank(), anchored([3.0, 3.0]), 10.0)[0] == pytest.approx(1.0)
+    assert guard.scale(StandInLearner(), anchored([3.0, 3.0]), 10.0)[0] == pytest.approx(1.0)
 
 
 def test_without_guards_nothing_is_measured() -> None:
-    assert RateGuard(OptimizerConfig()).scale(OneRank(), [], 10.0) == (1.0, {})
+    assert RateGuard(OptimizerConfig()).scale(StandInLearner(), [], 10.0) == (1.0, {})
 
 
 def test_a_surge_of_length_halves_the_rate_once_per_window() -> None:
     guard = RateGuard(OptimizerConfig(surge_limit=1.2, surge_window=3))
     lengths = [10, 10, 10, 13, 20, 20, 20, 20, 50, 50, 50]
-    scales = [guard.scale(OneRank(), [], length)[0] for length in lengths]
+    scales = [guard.scale(StandInLearner(), [], length)[0] for length in lengths]
     assert scales == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125]
     resumed = RateGuard(OptimizerConfig(surge_limit=1.2, surge_window=3))
     resumed.restore(guard.state())
-    assert [g.scale(OneRank(), [], 90)[0] for g in (guard, resumed)] == [0.125, 0.125]
+    assert [g.scale(StandInLearner(), [], 90)[0] for g in (guard, resumed)] == [0.125, 0.125]

@@ -1,0 +1,116 @@
+"""What a test puts in the place of an engine or a learner: the whole protocol, of which a test fills in what it needs.
+
+A call that a test did not expect fails it. The type checker holds every stand-in to the protocol, and what overrides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from moe_trm.checkpoint.pieces import Piece, PieceReader
+from moe_trm.learner.protocol import Learner, Scores, UpdateResult
+from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.sync.manifest import Share, TensorEntry, WeightPush
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TokenBatch
+from routing.replay import ReplayReport, RouteSource
+
+
+def _unexpected(name: str) -> AssertionError:
+    return AssertionError(f"`{name}` was called, which this test does not expect")
+
+
+class StandInLearner(Learner):
+    """One rank that holds whole rows and all layers: it reduces and gathers, and does nothing else."""
+
+    data_rank: int = 0
+    data_size: int = 1
+    moe_layer_ids: tuple[int, ...] = ()
+    model_moe_layer_ids: tuple[int, ...] = ()
+    leads: bool = True
+
+    def score(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        *,
+        kept_mass: bool = False,
+        weights: str | None = None,
+    ) -> list[Scores]:
+        raise _unexpected("score")
+
+    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+        raise _unexpected("snapshot")
+
+    def forget(self, name: str) -> None:
+        raise _unexpected("forget")
+
+    def update(
+        self,
+        batches: Sequence[TokenBatch],
+        sources: Sequence[RouteSource],
+        objective: Callable[[int, Scores], Tensor],
+        *,
+        entropy: bool = False,
+        lr_scale: float = 1.0,
+    ) -> UpdateResult:
+        raise _unexpected("update")
+
+    def replay_report(self) -> ReplayReport:
+        raise _unexpected("replay_report")
+
+    def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: float(value) for name, value in sums.items()}
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum_over_slices(self, values: Tensor) -> Tensor:
+        return values
+
+    def sum_over_stages(self, values: Tensor) -> Tensor:
+        return values
+
+    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
+        raise _unexpected("export_shard")
+
+    def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        raise _unexpected("owned_tensors")
+
+    def state(self) -> tuple[list[Piece], Mapping[str, int]]:
+        raise _unexpected("state")
+
+    def restore(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
+        raise _unexpected("restore")
+
+    def export_checkpoint(self, directory: str) -> None:
+        raise _unexpected("export_checkpoint")
+
+
+class StandInEngine(RolloutEngine):
+    """Starts, closes and has no metrics; it samples nothing and takes no weights."""
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        raise _unexpected("generate")
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        raise _unexpected("turn")
+
+    async def load_weights(self, push: WeightPush) -> None:
+        raise _unexpected("load_weights")
+
+    async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
+        raise _unexpected("receive_weights")
+
+    async def release_memory(self) -> None:
+        raise _unexpected("release_memory")
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
