@@ -16,7 +16,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import zmq
+from zmq import curve_keypair
+from zmq.constants import SocketOption, SocketType
+from zmq.sugar.context import Context
+from zmq.sugar.socket import Socket
 
 from launch.job import free_port
 from moe_trm.config.schema import Config
@@ -57,9 +60,9 @@ def serving(folder: Path, endpoint: str = "", keys: tuple[bytes, bytes] = (b"", 
 
 
 @contextmanager
-def dealer(endpoint: str) -> Iterator[zmq.Socket[bytes]]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
+def dealer(endpoint: str) -> Iterator[Socket[bytes]]:
+    socket = Context.instance().socket(SocketType.DEALER)
+    socket.setsockopt(SocketOption.LINGER, 0)
     socket.connect(endpoint)
     try:
         yield socket
@@ -131,10 +134,10 @@ def test_a_message_beyond_the_limit_is_not_taken_in(tmp_path: Path, monkeypatch:
 def test_between_machines_only_encrypted_requests_are_heard(tmp_path: Path) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with dealer(endpoint) as plain, dealer(endpoint) as mistaken:
-        with serving(tmp_path, endpoint, zmq.curve_keypair()):
+        with serving(tmp_path, endpoint, curve_keypair()):
             mistaken.disconnect(endpoint)
-            mistaken.curve_publickey, mistaken.curve_secretkey = zmq.curve_keypair()
-            mistaken.curve_serverkey = zmq.curve_keypair()[0]
+            mistaken.curve_publickey, mistaken.curve_secretkey = curve_keypair()
+            mistaken.curve_serverkey = curve_keypair()[0]
             mistaken.connect(endpoint)
             for socket in (plain, mistaken):
                 socket.send_multipart(wire.encode(Request(KEY, "stop")))

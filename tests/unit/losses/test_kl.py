@@ -25,7 +25,7 @@ def gradient_of_mean(name: str, sampler: Tensor | None = None) -> tuple[float, T
         weights, values = sampler.exp(), importance_corrected_k3(current - sampler, current, REFERENCE, MASK)
     mean = (weights * values).sum()
     (gradient,) = torch.autograd.grad(mean, theta)
-    return float(mean), gradient
+    return float(mean.detach()), gradient
 
 
 def true_gradient(forward: bool) -> Tensor:
