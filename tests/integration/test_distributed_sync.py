@@ -41,18 +41,18 @@ def in_threads(*work: threading.Thread) -> Iterator[None]:
         thread.start()
     yield
     for thread in work:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         assert not thread.is_alive()
 
 
 def push(server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str) -> float:
     """Push `sent` after announcing `announced`; seconds of the load, groups not included."""
-    senders = [Sender(f"{group}{rank}", timeout_s=60) for rank in range(len(sent))]
+    senders = [Sender(f"{group}{rank}", timeout_s=300) for rank in range(len(sent))]
     shares = [Share(s.meeting, announce(t.items(), "float32")) for s, t in zip(senders, announced, strict=True)]
 
     async def run() -> float:
-        async with EngineHttp(server.url, server.api_key, timeout_s=60, max_attempts=1) as api:
-            control = DistributedPush(api, timeout_s=60)
+        async with EngineHttp(server.url, server.api_key, timeout_s=300, max_attempts=1) as api:
+            control = DistributedPush(api, timeout_s=300)
             with in_threads(*(threading.Thread(target=sender.connect) for sender in senders)):
                 await control.join([sender.meeting for sender in senders])
             started = time.perf_counter()
@@ -73,7 +73,7 @@ def push(server: Server, version: int, announced: list[Tensors], sent: list[Tens
 
 def served_checksums(server: Server) -> dict[str, str]:
     async def run() -> dict[str, str]:
-        async with EngineHttp(server.url, server.api_key, timeout_s=60, max_attempts=1) as api:
+        async with EngineHttp(server.url, server.api_key, timeout_s=300, max_attempts=1) as api:
             answer = await api.post("/weights_checker", {"action": "checksum"})
             return dict(answer["ranks"][0]["checksums"])
 

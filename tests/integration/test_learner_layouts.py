@@ -16,10 +16,14 @@ from tests.integration.learner_support.work import NUM_BATCHES, global_batch
 LAYOUTS = {
     "EP2": "expert=2",
     "TP2+SP": "tensor=2:expert_tensor=2",
+    "TP2xEP2": "tensor=2:expert=2",
     "PP2": "pipeline=2",
+    "PP2+VPP2": "pipeline=2:virtual_pipeline=2",
     "CP2": "context=2",
 }
-MORE = {"TP2xEP2": "tensor=2:expert=2", "PP2+VPP2": "pipeline=2:virtual_pipeline=2"}
+MORE = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2")}
+"""Layouts made of others, for the slow tests."""
+FEW = {name: options for name, options in LAYOUTS.items() if name not in MORE}
 PRODUCTS = {
     "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
     "TP2xCP2": "tensor=2:expert_tensor=2:context=2",
@@ -63,13 +67,13 @@ def runs_of(layouts: dict[str, str], *recompute: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs_of(LAYOUTS, *RECOMPUTE))
+    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs_of(FEW, *RECOMPUTE))
 
 
 @pytest.fixture(scope="module")
 def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
-    runs += [matrix(options, SLOW_RECOMPUTE) for options in LAYOUTS.values()]
+    runs += [matrix(options, SLOW_RECOMPUTE) for options in FEW.values()]
     return run_ranks(tmp_path_factory.mktemp("more"), checkpoint, 2, *runs)
 
 
@@ -80,19 +84,15 @@ def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 SLOW = [*(("more", name, options) for name, options in MORE.items()), *(("four", *case) for case in PRODUCTS.items())]
 CASES = [
-    *(pytest.param("two", options, id=name) for name, options in LAYOUTS.items()),
+    *(pytest.param("two", options, id=name) for name, options in FEW.items()),
     *(pytest.param(ranks, options, id=name, marks=pytest.mark.slow) for ranks, name, options in SLOW),
 ]
 REPLAYED = [
-    *(
-        pytest.param("two", options, kind, id=f"{name}-{kind}")
-        for name, options in LAYOUTS.items()
-        for kind in RECOMPUTE
-    ),
+    *(pytest.param("two", options, kind, id=f"{name}-{kind}") for name, options in FEW.items() for kind in RECOMPUTE),
     *(
         pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
-        for ranks, name, options in (*(("more", *case) for case in LAYOUTS.items()), *SLOW)
-        for kind in ((SLOW_RECOMPUTE,) if name in LAYOUTS else (*RECOMPUTE, SLOW_RECOMPUTE))
+        for ranks, name, options in (*(("more", *case) for case in FEW.items()), *SLOW)
+        for kind in ((SLOW_RECOMPUTE,) if name in FEW else (*RECOMPUTE, SLOW_RECOMPUTE))
     ),
 ]
 

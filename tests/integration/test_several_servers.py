@@ -70,7 +70,7 @@ def router(rollout_server: Server, tmp_path_factory: pytest.TempPathFactory) -> 
         time.sleep(0.1)
     yield url
     process.terminate()
-    process.wait(20)
+    process.wait(120)
     assert rollout_server.api_key not in (folder / "router.log").read_text()
 
 
@@ -155,12 +155,12 @@ def test_a_server_that_misses_a_push_is_left_out_until_it_has_it(
                 assert two.passed["/generate"] == asked
                 # It takes weights again: it is given the newest ones, and samples again.
                 two.shut.clear()
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(300):
                     while controller._engine.metrics()["rollout/recoveries"] == 0:
                         await asyncio.sleep(0.1)
                 assert [server.version for server in fleet.servers] == [2, 2]
                 if routed:  # the router takes a server that it gave up back only after a while
-                    async with asyncio.timeout(30):
+                    async with asyncio.timeout(300):
                         while two.passed["/generate"] == asked:
                             await fleet.ask({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}})
                 asked = two.passed["/generate"]
@@ -226,7 +226,7 @@ def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
             finally:
                 os.killpg(second_server.process.pid, signal.SIGCONT)
             assert controller._engine.metrics()["rollout/servers"] == 1
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while controller._engine.metrics()["rollout/recoveries"] == 0:
                     await asyncio.sleep(0.1)
             await controller.load_weights(make_push(tmp_path, tiny_moe, 1))

@@ -14,7 +14,7 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
-from moe_trm.step.passes import Anchored, ReplayMode, interpolated
+from moe_trm.step.passes import Anchored, interpolated
 from moe_trm.step.recipe import recipe
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.replay import Recorded, RouteSource
