@@ -61,7 +61,7 @@ def serving(folder: Path, endpoint: str = "", keys: tuple[bytes, bytes] = (b"", 
 
 @contextmanager
 def dealer(endpoint: str) -> Iterator[Socket[bytes]]:
-    socket = Context.instance().socket(SocketType.DEALER)
+    socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
     socket.setsockopt(SocketOption.LINGER, 0)
     socket.connect(endpoint)
     try:
