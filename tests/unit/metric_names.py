@@ -109,7 +109,6 @@ def _families() -> Mapping[str, Sequence[str]]:
         "reference/{name}_kl": ["reference/k1_kl", "reference/k3_kl"],
         "reward/{name}/mean": [f"reward/{WORD}/mean"],
         "rollout/age_share/{age}": [f"rollout/age_share/{NUMBER}"],
-        "routing/flip_rate/layer_{layer}": [f"routing/flip_rate/layer_{NUMBER}"],
         "routing/flips/engine/margin_{least}_{most}": [f"routing/flips/engine/margin_{a}_{b}" for a, b in margins],
         "routing/flips/engine/position_{low}_{high or 'up'}": [
             f"routing/flips/engine/position_{low}_{high}" for low, high in zip(lows, (*POSITIONS, "up"), strict=True)
