@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planted_faults import Change, planted_checkpoint
+from benchmarks.faults import Change, planted_checkpoint
 from moe_trm.cli import main
 from tests.integration.jobs import write_config
 
