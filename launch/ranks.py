@@ -52,8 +52,7 @@ class Stop:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: of the rank that failed first, 128 + signal when asked to stop, 0 when all ranks did all their
-    steps."""
+    """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
