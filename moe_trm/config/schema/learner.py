@@ -29,19 +29,19 @@ class OptimizerConfig(Section):
     warmup_steps: Count = 3
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Learning rate after warm-up. `constant`; `linear` or `cosine`: down to `optimizer.min_lr`; `wsd`: constant, then
-    linear down at the end."""
+    """Learning rate after warm-up. `constant`; `linear` or `cosine`: down to `optimizer.min_lr`; `wsd`: constant,
+    then linear down at the end."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Where the schedule ends; at most `optimizer.lr`."""
     decay_steps: Positive | None = None
-    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run (steps x minibatches x
-    epochs)."""
+    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run
+    (steps x minibatches x epochs)."""
     final_steps: Positive | None = None
     """`wsd`: optimizer steps on the way down; none: a tenth of `optimizer.decay_steps`."""
     ess_scale: Annotated[Literal["off", "sqrt", "linear"], BeforeValidator(bare_off)] = "off"
-    """Scale a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`, with w
-    the ratio of policy to rollout. `sqrt`: by its root (VCPO with AdamW); `linear`: by itself. Worth trying with stale
-    rollouts."""
+    """Scale a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`,
+    with w the ratio of policy to rollout. `sqrt`: by its root (VCPO with AdamW); `linear`: by itself. Worth
+    trying with stale rollouts."""
     surge_limit: Annotated[float, Field(gt=1)] | None = None
     """Halve the learning rate, down to a tenth, when answers are longer than this times those of
     `optimizer.surge_window` steps ago; none: never. Try 1.2."""
@@ -87,8 +87,8 @@ class DeepSpeedConfig(Section):
     """`learner.backend=deepspeed`: how ZeRO spreads the training state over the ranks, all of them data parallel."""
 
     zero_stage: Literal[1, 2, 3] = 2
-    """Sharded state: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits; every stage
-    computes the same."""
+    """Sharded state: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits;
+    every stage computes the same."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
 
@@ -102,8 +102,8 @@ class LossScaleConfig(Section):
     """
 
     initial: Positive = 65536
-    """Scale of the first step, a power of two. Lower it when the first steps are skipped: their rollouts train
-    nothing."""
+    """Scale of the first step, a power of two. Lower it when the first steps are skipped:
+    their rollouts train nothing."""
     growth_steps: Positive = 200
     """The scale doubles after so many applied steps in a row."""
 
@@ -112,8 +112,8 @@ class LearnerConfig(Section):
     """The engine that trains."""
 
     backend: Literal["megatron", "deepspeed"] = "megatron"
-    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the model as
-    transformers has it)."""
+    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the
+    model as transformers has it)."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Settings of DeepSpeed."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -142,9 +142,9 @@ class LearnerConfig(Section):
     micro_batch_rows: Positive | None = None
     """Sequences forwarded together on one rank; none: 32, unless `learner.micro_batch_tokens` is set."""
     micro_batch_tokens: Positive | None = None
-    """Tokens forwarded together on one rank, padding included. Rows are packed by length and shared so that ranks get
-    similar numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory allows; no sequence may
-    be longer."""
+    """Tokens forwarded together on one rank, padding included. Rows are packed by length and shared so that
+    ranks get similar numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory
+    allows; no sequence may be longer."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward computes again instead of keeping: none, those inside the MLP and MoE layers
     (`selective`), or those of every layer (`full`: least memory, about a third more time)."""

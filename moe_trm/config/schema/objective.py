@@ -24,9 +24,9 @@ class AdvantageConfig(Section):
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "grpo"
-    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the same for
-    each named reward by itself, weighted by `task.reward_weights` afterwards. The others are described in
-    docs/methods.md."""
+    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the
+    same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are
+    described in docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
 
@@ -93,15 +93,15 @@ class KlConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL, per nat; 0: no reference is kept or scored. Try 0.001."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"] = "k3+"
-    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy; `k3_is`
-    (weighted by the differentiated ratio) has it off-policy too. In the reward only values count; of these `k1` and
-    `k3` are unbiased."""
+    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy;
+    `k3_is` (weighted by the differentiated ratio) has it off-policy too. In the reward only values count; of
+    these `k1` and `k3` are unbiased."""
     where: Literal["loss", "reward"] = "loss"
     """`loss`: a separate term beside the policy loss, on every sampled token whatever corrections reject. `reward`:
     each sample's reward is lowered by the KL of its tokens before groups are compared."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of samples / `kl.horizon`
-    a step."""
+    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of
+    samples / `kl.horizon` a step."""
     target: Annotated[float, Field(gt=0)] = 0.1
     """`adaptive`: mean KL per token to steer to, in nats."""
     horizon: Annotated[float, Field(gt=0)] = 10000.0

@@ -13,13 +13,13 @@ class BatchConfig(Section):
     """Selection of the valid samples that are trained."""
 
     zero_variance: Literal["keep", "drop"] = "keep"
-    """Groups whose samples all have the same reward, and so no advantage: train them without effect (`keep`), or `drop`
-    them and issue other prompts in their place (dynamic sampling). Worth trying when `reward/zero_variance_groups` is
-    high."""
+    """Groups whose samples all have the same reward, and so no advantage: train them without effect (`keep`), or
+    `drop` them and issue other prompts in their place (dynamic sampling). Worth trying when
+    `reward/zero_variance_groups` is high."""
     overlong: Literal["keep", "drop", "mask"] = "keep"
-    """Samples cut off at `rollout.max_new_tokens`. `keep`: train them as they were rewarded. `drop`: drop them before
-    their group is compared. `mask`: they count in the group's mean and in the denominators, but their own advantage is
-    0."""
+    """Samples cut off at `rollout.max_new_tokens`. `keep`: train them as they were rewarded. `drop`: drop
+    them before their group is compared. `mask`: they count in the group's mean and in the denominators,
+    but their own advantage is 0."""
     refill_limit: Annotated[float, Field(ge=1)] = 3.0
     """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`. At that limit the step trains
     what it has. 1: nothing is refilled."""

@@ -34,8 +34,8 @@ class ServerConfig(Section):
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A server that answers requests but generated nothing for so many seconds counts as hung. Set it longer than a
-    weight push takes."""
+    """A server that answers requests but generated nothing for so many seconds counts as hung. Set it
+    longer than a weight push takes."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 
@@ -60,8 +60,8 @@ class RolloutConfig(Section):
     bundle: str | None = None
     """`engine=bundle`: folder written by `record.bundle`."""
     bundle_delay_s: Annotated[float, Field(ge=0)] = 0.0
-    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline overlaps without an
-    engine."""
+    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline
+    overlaps without an engine."""
     server: ServerConfig = ServerConfig()
     """The server to start."""
     quantization: str | None = None
@@ -83,8 +83,8 @@ class RolloutConfig(Section):
     min_p: Fraction = 0.0
     """Ids less probable than this fraction of the most probable one are not sampled; 0: no bound."""
     max_new_tokens: Positive = 48
-    """Tokens sampled at most for one answer (of a rollout function: for one turn). A longer answer counts as
-    unfinished."""
+    """Tokens sampled at most for one answer (of a rollout function: for one turn). A longer
+    answer counts as unfinished."""
     function: str | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
     several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
@@ -94,8 +94,8 @@ class RolloutConfig(Section):
     max_turns: Positive = 8
     """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
     max_tokens: Positive | None = None
-    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what the model's
-    positions allow."""
+    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what
+    the model's positions allow."""
     colocate: bool = False
     """The engine shares its GPUs with the learner. While the learner works, the engine's weights and KV cache leave
     device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers
@@ -105,11 +105,11 @@ class RolloutConfig(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Limit for one request, queueing included."""
     max_attempts: Positive = 3
-    """Tries per request when the connection fails or the server answers 5xx. After that the server is checked, and the
-    sample is asked for again."""
+    """Tries per request when the connection fails or the server answers 5xx. After that the server is checked, and
+    the sample is asked for again."""
     recovery_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Longest time without any working server, in seconds, before the run is given up. A restart takes as long as
-    loading the model."""
+    """Longest time without any working server, in seconds, before the run is given up. A restart takes
+    as long as loading the model."""
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ class CheckpointConfig(Section):
     """`auto`: go on from the newest checkpoint of this run whose checksums are right; begin anew where there is none.
     `never`: begin anew; existing checkpoints are set aside. Else the path of one checkpoint (`.../step-000100`)."""
     export_every: Count = 0
-    """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all of which are kept; 0:
-    none."""
+    """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all
+    of which are kept; 0: none."""
 
 
 class RecordConfig(Section):
@@ -63,10 +63,10 @@ class ObserveConfig(Section):
     panel: Annotated[Literal["auto", "on", "off"], BeforeValidator(bare_switch)] = "auto"
     """Live panel instead of one line per step; `auto`: on a terminal."""
     transcripts: Count = 10
-    """Steps between transcripts of a few sampled rollouts under `RUN_DIR/transcripts`; 0: never. The first step is
-    always one of them."""
+    """Steps between transcripts of a few sampled rollouts under `RUN_DIR/transcripts`; 0: never. The first
+    step is always one of them."""
     transcript_rollouts: Positive = 4
     """Rollouts in one transcript, of different prompts as far as the first rank has them."""
     report: bool = True
-    """Write `RUN_DIR/report.html` when the run ends or is interrupted. `moe-trm report RUN_DIR` writes it at any
-    time."""
+    """Write `RUN_DIR/report.html` when the run ends or is interrupted.
+    `moe-trm report RUN_DIR` writes it at any time."""

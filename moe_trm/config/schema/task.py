@@ -23,9 +23,9 @@ class TaskConfig(Section):
     """Source of prompts and rewards: generated sums (`arithmetic`), prompts of your own from `task.prompts` (`jsonl`),
     or those of GSM8K (`gsm8k`)."""
     prompts: str | None = None
-    """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as `hf:NAME[:SPLIT]`
-    or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields reach the reward as
-    extras."""
+    """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as
+    `hf:NAME[:SPLIT]` or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields
+    reach the reward as extras."""
     eval_prompts: str | None = None
     """Held-out prompts, from the same kinds of source; none: no evaluation for tasks that read prompts."""
     prompt_field: str | None = None
@@ -35,8 +35,8 @@ class TaskConfig(Section):
     eval_size: Count = 256
     """Held-out prompts per evaluation, of each set."""
     eval_sets: dict[str, str] = {}
-    """Further held-out sets by name, from the same kinds of source as `task.eval_prompts`; their metrics are
-    `eval/NAME/...`."""
+    """Further held-out sets by name, from the same kinds of source as `task.eval_prompts`; their
+    metrics are `eval/NAME/...`."""
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """`arithmetic`: digits of the larger operand."""
     reward: str | None = None
@@ -47,11 +47,11 @@ class TaskConfig(Section):
     """Weights of named rewards, where a reward function returns several; a name that is not listed has weight 1. The
     reward is their weighted sum."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds that one call of a reward function may take. After that its sample is rejected (`reward_timeout`) and its
-    process ended."""
+    """Seconds that one call of a reward function may take. After that its sample is rejected
+    (`reward_timeout`) and its process ended."""
     reward_processes: Positive = 2
-    """Processes that run a reward function which is not async. Raise it when `time/wait_s` is spent on rewards and
-    cores are free."""
+    """Processes that run a reward function which is not async. Raise it when `time/wait_s` is spent on
+    rewards and cores are free."""
     template: str | None = None
     """Text around a prompt read from a file, with `{prompt}` where it goes; none: `Question: {prompt}\\nAnswer:` for
     `gsm8k`, the prompt alone for `jsonl`."""
