@@ -1,4 +1,4 @@
-"""Which machine this rank is on, from what torchrun tells it."""
+"""The machine of this rank, from torchrun's environment."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`moe-trm train`. Ctrl-C and SIGTERM before the learner has been started end it at once; what was started is stopped."""
+    """`moe-trm train`.
+
+    Ctrl-C and SIGTERM before the start of the learner end it at once; whatever was started is stopped.
+    """
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
     return run_job(args.config, args.overrides, args.nproc_per_node)
@@ -58,7 +61,8 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     run_dir = Path(config.run_dir) / config.name
     run_dir.mkdir(parents=True, exist_ok=True)
     print(
-        f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} (log: {run_dir / 'rollout.log'})",
+        f"starting the rollout server on {config.rollout.server.host}:{config.rollout.server.port} "
+        f"(log: {run_dir / 'rollout.log'})",
         flush=True,
     )
     with Watchdog(config, run_dir / "rollout.log", api_key):
@@ -68,8 +72,8 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
 def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
     """The learner ranks on this host; the API key travels in the environment, never on a command line.
 
-    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end, at the second they end at once. When this
-    process is killed they are killed too.
+    SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end; at the second they end at
+    once. When this process is killed, they are killed too.
     """
     # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
     learner = subprocess.Popen(

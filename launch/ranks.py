@@ -1,10 +1,13 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
-`python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does what
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]` does, with four differences:
-a failed rank's own message is the last word, not torchrun's traceback; an error that can only repeat uses up no restart; SIGINT or
-SIGTERM lets the ranks finish their step and save, however long that takes, and a second one ends them; and however they end, there is a
-report.
+`python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does the same as
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with four
+differences:
+
+- A failed rank's own message is the last word, not torchrun's traceback.
+- An error that can only repeat uses up no restart.
+- SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
+- There is a report, however the ranks end.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Stop:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code of the rank that failed first, 128 + signal when asked to stop, 0 when all ranks did all their steps."""
+    """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

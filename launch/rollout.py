@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.rollout",
         description="Start the rollout server of a configuration and keep it until interrupted.",
-        epilog=f"The server's key is that of {API_KEY_VARIABLE}, or a new one, which is printed. The learner: torchrun ... -m launch.train",
+        epilog=f"The server's key is that of {API_KEY_VARIABLE}, or a new one, which is printed. "
+        "The learner: torchrun ... -m launch.train",
     )
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. rollout.server.port=30200")
@@ -62,7 +63,10 @@ def _serve(path: str, overrides: Sequence[str]) -> int:
 
 
 def log_name(host: str) -> str:
-    """The log of a server bound to `host`: one that other machines reach is not the only one to write into their common run folder."""
+    """The file name of the log of a server bound to `host`.
+
+    Servers that other machines reach may write into a common run folder, so each has a log of its own.
+    """
     try:
         alone = ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,8 @@
 """SGLang's router at the address of `rollout.router`: `python -m launch.router CONFIG [key=value ...]`.
 
-It begins without servers: the controller of the run tells it which of `rollout.urls` may sample. Needs `pip install 'moe-trm[router]'`.
-Whoever wants other settings starts `smg launch` by hand; the key of the servers is the key of the router.
+It begins without servers: the controller of the run tells it which of `rollout.urls` may sample. Needs
+`pip install 'moe-trm[router]'`. For other settings start `smg launch` by hand; the key of the servers is the key of the
+router.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _route(path: str, overrides: Sequence[str]) -> None:
             # The others judge servers by speeds that they do not know yet: a whole batch may go to one of two.
             policy="round_robin",
             log_level="warn",
-            # The controller looks after the servers. One that lends its memory to the learner is well, and generates nothing.
+            # The controller watches the servers. One that lends its memory to the learner is healthy, and generates
+            # nothing.
             disable_health_check=True,
             # Tokens come from us, and go back as tokens.
             disable_tokenizer_autoload=True,

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Learner and rollout servers on a Slurm cluster. Edit the lines that begin with #SBATCH and the three settings below, then:
+# Learner and rollout servers on a Slurm cluster. Edit the lines that begin with #SBATCH and the three settings below,
+# then:
 #
 #     sbatch launch/slurm.sh CONFIG.yaml [key=value ...]
 #
-# The first SERVER_NODES nodes serve rollouts, the others train; torchrun meets on the first training node. The run's folder, the
-# checkpoint and CONFIG must be on a file system that all nodes share.
+# The first SERVER_NODES nodes serve rollouts, the others train; torchrun meets on the first training node. The run's
+# folder, the checkpoint and CONFIG must be on a file system that all nodes share.
 #
-# Submit the same command again after whatever ended the job: it goes on from the newest checkpoint. With --requeue Slurm does so itself.
+# Submit the same command again after whatever ended the job: it goes on from the newest checkpoint. With --requeue
+# Slurm does so itself.
 #
 #SBATCH --job-name=moe-trm
 #SBATCH --nodes=4

@@ -1,7 +1,8 @@
 """The learner: `torchrun --nproc-per-node N -m launch.train CONFIG [key=value ...]`.
 
-Each rank builds its part of the model; the first rank of the node also starts the rollout controller, which talks to the server
-that `python -m launch.rollout CONFIG` started (or to `rollout.url`). `moe-trm train CONFIG` starts both.
+Each rank builds its part of the model. The first rank of the node also starts the rollout controller. The controller
+talks to the server that `python -m launch.rollout CONFIG` started, or to `rollout.url`. `moe-trm train CONFIG` starts
+both.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
 def connect(
     config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path, host: Host
 ) -> RolloutClient:
-    """Start the controller on the first rank and tell the others where it is, through the rendezvous store (bytes, never pickle)."""
+    """Start the controller on the first rank and tell the others its address.
+
+    The address goes through the rendezvous store, as bytes, never as pickle.
+    """
     process = None
     if ranks[0] == 0:
         key, address = secrets.token_hex(16), None if host.alone else host.address
@@ -124,9 +128,10 @@ def connect(
 def build_pusher(
     config: Config, store: Store, rank: int, learner: Learner, rollouts: RolloutClient, run_dir: Path, host: Host
 ) -> Pusher:
-    """How weights reach the engine: through `sync.dir`, or by broadcast from this machine.
+    """The pusher of weights to the engine: through `sync.dir`, or by broadcast from this machine.
 
-    Without `sync.dir` pushes go through shared memory where there is one; ranks on several machines share the run's folder.
+    Without `sync.dir` pushes go through shared memory where there is one. Ranks on several machines share the run's
+    folder.
     """
     dtype = config.rollout.server.dtype
     if config.sync.method == "distributed":

@@ -1,3 +1,6 @@
-"""RL for Mixture-of-Experts models: record what the rollout did, replay it in the learner, split and correct the mismatch."""
+"""RL for Mixture-of-Experts models.
+
+The rollout is recorded and replayed in the learner, and the remaining mismatch is measured by part and corrected.
+"""
 
 __version__ = "0.1.0"

@@ -134,7 +134,7 @@ def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def replay_metrics(report: ReplayReport) -> dict[str, float]:
-    """`replay/*` and `routing/local_flip_rate*`; where nothing was replayed there is nothing to prove, and only that is told."""
+    """`replay/*` and `routing/local_flip_rate*`. Where nothing was replayed, only the counts are given."""
     counted = {"replay/token_layers": float(report.replayed), "replay/native_fraction": report.native_fraction}
     applied, flips = report.applied_fraction, report.local_flip_rate
     if applied is None or flips is None:

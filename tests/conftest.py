@@ -1,4 +1,4 @@
-"""Which tests go together on one worker, and in which order: `make test` runs several workers."""
+"""Groups and order of tests on the workers of `make test`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers take one group after the other. (pytest-xdist's own `loadgroup` needs node ids that pytest lets it rewrite.)"""
+    """Workers take one group after the other.
+
+    pytest-xdist's own `loadgroup` needs node ids that pytest lets it rewrite.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):  # type: ignore[misc]

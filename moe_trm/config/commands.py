@@ -1,4 +1,4 @@
-"""`moe-trm config`: what a run would use and where each value comes from, what a key means, what differs; settings of verl and slime in ours."""
+"""`moe-trm config`: show, explain and compare configurations, and translate those of verl and slime."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def _explain(key: str | None) -> int:
 
 
 def _translate(framework: str, path: Path, words: list[str]) -> int:
-    """The configuration on standard output, what was left out on standard error; 1 when it needs work before it can run."""
+    """The configuration on standard output, what was left out on standard error.
+
+    Returns 1 when it needs work before it can run.
+    """
     draft = {"verl": from_verl, "slime": from_slime}[framework](path, words)
     print(draft.yaml(f"Translated from {framework}: {path.name}"), end="")
     print(draft.summary(), file=sys.stderr)

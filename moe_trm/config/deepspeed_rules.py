@@ -18,7 +18,7 @@ _REASONS = {
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """What only Megatron-Core can do, and what this DeepSpeed does otherwise than asked."""
+    """Settings that only Megatron-Core can follow, and those that this DeepSpeed would follow differently."""
     learner = config.learner
     if learner.backend != "deepspeed":
         return
@@ -67,7 +67,10 @@ def idle_settings(config: Config) -> Iterator[str]:
     learner = config.learner
     if learner.backend == "deepspeed" and learner.distributed_optimizer:
         if "distributed_optimizer" in learner.model_fields_set:
-            yield "learner.distributed_optimizer has no effect: learner.backend=deepspeed shards by learner.deepspeed.zero_stage"
+            yield (
+                "learner.distributed_optimizer has no effect: "
+                "learner.backend=deepspeed shards by learner.deepspeed.zero_stage"
+            )
     elif learner.backend != "deepspeed":
         for name in DeepSpeedConfig.model_fields:
             if name in learner.deepspeed.model_fields_set:

@@ -20,7 +20,7 @@ def unknown(config: Config) -> Iterator[Problem]:
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """What this engine cannot do for this run."""
+    """Wishes of this run that the engine cannot fulfil."""
     name, traits = config.rollout.engine, config.rollout.traits
     if wants_routes(config) and not traits.records_routes:
         yield Problem(

@@ -50,7 +50,10 @@ def walk(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[Setting]
 
 
 def lookup(path: str) -> Setting | None:
-    """The setting that `path` names, list indices included; None when there is none (keys of a free mapping have none)."""
+    """The setting that `path` names, list indices included; None when there is none.
+
+    Keys of a free mapping have none.
+    """
     wanted = tuple("*" if part.isdigit() else part for part in path.split("."))
     return next((setting for setting in walk() if tuple(setting.path.split(".")) == wanted), None)
 

@@ -1,7 +1,7 @@
 """From a YAML file and dotted overrides to a validated `Config`.
 
-YAML is read by OmegaConf's loader (so `1e-4` is a number and a key given twice is an error); interpolation (`${...}`) is not
-supported and refused, because a run must be readable from its file. Nothing is converted silently: text is not a number.
+YAML is read by OmegaConf's loader: `1e-4` is a number, and a key given twice is an error. Interpolation (`${...}`) is
+refused, because a run must be readable from its file. Nothing is converted silently: text is not a number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             `correction.rules=[{name: trm_max}]`. Later ones win.
     Raises:
         ConfigError: no such file, or not YAML.
-        InvalidConfigError: unknown keys, bad values, malformed overrides and impossible combinations, all of them at once.
+        InvalidConfigError: unknown keys, bad values, malformed overrides and impossible combinations, all of them at
+            once.
     """
     return load_with_choices(path, overrides)[0]
 
@@ -94,7 +95,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
 
 
 def _refusals_of_the_rest(data: dict[str, Any], error: ValidationError) -> list[Problem]:
-    """Contradictions between the values that are right by themselves, so that they are told together with those that are not."""
+    """Contradictions between the values that are right by themselves, to be told together with those that are not."""
     rest = json.loads(json.dumps(data))
     for details in error.errors(include_url=False):
         _remove(rest, details["loc"])
@@ -232,7 +233,7 @@ def _assign(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _container(path: str) -> Any:
-    """What an override below `path` starts from when the file says nothing there: a list's default, else an empty section."""
+    """Start value of an override below `path` where the file says nothing: a list's default, else an empty section."""
     default = default_of(path)
     if not isinstance(default, tuple):
         return {}

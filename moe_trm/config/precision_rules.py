@@ -8,7 +8,7 @@ from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, LearnerConfig
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
-"""What to begin with where the rollout is a policy of its own."""
+"""The correction to begin with where the rollout is a policy of its own."""
 
 
 def refusals(config: Config) -> Iterator[Problem]:
@@ -74,21 +74,33 @@ def _fp8(learner: LearnerConfig) -> Iterator[Problem]:
 
 
 def surprises(config: Config) -> Iterator[str]:
-    """What does not do what it seems to."""
+    """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
     if rollout.quantization is not None:
         yield (
-            f"rollout.quantization={rollout.quantization}: the rollout is a behaviour policy of its own, with rounded weights; "
-            "engine/* measures it against the learner's policy"
+            f"rollout.quantization={rollout.quantization}: the rollout is a behaviour policy of its own, "
+            "with rounded weights; engine/* measures it against the learner's policy"
         )
         if not config.correction.rules and config.correction.preset is None:
-            yield f"rollout.quantization={rollout.quantization} without a correction trains on another policy's samples as if they were the learner's own: try {CORRECTION}"
+            yield (
+                f"rollout.quantization={rollout.quantization} without a correction trains on another policy's samples "
+                f"as if they were the learner's own: try {CORRECTION}"
+            )
         if config.replay.mode == "none":
-            yield f"rollout.quantization={rollout.quantization} with replay.mode=none: rounded routers choose other experts more often, and nothing brings them together; R3 does"
+            yield (
+                f"rollout.quantization={rollout.quantization} with replay.mode=none: rounded routers choose other "
+                "experts more often, and nothing brings them together; R3 does"
+            )
     if learner.fp8 == "delayed":
-        yield "learner.fp8=delayed takes its scales from earlier passes: the first update does not repeat the scoring pass bit for bit, and update/first_nonzero_fraction is not 0; tensorwise does"
+        yield (
+            "learner.fp8=delayed takes its scales from earlier passes: the first update does not repeat the scoring "
+            "pass bit for bit, and update/first_nonzero_fraction is not 0; tensorwise does"
+        )
     if learner.fp8 != "none" and rollout.quantization is None and rollout.traits.samples_live:
-        yield f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, which the rollout does not share; rollout.quantization=fp8 rounds there too"
+        yield (
+            f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, "
+            "which the rollout does not share; rollout.quantization=fp8 rounds there too"
+        )
     idle = [
         ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
         ("fp8_bfloat16_layers", learner.fp8 == "none", "learner.fp8=none"),
@@ -98,6 +110,9 @@ def surprises(config: Config) -> Iterator[str]:
             yield f"learner.{key} has no effect: {reason}"
     halves = {learner.dtype, rollout.server.dtype}
     if halves == {"bfloat16", "float16"} and rollout.traits.samples_live:
-        yield f"learner.dtype={learner.dtype} with rollout.server.dtype={rollout.server.dtype} aligns nothing: the engines differ by bfloat16's rounding; float16 on both sides is eight times finer"
+        yield (
+            f"learner.dtype={learner.dtype} with rollout.server.dtype={rollout.server.dtype} aligns nothing: "
+            "the engines differ by bfloat16's rounding; float16 on both sides is eight times finer"
+        )
     if "loss_scale" in learner.model_fields_set and learner.dtype != "float16":
         yield f"learner.loss_scale has no effect: learner.dtype={learner.dtype} needs none"

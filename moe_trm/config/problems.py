@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, told all at once and in the user's terms."""
+"""Problems of a configuration, told all at once and in the user's terms."""
 
 from __future__ import annotations
 

@@ -76,14 +76,25 @@ def _observe(config: Config) -> Iterator[Problem]:
 def _surprises(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if config.record.bundle and config.pipeline.recovery != "same":
-        yield "record.bundle keeps the rollouts of this run, but not what its updates saw: that is recorded without stale samples only (pipeline.mode=sync)"
+        yield (
+            "record.bundle keeps the rollouts of this run, but not what its updates saw: "
+            "that is recorded without stale samples only (pipeline.mode=sync)"
+        )
     truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
     if config.sampling_mask.mode == "keep" and not truncates and "mode" in config.sampling_mask.model_fields_set:
-        yield f"sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) unless the vocabulary exceeds {MASK_LIMIT} ids"
+        yield (
+            "sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) "
+            f"unless the vocabulary exceeds {MASK_LIMIT} ids"
+        )
     if config.sampling_mask.mode == "off" and truncates:
-        yield "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, and the difference stays in the engine ratio"
+        yield (
+            "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, "
+            "and the difference stays in the engine ratio"
+        )
     if config.replay.mode == "R2" and config.learner.minibatches * config.learner.epochs == 1:
-        yield "replay.mode=R2 changes little with learner.minibatches=1: there is no second update to hold the routes for"
+        yield (
+            "replay.mode=R2 changes little with learner.minibatches=1: there is no second update to hold the routes for"
+        )
     if config.kl.coef > 0 and config.kl.where == "loss" and config.kl.estimator == "k1":
         yield "kl.estimator=k1 in the loss has a mean gradient of zero on-policy: take k2, k3+ or kl.where=reward"
     if config.task.shuffle_rewards:

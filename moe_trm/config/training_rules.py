@@ -44,7 +44,8 @@ def _batch(config: Config) -> Iterator[Problem]:
     if config.rollout.group_size == 1 and config.advantage.name != "reinforce_plus_plus":
         yield Problem(
             "rollout.group_size",
-            f"advantage.name={config.advantage.name} compares the samples of one prompt; with one sample there is no baseline",
+            f"advantage.name={config.advantage.name} compares the samples of one prompt; "
+            "with one sample there is no baseline",
             got="1",
             expected="at least 2",
             fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
@@ -85,7 +86,8 @@ def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
     if config.sampling_mask.mode == "off":
         yield Problem(
             "sampling_mask.mode",
-            f"rule {rule.name} with divergence=exact needs the rollout's distribution, which is recorded with the sampling mask",
+            f"rule {rule.name} with divergence=exact needs the rollout's distribution, "
+            "which is recorded with the sampling mask",
             got="off",
             expected="keep",
             fix="set sampling_mask.mode=keep, or divergence=sampled",
@@ -93,7 +95,8 @@ def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
     if rule.thresholds.get("ratio", "total") != "total":
         yield Problem(
             "correction.rules",
-            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, which is the total ratio",
+            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, "
+            "which is the total ratio",
             got=f"ratio={rule.thresholds['ratio']}",
             expected="ratio left out",
         )

@@ -1,1 +1,4 @@
-"""Is this run going to work: environment, checkpoint, one real request, and a probe of both engines at the same weights."""
+"""Checks that a run is going to work.
+
+They cover the environment, the checkpoint, one real request, and a probe of both engines at the same weights.
+"""

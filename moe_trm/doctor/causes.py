@@ -1,10 +1,12 @@
-"""What sets two engines apart that should agree: each cause leaves a trace of its own in the tokens.
+"""Causes of a mismatch between two engines that should agree. Each leaves a trace of its own in the tokens.
 
-Engines at the same weights, over the same tokens, differ by log-ratios x (learner minus rollout). Their size is the k3 estimate of the
-KL, mean(e^x - 1 - x). Their shape tells the cause:
+Engines at the same weights, over the same tokens, differ by log-ratios x (learner minus rollout). Their size is the k3
+estimate of the KL, mean(e^x - 1 - x). Their shape tells the cause:
 
-- `mask`: x follows log(kept mass) of the rollout's own truncation, token by token: one side renormalised, the other did not.
-- `temperature`: x follows log p + H. Dividing logits by T' instead of T moves a log-prob by (T/T' - 1)(log p + H) to first order.
+- `mask`: x follows log(kept mass) of the rollout's own truncation, token by token: one side renormalised, the other did
+  not.
+- `temperature`: x follows log p + H. Dividing logits by T' instead of T moves a log-prob by (T/T' - 1)(log p + H) to
+  first order.
 - `positions`: the first tokens of a context agree, later ones do not: position encoding, attention or its cache.
 - `expert`: contexts in which no token passed one expert of one layer agree, those in which one did differ.
 - `routing`: with the learner's own routes the mismatch is much larger than with the rollout's, and routers flip often.
@@ -12,7 +14,8 @@ KL, mean(e^x - 1 - x). Their shape tells the cause:
 - `precision`: small, and none of these.
 - `none`: as two engines of equal arithmetic agree.
 
-Where the rollout rounds its weights on purpose, `quantization` stands for `routing`, `weights` and `precision`, whose traces it leaves.
+Where the rollout rounds its weights on purpose, `quantization` stands for `routing`, `weights` and `precision`, because
+it leaves their traces.
 
 Shape letters: N tokens, L MoE layers, E experts.
 """
@@ -53,7 +56,11 @@ CERTAIN = 1e-7
 
 ROUNDING = "The engines differ by rounding (k3 {native_k3:.1e}), of which replayed routes leave {replayed_k3:.1e}."
 
-ROUNDED = "The rollout's weights are rounded ({quantization}), so it is a policy of its own: k3 {native_k3:.1e} from the learner's, of which replayed routes leave {replayed_k3:.1e}. Other weights would look the same; correct for it, and watch that engine/k3_kl stays."
+ROUNDED = (
+    "The rollout's weights are rounded ({quantization}), so it is a policy of its own: k3 {native_k3:.1e} from the "
+    "learner's, of which replayed routes leave {replayed_k3:.1e}. Other weights would look the same; correct for it, "
+    "and watch that engine/k3_kl stays."
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,10 @@ class Finding:
 
 
 def find_cause(measurements: Measurements, quantization: str | None = None) -> Finding:
-    """The most specific cause whose trace is there. `quantization`: how the rollout rounds its weights on purpose, if it does."""
+    """The most specific cause whose trace is there.
+
+    `quantization`: the rounding of the rollout's weights, where it is on purpose.
+    """
     figures = traces(measurements)
     found = next(judgement for judgement in JUDGEMENTS if judgement.applies(figures))
     if quantization is not None and found.cause in ("routing", "weights", "precision"):
@@ -79,10 +89,11 @@ def find_cause(measurements: Measurements, quantization: str | None = None) -> F
 def traces(measurements: Measurements) -> dict[str, float]:
     """Every figure that a `Judgement` rests on.
 
-    `native_k3`, `replayed_k3`, `flip_rate` (token-layers); `mask_explains` and `mask_slope`, `temperature_explains` and `temperature_slope`
-    (share of the variance of x, and the factor); `early_over_late` (median of |x| at the start of a context over that later, of tokens
-    that are not certain); `expert_contrast` (median of |x| where the context touched the expert, over the 95th percentile where it did not, for
-    the expert of the largest), with `expert_layer`, `expert_id`.
+    `native_k3`, `replayed_k3`, `flip_rate` (token-layers). `mask_explains` and `mask_slope`, `temperature_explains` and
+    `temperature_slope`: share of the variance of x, and the factor. `early_over_late`: median of |x| at the start of a
+    context over that later, of tokens that are not certain. `expert_contrast`: median of |x| where the context touched
+    the expert, over the 95th percentile where it did not, for the expert with the largest; `expert_layer` and
+    `expert_id` name it.
     """
     x = measurements.replayed
     mask_explains, mask_slope = _fit(x, measurements.full - measurements.rollout)
@@ -104,7 +115,7 @@ def traces(measurements: Measurements) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A cause, when the figures of `traces` show it, and what is said of it: `sentence` is a format string over these figures."""
+    """A cause, the condition on the figures of `traces`, and its `sentence`: a format string over these figures."""
 
     cause: Cause
     applies: Callable[[Mapping[str, float]], bool]
@@ -117,31 +128,36 @@ JUDGEMENTS = (
     Judgement(
         "mask",
         lambda it: it["mask_explains"] >= EXPLAINED and 0.7 < it["mask_slope"] < 1.3,
-        "The rollout renormalised its log-probs over the kept ids, the learner over the whole vocabulary: {mask_explains:.0%} of the mismatch is the kept mass.",
+        "The rollout renormalised its log-probs over the kept ids, the learner over the whole vocabulary: "
+        "{mask_explains:.0%} of the mismatch is the kept mass.",
         "sampling_mask.mode=keep",
     ),
     Judgement(
         "temperature",
         lambda it: it["temperature_explains"] >= TEMPERATURE_EXPLAINED and it["temperature_slope"] >= WARMER,
-        "The learner scores at a lower temperature than the rollout sampled at: that explains {temperature_explains:.0%} of the mismatch.",
+        "The learner scores at a lower temperature than the rollout sampled at: "
+        "that explains {temperature_explains:.0%} of the mismatch.",
         "rollout.temperature: the value that the rollout samples with",
     ),
     Judgement(
         "temperature",
         lambda it: it["temperature_explains"] >= TEMPERATURE_EXPLAINED and it["temperature_slope"] <= -WARMER,
-        "The learner scores at a higher temperature than the rollout sampled at: that explains {temperature_explains:.0%} of the mismatch.",
+        "The learner scores at a higher temperature than the rollout sampled at: "
+        "that explains {temperature_explains:.0%} of the mismatch.",
         "rollout.temperature: the value that the rollout samples with",
     ),
     Judgement(
         "expert",
         lambda it: it["expert_contrast"] >= CONTRAST,
-        "Contexts that never pass expert {expert_id:.0f} of MoE layer {expert_layer:.0f} (counted from 0) agree, those that do differ {expert_contrast:.0f} times as much: its weights are not the same on both sides.",
+        "Contexts that never pass expert {expert_id:.0f} of MoE layer {expert_layer:.0f} (counted from 0) agree, those "
+        "that do differ {expert_contrast:.0f} times as much: its weights are not the same on both sides.",
         "model.checkpoint: convert it again, and look at that expert's tensors",
     ),
     Judgement(
         "positions",
         lambda it: it["replayed_k3"] >= LARGE / 10 and it["early_over_late"] <= 0.25,
-        "The engines agree at the start of a context and part later: position encoding (rope base or scaling), attention mask, or a stale prefix cache.",
+        "The engines agree at the start of a context and part later: "
+        "position encoding (rope base or scaling), attention mask, or a stale prefix cache.",
         "model.checkpoint: compare rope_theta and rope_scaling of config.json on both sides",
     ),
     Judgement(
@@ -163,7 +179,7 @@ JUDGEMENTS = (
 
 
 def _fit(x: Array, by: Array) -> tuple[float, float]:
-    """Share of the square of `x` that slope * `by` explains, and the slope. (0, 0) where there is nothing to explain it by."""
+    """Share of the square of `x` that slope * `by` explains, and the slope. (0, 0) where nothing can explain it."""
     power, total = float(by @ by), float(x @ x)
     if power < 1e-12 or total == 0:
         return 0.0, 0.0
@@ -179,7 +195,10 @@ def _over(part: Array, rest: Array) -> float:
 
 
 def _worst_expert(size: Array, touched: Array) -> dict[str, float]:
-    """The (layer, expert) that separates differing contexts from agreeing ones best. `size` `[N]`, `touched` `[N, L, E]`."""
+    """The (layer, expert) that separates differing contexts from agreeing ones best.
+
+    `size` is `[N]`, `touched` is `[N, L, E]`.
+    """
     worst = {"expert_contrast": 0.0, "expert_layer": -1.0, "expert_id": -1.0}
     _, num_layers, num_experts = touched.shape
     for layer in range(num_layers):

@@ -13,11 +13,12 @@ Status = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at and how it stands.
+    """One thing that was examined, and its state.
 
     Attributes:
-        name: what was looked at.
-        status: `ok`; `warn`: the run works, but look at it; `fail`: it will not, or its results will be wrong; `skip`: not looked at.
+        name: what was examined.
+        status: `ok`; `warn`: the run works, but look at it; `fail`: it will not, or its results will be wrong; `skip`:
+            not examined.
         says: the fact, with its figures.
         fix: what to do; empty when nothing.
     """

@@ -1,4 +1,4 @@
-"""The machine and what is installed on it, against what this project is tested with and what the configuration needs."""
+"""The machine and its installed packages, against the tested versions and the needs of the configuration."""
 
 from __future__ import annotations
 

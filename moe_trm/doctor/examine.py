@@ -23,7 +23,7 @@ HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": 
 
 @dataclass
 class Examination:
-    """What was found.
+    """The findings of the doctor.
 
     Attributes:
         checks: in order.
@@ -50,7 +50,10 @@ def examine(
     *,
     probe: bool = True,
 ) -> Examination:
-    """Look at everything; each check is told as soon as it is made. The probe runs in `folder`, and only when nothing failed before it."""
+    """Examine everything; each check is told as soon as it is made.
+
+    The probe runs in `folder`, and only when nothing failed before it.
+    """
     found = Examination()
 
     def add(check: Check) -> None:
@@ -108,7 +111,8 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     yield Check(
         "replay",
         "ok" if seen.get("replay/applied_fraction") == 1.0 else "fail",
-        f"{seen.get('replay/applied_fraction', 0):.0%} of token-layers used their recorded routes; the live router would have chosen others on {seen.get('routing/local_flip_rate', 0):.2%}",
+        f"{seen.get('replay/applied_fraction', 0):.0%} of token-layers used their recorded routes; "
+        f"the live router would have chosen others on {seen.get('routing/local_flip_rate', 0):.2%}",
     )
     tokens = ProbeTokens(measurements.group, measurements.native, measurements.replayed, measurements.flipped_layers)
     figures = pooled(tokens, num_layers=measurements.num_layers)
@@ -119,7 +123,9 @@ def _after(config: Config, probed: Probed, finding: Finding) -> Iterator[Check]:
     yield Check(
         "mismatch",
         "ok",
-        f"k3 {figures['all/native_k3']} nats with own routes, {figures['all/replayed_k3']} with the rollout's{rounded}; {figures['layer_flip_rate'].value:.2%} of token-layers flip",
+        f"k3 {figures['all/native_k3']} nats with own routes, "
+        f"{figures['all/replayed_k3']} with the rollout's{rounded}; "
+        f"{figures['layer_flip_rate'].value:.2%} of token-layers flip",
     )
     yield _truncation(config, seen)
     status: Status = HARMLESS.get(finding.cause, "fail")
@@ -132,7 +138,10 @@ def _push(config: Config) -> Check:
     if config.sync.verify:
         return Check("weight push", "ok", "the engine's checksums are those of what the learner sent")
     if config.rollout.quantization is not None:
-        rounds = f"cannot be verified: the engine rounds what it is sent (rollout.quantization={config.rollout.quantization})"
+        rounds = (
+            "cannot be verified: the engine rounds what it is sent "
+            f"(rollout.quantization={config.rollout.quantization})"
+        )
         return Check("weight push", "warn", rounds)
     return Check("weight push", "warn", "not verified", "sync.verify=true")
 

@@ -1,4 +1,4 @@
-"""What the zero-update probe saw, token by token: the same tokens under the rollout engine and under the learner, at the same weights.
+"""Measurements of the zero-update probe: the same tokens under rollout engine and learner, at the same weights.
 
 Shape letters: N scored tokens, L MoE layers, E experts, R rows of a sample, K experts per token.
 """
@@ -33,7 +33,8 @@ class Measurements:
         replayed, native: `[N]` learner minus rollout, with the rollout's routes and with the learner's own.
         entropy: `[N]` of the learner's policy over the vocabulary.
         flipped_layers: `[N]` MoE layers whose expert set the two engines choose differently at the input token.
-        touched: `[N, L, E]` bool, whether any token of the context, the input token included, passed the expert in the rollout.
+        touched: `[N, L, E]` bool, true where any token of the context, the input token included, passed the expert in
+            the rollout.
     """
 
     group: Array

@@ -47,9 +47,10 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
 def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
-    Looks at the checkpoint's config.json, tokenizer and names of tensors, whether the learner can train that model (Megatron-Core: in this
-    layout), and the names and thresholds of corrections and loss, functions of the user's own, the checkpoint to go on from, and whether
-    another run's recording is in the way. `restarted`: these ranks replace some of the same run that died.
+    The checks cover the checkpoint's config.json, tokenizer and tensor names, and whether the learner can train that
+    model (Megatron-Core: in this layout). They also cover the names and thresholds of corrections and loss, functions
+    of the user's own, the checkpoint to go on from, and another run's recording in the way. `restarted`: these ranks
+    replace some of the same run that died.
     """
     hf_config = read_hf_config(config.model.checkpoint)
     if config.learner.backend == "deepspeed":

@@ -1,4 +1,7 @@
-"""The zero-update probe: one step of the configured run at learning rate 0, on prompts of every length, by the code that trains."""
+"""The zero-update probe: one step of the configured run at learning rate 0, by the code that trains.
+
+Its prompts have every length.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ NEUTRAL = (
     "checkpoint.export_every=0",
     "observe={report: false, transcripts: 0, panel: off}",
 )
-"""What turns any run into a measurement: nothing is learnt, corrected, filtered or kept."""
+"""Overrides that turn any run into a measurement: nothing is learnt, corrected, filtered or kept."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What the probe's step measured, as in `metrics.jsonl`, and what it saw token by token."""
+    """The metrics of the probe's step, as in `metrics.jsonl`, and its measurements token by token."""
 
     metrics: Row
     measurements: Measurements
@@ -105,7 +108,10 @@ def last_error(log: str) -> str:
 
 
 def _prompts(config: Config, folder: Path) -> list[str]:
-    """The task's own prompts, cut to every length from one token on: what only long contexts show must be told from what all show."""
+    """The task's own prompts, cut to every length from one token on.
+
+    Faults that only long contexts show must be told from those that all contexts show.
+    """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     path = folder / "prompts.jsonl"
     with path.open("w", encoding="utf-8") as file:

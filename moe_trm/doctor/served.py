@@ -1,4 +1,4 @@
-"""Whether an attached rollout server reads tokens and sizes as the learner's checkpoint does."""
+"""Comparison of an attached rollout server with the learner's checkpoint: the tokenizer and the sizes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,10 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
 async def _sampler(
     rollout: RolloutConfig, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> Sampler:
-    """How one sample is made. A function of the user's own is loaded here; raises `ConfigError` when that fails."""
+    """The sampler of the run: a function of the user's own, loaded here, or one answer to the prompt.
+
+    Raises `ConfigError` when the function cannot be loaded.
+    """
     if rollout.function is None:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:

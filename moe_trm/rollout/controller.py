@@ -1,6 +1,7 @@
-"""The rollout controller: one training step's data from the oldest waiting groups to planned rows, and weights back to the engine.
+"""The rollout controller: a training step's data from waiting groups to planned rows, and weights to the engine.
 
-It lives in its own process beside the learner ranks (`rollout.service`), so that routes and masks of a whole step never pass through a rank.
+It lives in its own process beside the learner ranks (`rollout.service`), so that routes and masks of a whole step never
+pass through a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, 
 
 
 class RolloutController:
-    """Plans steps from what the producer made, evaluates, and hands weights on. Not thread-safe: one event loop owns it.
+    """Planner of steps from the producer's groups, which also evaluates and passes weights on.
+
+    Not thread-safe: one event loop owns it.
 
     Args:
         config: the run's configuration.
@@ -76,7 +79,7 @@ class RolloutController:
 
     @property
     def overlaps(self) -> bool:
-        """Whether samples are made while the learner trains."""
+        """True when samples are made while the learner trains."""
         return self._config.pipeline.mode != "sync"
 
     async def load_weights(self, push: WeightPush) -> None:
@@ -132,11 +135,17 @@ class RolloutController:
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     async def evaluate(self) -> Mapping[str, float]:
-        """Metrics of the weights the engine has now on the held-out prompts. Empty without them, and where the engine has no weights."""
+        """Metrics of the engine's present weights on the held-out prompts.
+
+        Empty without such prompts, and where the engine has no weights.
+        """
         return await self._evaluator.measure() if self._engine.traits.has_weights else {}
 
     def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs of the controller, as plain data. Samples in flight or waiting are given up and issued again."""
+        """Everything a resumed run needs of the controller, as plain data.
+
+        Samples in flight or waiting are given up and issued again.
+        """
         ledger = self._ledger.settled()
         return {"producer": self._producer.state(), "ledger": ledger}
 
@@ -153,7 +162,10 @@ class RolloutController:
         await self._engine.close()
 
     def _admit(self, version: int) -> None:
-        """Where sampling overlaps training, new weights admit one more step's groups, eta steps ahead; else the step itself asks."""
+        """Admit one more step's groups, eta steps ahead, where sampling overlaps training.
+
+        Elsewhere the step itself asks for them.
+        """
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))

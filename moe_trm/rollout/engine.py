@@ -27,29 +27,34 @@ class RolloutEngine(Protocol):
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         """Sample one continuation and return what really happened.
 
-        Raises `RecordRejected` (reason and place) when the response violates an invariant, `EngineError` when there is none.
+        Raises `RecordRejected` (reason and place) when the response violates an invariant, and `EngineError` when there
+        is none.
         """
 
     async def turn(
         self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
     ) -> SampledTurn:
-        """Sample what comes after `context`, which may hold earlier answers and what was said between them.
+        """Sample the continuation of `context`, which may hold earlier answers and the text between them.
 
-        `start`: first row of the routes to return; those before it are known from earlier turns. `bare`: without routes and masks.
+        `start`: first row of the routes to return; those before it are known from earlier turns. `bare`: without routes
+        and masks.
         Raises as `generate` does.
         """
 
     async def load_weights(self, push: WeightPush) -> None:
-        """Make the engine serve `push.version`; verified by the engine's own checksums, prefix cache flushed. Raises `SyncError`."""
+        """Make the engine serve `push.version`, and flush its prefix cache.
+
+        The engine's own checksums verify the weights. Raises `SyncError`.
+        """
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
-        """As `load_weights`, by broadcast: every sender of `shares` is waiting or sending meanwhile. Raises `SyncError`."""
+        """As `load_weights`, by broadcast: every sender of `shares` waits or sends meanwhile. Raises `SyncError`."""
 
     async def release_memory(self) -> None:
         """Give the device memory to the learner until the next weights come; nothing may be in flight."""
 
     def metrics(self) -> dict[str, float]:
-        """What happened to it since the run began, such as servers lost; totals."""
+        """Totals of events since the run began, such as servers lost."""
 
     async def close(self) -> None:
         """Release connections."""

@@ -82,8 +82,8 @@ def masked_logprobs_and_kl(
     """`masked_logprobs`, and KL(mu || pi) on each support from the same gathered logits.
 
     `mu_logprobs` `[M]` are the rollout's log-probs of the kept ids. The second result, `[N]` nats, carries no gradient:
-    KL = sum_{v in S} mu_v (log mu_v - log pi_v). An id with mu = 0 adds nothing; pi = 0 < mu gives +inf. Values that rounding
-    made negative become 0; NaN stays NaN. Exact for the truncated policies, not for the full ones.
+    KL = sum_{v in S} mu_v (log mu_v - log pi_v). An id with mu = 0 adds nothing; pi = 0 < mu gives +inf. Values that
+    rounding made negative become 0; NaN stays NaN. Exact for the truncated policies, not for the full ones.
     """
     support = (target_N, kept_ids, kept_offsets)
     return _apply(hidden_NH, weight_VH, support, mu_logprobs, temperature, max_rows, vocabulary)

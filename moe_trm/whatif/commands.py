@@ -1,4 +1,4 @@
-"""`moe-trm whatif RECORDING`: what every preset and loss would have kept, computed on a CPU from what a run recorded."""
+"""`moe-trm whatif RECORDING`: what every preset and loss would have kept of a recorded run, computed on a CPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def candidates(
     recording: Recording, rules: Sequence[str], presets: Sequence[str], losses: Sequence[str]
 ) -> list[Candidate]:
-    """What to try: the recorded configuration first, then what was asked for, or every preset and every loss.
+    """The candidates: the recorded configuration first, then those asked for, or every preset and every loss.
 
     A preset is tried with the recorded loss, a loss with the recorded correction.
 

@@ -1,7 +1,8 @@
 """Dumps of slime, miles and verl as recordings, as far as they hold the fields. The mapping is in docs/bundles.md.
 
-A dump is taken at the start of a step: its learner log-probs stand for the behaviour, proximal and current policy alike, so it shows
-the engine mismatch and no update. Files are opened with `torch.load(weights_only=True)`: nothing in them is executed.
+A dump is taken at the start of a step. Its learner log-probs stand for the behaviour, proximal and current policy
+alike, so it shows the engine mismatch and no update. Files are opened with `torch.load(weights_only=True)`: nothing in
+them is executed.
 
 Shape letters: B rows and R columns of a micro-batch, S response tokens of one sample.
 """
@@ -104,7 +105,8 @@ def _slime(path: Path, data: Mapping[str, Any]) -> Dump:
             raise _lacking(
                 path,
                 f"sample {number} has no log_probs or no rollout_log_probs",
-                "Dump with --save-debug-train-data (the rollout dump has no learner log-probs) and --use-tis or --get-mismatch-metrics.",
+                "Dump with --save-debug-train-data (the rollout dump has no learner log-probs) "
+                "and --use-tis or --get-mismatch-metrics.",
             )
         place = int(sample.get("rollout_position", number))
         reward = raw[place] if raw is not None and len(raw) == len(samples) else sample.get("rewards", 0.0)
@@ -202,8 +204,8 @@ def _batch(rows: Sequence[ForeignRow], start: int) -> ScoredBatch:
 
 
 _VERL_FIX = (
-    "in the trainer, once advantages are there: torch.save({k: batch.batch[k] for k in ('rollout_log_probs', 'old_log_probs', "
-    "'response_mask', 'advantages', 'token_level_scores')}, f'{step}.pt')"
+    "in the trainer, once advantages are there: torch.save({k: batch.batch[k] for k in ("
+    "'rollout_log_probs', 'old_log_probs', 'response_mask', 'advantages', 'token_level_scores')}, f'{step}.pt')"
 )
 
 

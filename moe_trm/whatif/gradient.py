@@ -1,8 +1,8 @@
-"""What a correction and a loss let into the gradient, token by token, relative to the plain policy gradient.
+"""Effective weights of tokens in the gradient, under a correction and a loss, relative to the plain policy gradient.
 
-The effective weight of token t is (dL / dlogp_t) / (dL_plain / dlogp_t), where L_plain is the aggregated REINFORCE loss -A_t logp_t
-without any correction: 1 trains as if sampled on-policy, 0 does not train, 2 counts twice. It sees rejection, importance weights
-and clipping alike. Tokens without advantage have none.
+The effective weight of token t is (dL / dlogp_t) / (dL_plain / dlogp_t), where L_plain is the aggregated REINFORCE loss
+-A_t logp_t without any correction. 1 trains as if sampled on-policy, 0 does not train, 2 counts twice. It includes
+rejection, importance weights and clipping alike. Tokens without advantage have none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ class EffectiveWeights:
     parts: list[Tensor] = field(default_factory=list)
 
     def add(self, gradient: Tensor, plain: Tensor) -> None:
-        """`gradient` and `plain`, both `[N]`: dL/dlogp with and without everything; where `plain` is 0 there is nothing to compare."""
+        """Add one micro-batch: dL/dlogp with everything (`gradient`) and without (`plain`), both `[N]`.
+
+        Tokens whose `plain` is 0 are left out.
+        """
         some = plain != 0
         self.parts.append((gradient[some] / plain[some]).double())
 

@@ -1,4 +1,4 @@
-"""One candidate configuration on all recorded steps: the metrics that training would have logged, and what reached the gradient."""
+"""One candidate configuration on all recorded steps: the metrics that training would have logged, and its gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RuleOutcome:
-    """What a candidate would have done.
+    """The outcome of a candidate on the recorded steps.
 
     Attributes:
         refused: why it cannot run on these recordings; empty when it did, and then the rest is filled.

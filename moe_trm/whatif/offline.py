@@ -1,4 +1,4 @@
-"""Recorded updates in the place of a learner, so that `moe_trm.step.objective` judges them exactly as it did in training.
+"""Recorded updates in the place of a learner, for `moe_trm.step.objective` to judge exactly as in training.
 
 Shape letters: B rows and R columns of a micro-batch.
 """
@@ -20,7 +20,7 @@ from routing.replay import Native, RouteSource
 
 
 class RecordedLearner:
-    """What the objective asks of a learner, by one rank that holds every row of a recorded update and answers with its scores.
+    """A learner of one rank that holds every row of a recorded update and answers with the recorded scores.
 
     Everything it was asked to reduce is also added up over all steps, in `total`.
     """

@@ -17,7 +17,7 @@ from moe_trm.whatif import foreign
 
 @dataclass(frozen=True)
 class Recording:
-    """What can be judged offline.
+    """Recorded steps that can be judged offline.
 
     Attributes:
         source: where it comes from, in words.
@@ -50,7 +50,8 @@ def load(path: Path) -> Recording:
             "this bundle holds rollouts but no scores, so there is nothing to compare them with",
             where=str(path),
             expected="files named scores-NNNNNN-rank-RRR.safetensors",
-            fix="Record the run again with record.bundle=FOLDER, or repeat it: rollout.engine=bundle with record.bundle=OTHER.",
+            fix="Record the run again with record.bundle=FOLDER, "
+            "or repeat it: rollout.engine=bundle with record.bundle=OTHER.",
         )
     files = sorted(file for file in path.iterdir() if file.suffix in foreign.SUFFIXES) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
@@ -69,7 +70,10 @@ def load(path: Path) -> Recording:
 
 
 def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -> None:
-    """Raise `BundleError` unless the scores are of the rollouts beside them: each scored log-prob was recorded for that sample."""
+    """Raise `BundleError` unless the scores are of the rollouts beside them.
+
+    Each scored log-prob must have been recorded for that sample.
+    """
     rollouts = BundleReader(str(folder))
     recorded = rollouts.steps()
     for step in steps if recorded else ():

@@ -67,7 +67,7 @@ class Trial:
         return load_file(next((self._folder / name).glob("*.safetensors")))
 
     def moved(self) -> Tensor:
-        """What steps did to all weights so far, flat."""
+        """The change of all weights by the steps so far, flat."""
         now = self.export("now")
         return torch.cat([(now[name] - self.start[name]).flatten() for name in sorted(now)]).double()
 

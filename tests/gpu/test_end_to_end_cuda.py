@@ -1,4 +1,4 @@
-"""A small complete run on a GPU: stock SGLang and a learner share one device, weights proved by the CUDA engine's own hash."""
+"""A small complete run on a GPU that SGLang and a learner share; the CUDA engine's own hash proves the weights."""
 
 from __future__ import annotations
 

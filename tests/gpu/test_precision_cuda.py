@@ -1,8 +1,9 @@
 """Transformer Engine, 8-bit recipes, float16 and quantised rollouts on a GPU, with what they have to say.
 
-Bounds. Two ways of computing in bfloat16 are rounding apart: k3 below 3e-3, the doctor's bound between rounding and other weights. 8-bit
-products (3 bits of mantissa, against 7) are noisier: mean |difference| of log-probs below 0.25 nats on this random model, and the step
-points where bfloat16's points. Same arithmetic on the same tokens: the same bits.
+Bounds. Two ways of computing in bfloat16 are rounding apart: k3 below 3e-3, the doctor's bound between rounding and
+other weights. 8-bit products (3 bits of mantissa, against 7) are noisier: mean |difference| of log-probs below 0.25
+nats on this random model, and the step points where bfloat16's points. The same arithmetic on the same tokens gives the
+same bits.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def test_float16_skips_overflow_and_steps_as_float32(checkpoint: Path, tmp_path:
 
 
 def test_a_quantised_rollout_is_measured_and_not_called_a_fault(tmp_path: Path) -> None:
-    """SGLang rounds the pushed weights to fp8; routes are replayed with proof, and the engine part is larger than bfloat16's."""
+    """SGLang rounds the pushed weights to fp8: replayed routes are proved, and the engine part exceeds bfloat16's."""
     warm_up(tmp_path / "checkpoint", recipe=BRIEF)
     config = write_config(tmp_path, tmp_path / "checkpoint")
     common = ["learner.parallel.expert=1", "rollout.server.device=cuda", "train.steps=2"]

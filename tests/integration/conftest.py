@@ -1,4 +1,4 @@
-"""What integration tests share: a real SGLang server on a tiny random checkpoint, another on the briefly warmed one, both in float32."""
+"""Real SGLang servers for integration tests, in float32: on a tiny random checkpoint and on the briefly warmed one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def brief_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def attached(brief_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Settings with which runs of `brief_checkpoint` sample from one running server, which has the weights of whoever came last."""
+    """Settings for runs of `brief_checkpoint` that sample from one running server, with the last user's weights."""
     folder, key = tmp_path_factory.mktemp("attached"), "key-of-the-shared-server"
     settings = ["rollout.server.dtype=float32"]
     config = load(write_config(folder, brief_checkpoint), settings)

@@ -1,7 +1,10 @@
-"""A learner rank that also writes down what it holds after every step: `python -m tests.integration.counting_rank FILE CONFIG [key=value ...]`.
+"""A learner rank that also records its live objects and memory after every step.
 
-`FILE` gets one JSON object per step of the first rank, once cycles are collected: `objects`, how many of each kind are alive, and
-`in_use_bytes`, what malloc has given out and not got back. Unlike the resident set it does not count what the allocator keeps for later.
+Run as `python -m tests.integration.counting_rank FILE CONFIG [key=value ...]`.
+
+`FILE` gets one JSON object per step of the first rank, once cycles are collected. `objects`: number of live objects of
+each kind. `in_use_bytes`: memory that malloc has given out and not got back. Unlike the resident set, it does not count
+what the allocator keeps for later.
 """
 
 from __future__ import annotations

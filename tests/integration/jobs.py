@@ -38,7 +38,7 @@ train: {{steps: {steps}, export: false}}
 """
 
 
-# A few seconds of supervised steps on one-digit sums: some samples are right and some wrong, so that there is a gradient.
+# A few seconds of supervised steps on one-digit sums. Some samples are right and some wrong, so there is a gradient.
 BRIEF = WarmupRecipe(
     max_digits=1, steps=50, further_steps=1, max_steps=50, mixed_steps=5, extra_rounds=0, eval_size=16,
     enough=0.0, max_greedy=1.0, min_working=0.0,
@@ -53,13 +53,16 @@ def write_config(folder: Path, checkpoint: Path) -> Path:
 
 
 def run_job(config: Path | str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
-    """`launch.job.run_job` with the server it starts, but with forks of the rank server in place of torchrun and its ranks."""
+    """`launch.job.run_job` with its server, but with forks of the rank server in place of torchrun and its ranks."""
     with patch.object(job, "run_learner", _forked_learner):
         return job.run_job(str(config), overrides, num_ranks)
 
 
 def _forked_learner(config: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
-    """The exit code that `launch.ranks` gives: a refusal on any rank is why the others failed. What they said is said here too."""
+    """The exit code that `launch.ranks` gives, with the ranks' output printed here too.
+
+    A refusal on any rank is why the others failed.
+    """
     done = rank_server().run(["-m", "launch.train", config, *overrides], ranks, job.learner_environment(api_key))
     for number, text in ((1, done.stdout), (2, done.stderr)):
         os.write(number, text.encode())

@@ -11,7 +11,13 @@ from aiohttp import web
 
 
 class Proxy:
-    """Attributes: `shut`, paths that are answered with 502 (`*`: all); `passed`, answered requests by path; `refused`, their number."""
+    """A proxy in front of a server.
+
+    Attributes:
+        shut: paths that are answered with 502 (`*`: all).
+        passed: answered requests by path.
+        refused: number of refused requests.
+    """
 
     def __init__(self, server_url: str) -> None:
         self._server_url, self.shut = server_url, set[str]()

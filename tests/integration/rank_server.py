@@ -1,7 +1,9 @@
-"""A process that has torch, Megatron-Core and transformers imported and forks learner ranks: `python -m tests.integration.rank_server`.
+"""A process that has torch, Megatron-Core and transformers imported and forks learner ranks.
 
-A rank that imports them itself needs six seconds of a core before its first line of work. Requests are lines of JSON on stdin, see
-`RankServer.run`; each is answered by one line of exit statuses on stdout. It ends when stdin does.
+Run as `python -m tests.integration.rank_server`.
+
+A rank that imports them itself needs six seconds of a core before its first line of work. Requests are lines of JSON on
+stdin, see `RankServer.run`; each is answered by one line of exit statuses on stdout. It ends when stdin does.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ PRELOADED = (
     "safetensors.torch",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""What ranks import. A rank imports what is missing here by itself."""
+"""Imports of ranks. A rank imports what is missing here by itself."""
 PATIENCE_S = 10.0
-"""Once a rank has failed, the others have so long to end by themselves before they are killed: they may have the better message."""
+"""Seconds for the other ranks to end by themselves once one has failed: they may have the better message."""
 
 
 def preload() -> None:
@@ -111,7 +113,7 @@ def run_program(program: Sequence[str]) -> int:
 
 
 def leave(status: int) -> None:
-    """End this fork without taking all that it inherited to pieces, which takes a second; what it registered for its end is done."""
+    """End this fork without the teardown of all it inherited, which takes a second; its own exit handlers run."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

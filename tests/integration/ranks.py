@@ -1,4 +1,4 @@
-"""Ranks without their start: forks of a process that has imported everything already, instead of torchrun's own processes.
+"""Ranks without their start: forks of a process that has imported everything, instead of torchrun's own processes.
 
 torchrun itself is tested where it is the subject: whole runs, launching, restarting, killing.
 """
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a job ended, and what they printed, the first rank's first."""
+    """The exit statuses of a job's ranks, and their output, the first rank's first."""
 
     statuses: list[int]
     stdout: str

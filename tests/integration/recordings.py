@@ -1,4 +1,7 @@
-"""Recordings made up without an engine: valid records with made-up answers, routes and masks, for runs whose subject is not sampling."""
+"""Recordings made without an engine, for runs whose subject is not sampling.
+
+Their records are valid, with made-up answers, routes and masks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ KEPT = 4
 
 
 def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0) -> Path:
-    """A bundle of `steps` steps that answers the prompts of `config`, sampled `age` versions before they are trained where there were as many. Run it with `replay.max_local_flip_rate=1`: nobody chose these routes."""
+    """A bundle of `steps` steps that answers the prompts of `config`.
+
+    Its samples are `age` versions old when they are trained, where there were as many. Run it with
+    `replay.max_local_flip_rate=1`: no router chose these routes.
+    """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
     writer, size = BundleWriter(str(folder)), config.rollout.group_size

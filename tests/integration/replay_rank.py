@@ -1,6 +1,7 @@
 """One rank of a replay test: `python -m tests.integration.replay_rank FOLDER PARALLEL MODULE SCENARIO [SCENARIO ...]`.
 
-Runs functions of a test module one after the other; FOLDER/reports-RANK.json gets one report of each, empty when it passed.
+It runs functions of a test module one after the other. FOLDER/reports-RANK.json gets one report of each, empty when it
+passed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Tiny Megatron models, micro-batches and routes for the replay tests. Runs inside ranks, after the CPU shim is installed.
+"""Tiny Megatron models, micro-batches and routes for the replay tests.
 
-The second decoder layer is dense, rows have different lengths, and weights depend only on parameter names: expert and pipeline
-parallel ranks build parts of one model.
+They run inside ranks, after the CPU shim is installed.
+
+The second decoder layer is dense and rows have different lengths. Weights depend only on parameter names, so expert and
+pipeline parallel ranks build parts of one model.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ def config(**changes: Any) -> Any:
 
     options: dict[str, Any] = {
         "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 16, "num_attention_heads": 4,
-        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu, "add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "bias_activation_fusion": False, "bias_dropout_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
+        "num_query_groups": 2, "kv_channels": 8, "normalization": "RMSNorm", "qk_layernorm": True,
+        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_activation_fusion": False,
+        "bias_dropout_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False, "persist_layer_norm": False, "num_moe_experts": E, "moe_router_topk": K,
-        "moe_layer_freq": [1, 0, 1, 1], "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall",
-        "moe_router_dtype": "fp32", "use_cpu_initialization": True, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
+        "moe_layer_freq": [1, 0, 1, 1], "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32", "use_cpu_initialization": True,
+        "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -141,7 +145,10 @@ Scenario = Callable[[Path], None]
 
 
 def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **parallel: int) -> dict[str, list[str]]:
-    """Run all scenarios, functions of one module, on `world` fresh ranks. Scenario name -> one report per rank, empty when it passed."""
+    """Run all scenarios, functions of one module, on `world` fresh ranks.
+
+    Returns by scenario name one report per rank, empty when it passed.
+    """
     names = [scenario.__name__ for scenario in scenarios]
     program = [
         "-m",

@@ -1,4 +1,4 @@
-"""A whole run whose sampling overlaps training, on the real engines: bounded age, interrupted samples, and the decomposition apart."""
+"""A whole run on the real engines whose sampling overlaps training: age, interrupted samples, decomposition."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WATCHED = {
     "rollout/servers",
     "records/dropped/age",
 }
-"""What docs/pipeline.md names."""
+"""The metrics that docs/pipeline.md names."""
 TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "eval/")
 
 
@@ -144,7 +144,7 @@ def test_the_key_is_in_no_file_and_on_no_command_line(live: list[dict[str, float
 
 
 def test_engine_mismatch_and_lag_are_known_apart_and_replay_is_complete(live: list[dict[str, float]]) -> None:
-    """Behaviour log-probs come from a pass under the weights that sampled: the engine ratio is as small as without any lag."""
+    """A pass under the weights that sampled gives behaviour log-probs: the engine ratio is as small as without lag."""
     for row in live:
         assert row["update/first_nonzero_fraction"] == 0.0
         assert row["replay/applied_fraction"] == 1.0

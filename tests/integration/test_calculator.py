@@ -1,4 +1,4 @@
-"""The calculator example on the real engines: several answers per sample, a tool between them, a few steps of training."""
+"""The calculator example on the real engines: several answers per sample, a tool between them, a few training steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def rollout(session):
 def test_routes_and_log_probs_of_every_turn_are_those_of_one_forward_over_the_whole(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    """Deltas joined at the seams, with siblings that share prefixes in the engine's cache, against Hugging Face in float32."""
+    """Deltas joined at the seams, with siblings that share cached prefixes, against Hugging Face in float32."""
     load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
     (tmp_path / "talk.py").write_text(TALK)
     params = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=7, stop_token_ids=(2,))

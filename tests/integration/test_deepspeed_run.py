@@ -1,4 +1,4 @@
-"""A whole run on the DeepSpeed learner: another family than Qwen, weights partitioned over the ranks and broadcast into the engine."""
+"""A whole run on the DeepSpeed learner: another family than Qwen, partitioned weights broadcast into the engine."""
 
 from __future__ import annotations
 

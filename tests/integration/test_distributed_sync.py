@@ -101,7 +101,7 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
 
 
 def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:
-    """Two expert-parallel ranks broadcast what they own after every step; the engine's checksums are compared each time."""
+    """Two expert-parallel ranks broadcast their weights after every step; the engine's checksums are compared."""
     config = write_config(tmp_path, brief_checkpoint)
     assert run_job(config, [*attached, "sync.method=distributed", "train.steps=2"]) == 0
     rows = metrics_of(tmp_path / "runs" / "live")

@@ -1,4 +1,4 @@
-"""The doctor on a real server and a real learner: a healthy configuration passes, a recording with a planted fault does not."""
+"""The doctor on a real server and learner: a healthy configuration passes, a recording with a planted fault fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on the real engines: SGLang samples in bfloat16, two Megatron ranks replay and train; then the recorded run repeated."""
+"""Whole runs on the real engines: SGLang samples in bfloat16, two Megatron ranks replay and train; then a repeat."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_cast_of_the_weights_has_its_share_of_the_numerics(live: Path) -> No
 
 
 def test_a_recorded_run_repeats_bit_for_bit(live: Path, folder: Path, config: Path) -> None:
-    """The bundle gives the recorded rollouts back; everything after them is computed anew, twice, and must be the same."""
+    """The bundle gives the recorded rollouts back; the rest is computed anew, twice, and must be the same."""
     assert from_bundle(config, "again", folder / "bundle") == 0
     recorded, again = timeless(metrics_of(live)), timeless(metrics_of(folder / "runs" / "again"))
     for one, two in zip(recorded[1:], again[1:], strict=True):
@@ -116,7 +116,10 @@ def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
 
 
 def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:
-    """Before the first step the policy is the reference, bit for bit; the entropy bonus then moves it, whatever the rewards were."""
+    """Before the first step the policy is the reference, bit for bit.
+
+    The entropy bonus then moves it, whatever the rewards were.
+    """
     overrides = ["replay.mode=none", "probe.every=0", "learner.parallel.expert=1", "learner.minibatches=1"]
     pull = ["kl.coef=0.5", "kl.estimator=k3", "loss.entropy_coef=0.1", "optimizer.lr=0.001"]
     assert from_bundle(config, "kl", folder / "bundle", *overrides, *pull) == 0
@@ -149,7 +152,7 @@ def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: 
 
 
 def test_report_and_transcripts_say_what_was_measured(live: Path, folder: Path) -> None:
-    """Every number of the pages is that of `metrics.jsonl`, of the recorded rollouts, or of the scores that the update saw."""
+    """Every number of the pages is that of `metrics.jsonl`, of the recorded rollouts, or of the update's scores."""
     rows = metrics_of(live)
     (told,) = PageReader((live / "report.html").read_text()).data["runs"]
     assert told["metrics"].keys() >= {"reward/mean", "total/k3_kl", "routing/local_flip_rate/layer_0", "time/update_s"}
@@ -197,13 +200,17 @@ def test_a_run_ended_by_ctrl_c_leaves_metrics_and_report(live: Path, folder: Pat
 def test_other_replay_modes_on_the_same_rollouts(
     live: Path, folder: Path, config: Path, mode: str, replayed_passes: int
 ) -> None:
-    """Two minibatches of fresh samples: `auto` is R2. Neither replays in the behaviour pass, and both start every step on-policy."""
+    """Two minibatches of fresh samples: `auto` is R2.
+
+    Neither replays in the behaviour pass, and both start every step on-policy.
+    """
     overrides = [f"replay.mode={mode}", "learner.parallel.expert=1", "train.steps=1"]
     assert from_bundle(config, f"mode-{mode}", folder / "bundle", *overrides) == 0
     row, r3 = metrics_of(folder / "runs" / f"mode-{mode}")[1], metrics_of(live)[1]
     assert row["update/first_nonzero_fraction"] == 0.0
     assert row["replay/applied_fraction"] == 1.0
-    # R3 replays the behaviour pass, the updates and the probe's pass under rounded weights; R2 the updates and the probe's two; none the probe's two alone.
+    # R3 replays the behaviour pass, the updates and the probe's pass under rounded weights. R2 replays the updates and
+    # the probe's two passes; none replays the probe's two alone.
     assert row["replay/token_layers"] == replayed_passes * r3["replay/token_layers"] / 3
     assert row["engine/k3_kl"] == pytest.approx(r3["probe/native_k3_kl"], rel=1e-3)
     assert row["probe/replayed_k3_kl"] == pytest.approx(r3["engine/k3_kl"], rel=1e-3)
@@ -255,7 +262,7 @@ def test_wrong_routes_stop_the_run_before_anything_is_trained(
 
 
 def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
-    """The two halves of the README: `python -m launch.rollout` and `torchrun -m launch.train`, here on one rank without replay."""
+    """The two halves of the README, `launch.rollout` and `torchrun -m launch.train`, on one rank without replay."""
     port = free_port()
     overrides = [f"rollout.server.port={port}", "replay.mode=none", "probe.every=0", "learner.parallel.expert=1"]
     environment = {**os.environ, "MOE_TRM_API_KEY": "a-key-for-both"}
@@ -284,7 +291,7 @@ def test_server_and_learner_started_by_hand(folder: Path, config: Path) -> None:
 
 
 def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What `moe-trm whatif` writes of a bundle, candidate by candidate."""
+    """The output of `moe-trm whatif` on a bundle, candidate by candidate."""
     out = bundle / "whatif.json"
     assert moe_trm(["whatif", str(bundle), "--json", str(out), *arguments]) == 0
     candidates: list[dict[str, Any]] = json.loads(out.read_text())["candidates"]
@@ -292,7 +299,10 @@ def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def assert_same_metrics(offline: dict[str, Any], logged: dict[str, Any]) -> None:
-    """Everything the objective computes comes out again. What was kept is the same tokens; other sums are taken in another order."""
+    """Everything the objective computes comes out again.
+
+    The kept tokens are the same; other sums are taken in another order.
+    """
     assert "correction/kept_fraction" in offline
     for name, value in offline.items():
         exact = isinstance(value, str) or name.endswith(("kept_fraction", "kept_sequence_fraction"))

@@ -32,7 +32,7 @@ CASES = [(family, layout) for family in FAMILIES for layout in layouts(family)]
 
 
 class Finished:
-    """What one and two ranks saved of each family of four layers, which run when it is first asked for."""
+    """The results of one and two ranks for each family of four layers, run when first asked for."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,7 +62,8 @@ def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
     assert all(torch.equal(before[name], source[name]) for name in source)
     after, expected = two.exported(run, "after"), one.exported(reference, "after")
     for name, value in expected.items():
-        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts. Where that is small, the weights' own rounding shows.
+        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts. Where that is small, the
+        # weights' own rounding shows.
         moved, wanted = after[name] - before[name], value - source[name]
         rounding = 2.0**-23 * float(value.norm())
         assert float((moved - wanted).norm()) <= 2e-5 * float(wanted.norm()) + rounding, name

@@ -1,4 +1,4 @@
-"""A run in float16 on both sides, with the real engines: proofs hold, pushes are verified, the loss scale is a metric and is resumed."""
+"""A float16 run on both sides, with the real engines: proofs, verified pushes, the loss scale as metric and resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FLOAT16 = [
 
 
 def test_float16_on_both_sides(tmp_path: Path, brief_checkpoint: Path) -> None:
-    """A scale that overflows at first: its updates are skipped and counted, every sample is accounted for, and a resumed run goes on with the scale."""
+    """A scale that overflows at first.
+
+    Its updates are skipped and counted, every sample is accounted for, and a resumed run goes on with the scale.
+    """
     config = write_config(tmp_path, brief_checkpoint)
     words = [*FLOAT16, "checkpoint.every=1"]
     assert run_job(config, [*words, "train.steps=2"]) == 0

@@ -1,5 +1,7 @@
-"""One suite for every learner: Megatron-Core and DeepSpeed's three stages do the same work on two real ranks, and are compared with
-transformers in float64 and with one another."""
+"""One suite for every learner: Megatron-Core and DeepSpeed's three stages do the same work on two real ranks.
+
+They are compared with transformers in float64 and with one another.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 @pytest.fixture(scope="module")
 def exact(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """What the learners must say and do, from transformers in float64: scores by kind and batch, and the gradient under checkpoint names."""
+    """The expected results of the learners, from transformers in float64.
+
+    These are scores by kind and batch, and the gradient under checkpoint names.
+    """
     model = load_reference(checkpoint).double()
     model.set_experts_implementation("eager")
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
@@ -103,7 +108,10 @@ def exact(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def masked(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`[B, R]` each: log-prob over the kept support, log kept mass, log-prob over the vocabulary, entropy; from plain logits."""
+    """Scores from plain logits, `[B, R]` each.
+
+    In order: log-prob over the kept support, log kept mass, log-prob over the vocabulary, entropy.
+    """
     logits_NV = (model(input_ids=batch.input_ids, use_cache=False).logits / TEMPERATURE)[batch.mask]
     everything_NV = logits_NV.log_softmax(-1)
     kept_NV = torch.zeros_like(everything_NV, dtype=torch.bool)
@@ -117,7 +125,9 @@ def masked(model: Any, batch: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
-    """Gradients under the checkpoint's names; expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows.
+    """Gradients under the checkpoint's names.
+
+    Expert `e` of a fused `[E, 2I, H]` parameter has gate rows first, then up rows.
 
     Mixtral has names of its own for them; gpt-oss leaves them fused on disk.
     """
@@ -155,7 +165,7 @@ def worst_relative(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
 
 
 def moved(ranks: Ranks, run: str) -> dict[str, Tensor]:
-    """What the first step did to each tensor."""
+    """The change of each tensor by the first step."""
     before = ranks.exported(run, "before")
     return {name: value.double() - before[name] for name, value in ranks.exported(run, "after").items()}
 

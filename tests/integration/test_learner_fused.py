@@ -1,6 +1,7 @@
-"""Transformer Engine's parameters through conversion, replay, gradients and checkpoints, compared with Megatron's plain layers.
+"""Transformer Engine's parameters in conversion, replay, gradients and checkpoints, against Megatron's plain layers.
 
-Transformer Engine itself needs CUDA: tests/gpu. Here its layout is real (Megatron-Core's own specification builds it), its arithmetic is torch's.
+Transformer Engine itself needs CUDA: tests/gpu. Here its layout is real (Megatron-Core's own specification builds it),
+its arithmetic is torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Megatron learner on every parallel layout of two ranks, and on products of four: weights, scores and steps of one process."""
+"""The Megatron learner on every parallel layout of two ranks, and on products of four, against one process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
     seen_routers: set[str] = set()
     for rank in range(world.num_ranks):
         facts = {key: float(value) for key, value in world.saved(run, "facts", rank).items()}
-        # Scored once, forwarded once by the update, and once more by what is recomputed: the three MoE layers of every real token.
+        # Scored once, forwarded once by the update, and once more by recomputation: the three MoE layers of every real
+        # token.
         assert facts[f"{mode}.replayed"] == (2 if recompute == "none" else 3) * valid * MOE_LAYERS
         assert facts[f"{mode}.applied"] == 1.0
         assert facts[f"{mode}.flips"] > 0.5

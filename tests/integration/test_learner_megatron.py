@@ -1,4 +1,4 @@
-"""The Megatron learner on real ranks: one process, expert parallel 2, and data parallel 2, all doing the same global work."""
+"""The Megatron learner on real ranks: one process, expert parallel 2 and data parallel 2, with the same global work."""
 
 from __future__ import annotations
 
@@ -224,7 +224,8 @@ def test_two_ranks_train_like_one(one: Ranks, two: Ranks, run: str) -> None:
     before = one.exported(PLAIN, "before")
     expected = {k: v - before[k] for k, v in one.exported(PLAIN, "after").items()}
     got = {k: v - before[k] for k, v in two.exported(run, "after").items()}
-    # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts; the rest is rounding of weight differences.
+    # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts; the rest is rounding of
+    # weight differences.
     assert worst_relative(got, expected) < 1e-5
     assert worst_relative(two.exported(run, "after"), one.exported(PLAIN, "after")) < 1e-6
     norms = [float(ranks.saved(name, "facts")["grad_norm"]) for ranks, name in ((one, PLAIN), (two, run))]

@@ -54,7 +54,7 @@ def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float
 def test_gradients_under_a_token_budget_equal_those_of_one_batch(
     request: pytest.FixtureRequest, one: Ranks, ranks: str, run: str, tokens: int
 ) -> None:
-    """Gradient accumulation, and sharing between data-parallel and expert-parallel ranks, change nothing but rounding."""
+    """Gradient accumulation and sharing between data- and expert-parallel ranks change nothing but rounding."""
     finished: Ranks = request.getfixturevalue(ranks)
     assert len(one.saved(WHOLE, "shapes")["shapes"]) == 1
     shapes = [finished.saved(run, "shapes", rank)["shapes"] for rank in range(finished.num_ranks)]

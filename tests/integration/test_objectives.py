@@ -39,7 +39,7 @@ def config(folder: Path, brief_checkpoint: Path) -> Path:
 @pytest.fixture(scope="module")
 def bundle(folder: Path, config: Path, attached: list[str]) -> Path:
     """A run recorded from the real server, and then made to look worse than it was."""
-    # In float32 both engines agree closely: what rules reject is what was added, and the gradient of the rest is not empty.
+    # In float32 both engines agree closely: rules reject what was added, and the gradient of the rest is not empty.
     overrides = [
         "name=recorded",
         *REWARD,
@@ -76,7 +76,7 @@ def advantages_of(bundle: Path) -> dict[int, dict[float, float]]:
 
 
 def check(name: str, result: dict[str, Any]) -> None:
-    """The logged kept share and gradient norms are those of float64, and something was rejected where the rule can reject."""
+    """The logged kept share and gradient norms are those of float64, and rules that can reject have rejected."""
     rows = [row for row in result["metrics"] if row["step"] > 0]
     assert len(rows) == STEPS, name
     per_step = len(result["updates"]) // STEPS
@@ -116,7 +116,7 @@ def test_all_of_them(config: Path, bundle: Path, folder: Path) -> None:
 
 
 def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle: Path, folder: Path) -> None:
-    """A rule over the whole minibatch, on two ranks with micro-batches of two rows, against one rank with micro-batches of eight."""
+    """A rule over the whole minibatch, on two ranks with micro-batches of two rows, against one with eight rows."""
     rows = []
     for name, overrides in (
         ("one-rank", ["learner.parallel.expert=1", "learner.micro_batch_rows=8"]),
@@ -164,7 +164,7 @@ LAYOUTS = {
 
 
 def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str) -> list[dict[str, Any]]:
-    """Two recorded steps with a rule on the whole minibatch, one on rows and one on tokens, and a probe at each step."""
+    """Two recorded steps with rules on the whole minibatch, on rows and on tokens, and a probe at each step."""
     rules = "{name: m2po, thresholds: {budget: 0.001}}, {name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}"
     overrides = [
         *("rollout.engine=bundle", f"rollout.bundle={bundle}", *REWARD, "optimizer.warmup_steps=0"),

@@ -1,4 +1,7 @@
-"""The doctor's judgement on faults planted into a real learner: a slice of `python -m benchmarks.planted_faults`, whose matrix is in docs/doctor.md."""
+"""The doctor's judgement on faults planted into a real learner.
+
+This is a slice of `python -m benchmarks.planted_faults`, whose matrix is in docs/doctor.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 
 @pytest.mark.slow
 def test_severe_faults_are_named_and_clean_controls_are_not(brief_checkpoint: Path, tmp_path: Path) -> None:
-    """One seed. Faults of rounding and of weights need a trained model and later versions of it; those are in the benchmark."""
+    """One seed. Faults of rounding and of weights need a trained model and later versions; the benchmark has them."""
     only = ["clean", "rope base", "temperature", "mask off", "one expert permuted", "tokenizers differ", "failed sync"]
     command = [sys.executable, "-m", "benchmarks.planted_faults", "--checkpoint", str(brief_checkpoint), "--seeds", "0"]
     command += ["--json", str(tmp_path / "rows.json"), "--only", *only]

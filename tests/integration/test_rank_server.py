@@ -1,4 +1,4 @@
-"""Forked ranks are to tests what torchrun's are: their own group, environment, output and exit status, nothing of the job before."""
+"""Forked ranks as torchrun's: their own group, environment, output and exit status, nothing of the job before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay on unpatched Hugging Face models of six families, against forced routing written out by hand and against natural routing."""
+"""Replay on unpatched Hugging Face models of six families, against hand-written forced routing and natural routing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,10 @@ def forced_by_hand(block: Any, ids_BRK: Tensor, family: str, hidden: Tensor) -> 
 
 
 def clamped_expert(experts: Any, expert: int, token: Tensor) -> Tensor:
-    """One expert of gpt-oss: gate and up columns alternate, both are clamped, up is shifted by 1; `gate * sigmoid(1.702 gate)`."""
+    """One expert of gpt-oss: gate and up columns alternate, both are clamped, up is shifted by 1.
+
+    The product is `gate * sigmoid(1.702 gate)`.
+    """
     both = token @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
     gate, up = both[::2].clamp(max=7.0), both[1::2].clamp(-7.0, 7.0)
     return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ experts.down_proj[expert] + experts.down_proj_bias[expert]

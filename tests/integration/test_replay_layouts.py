@@ -1,4 +1,4 @@
-"""Replay under tensor with sequence parallelism, and under a pipeline, in Megatron's own schedule with recomputation."""
+"""Replay under tensor and sequence parallelism and under a pipeline, in Megatron's own schedule with recomputation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def layout() -> Layout:
 def train(
     model: Any, replayer: MegatronReplayer, source_of: Callable[[int], RouteSource], *, forward_only: bool = False
 ) -> list[Recorded]:
-    """All micro-batches through Megatron's schedule (several forwards before the first backward on stage 0 of a pipeline)."""
+    """All micro-batches through Megatron's schedule.
+
+    It runs several forwards before the first backward on stage 0 of a pipeline.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     taken: list[Recorded] = []

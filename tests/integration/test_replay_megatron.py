@@ -1,6 +1,7 @@
-"""Replay on real Megatron-Core models, one process and expert parallel over two: what is forced happens, and what goes wrong stops.
+"""Replay on real Megatron-Core models, on one process and expert parallel over two: forced routes and refusals.
 
-Each world runs once, in processes of its own; every scenario reports by itself. Routes are random valid ones, unlike the natural ones.
+Each world runs once, in processes of its own; every scenario reports by itself. Routes are random valid ones, unlike
+the natural ones.
 """
 
 from __future__ import annotations
@@ -327,7 +328,7 @@ def inside_megatron_schedule(_: Path) -> None:
 
 
 def parallel_equals_one_process(folder: Path) -> None:
-    """Every rank forwards the same micro-batch, so gradients of one process are those of each rank over the world size."""
+    """Every rank forwards the same micro-batch: gradients of one process are those of each rank over the world size."""
     for dispatcher in ("alltoall", "allgather"):
         model, data = build(moe_token_dispatcher_type=dispatcher, **FULL), batch()
         replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
@@ -372,10 +373,11 @@ def refusals(_: Path) -> None:
 
 
 SCENARIOS = [
-    forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits, r2_is_bit_identical,
-    deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop, swapped_layers_stop, swapped_and_stale_samples_stop,
-    forwards_that_escape_stop, two_models_do_not_meet, recompute_uses_the_same_routes, recompute_that_escapes_stops,
-    nothing_is_left_behind, inside_megatron_schedule, parallel_equals_one_process, refusals,
+    forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits,
+    r2_is_bit_identical, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
+    swapped_layers_stop, swapped_and_stale_samples_stop, forwards_that_escape_stop, two_models_do_not_meet,
+    recompute_uses_the_same_routes, recompute_that_escapes_stops, nothing_is_left_behind, inside_megatron_schedule,
+    parallel_equals_one_process, refusals,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, damaged or starved of disk, and go on. Real learner ranks on recorded rollouts, no engine."""
+"""Runs that are killed, interrupted, damaged or starved of disk, and go on: real ranks on recorded rollouts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,10 @@ TIMING = ("ledger/", "queue/")
 def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     folder: Path, tmp_path: Path, ranks: int, learner: list[str]
 ) -> None:
-    """From the third step on, tokens are two versions old: the first to be trained after the resumption need weights from before it."""
+    """From the third step on, tokens are two versions old.
+
+    The first to be trained after the resumption need weights from before it.
+    """
     make_recording(load(folder / "config.yaml", []), tmp_path / "bundle", STEPS, age=2)
     settings = [
         "pipeline.mode=async",
@@ -217,7 +220,7 @@ def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Pat
     ids=lambda layout: "-".join(layout),
 )
 def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path, layout: tuple[str, ...]) -> None:
-    """From step 2 of the expert-parallel run to its end on another layout: the same names and shapes, weights and moments."""
+    """From step 2 of the expert-parallel run to its end on another layout: equal names, shapes, weights, moments."""
     name = "-".join(layout)
     parallel = [f"learner.parallel.{size}" for size in ("expert=1", *layout)]
     begin = f"checkpoint.resume={alone / 'checkpoints' / 'step-000002'}"
@@ -348,7 +351,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_with_older_checkpoints_intact(
 
 @pytest.mark.slow
 def test_two_hosts_meet_and_one_that_dies_comes_back(folder: Path, alone: Path) -> None:
-    """Two torchrun agents, as two machines would start them, one rank each; one is killed with all it started and started again."""
+    """Two torchrun agents as on two machines, one rank each; one is killed with its children and started again."""
     endpoint = f"127.0.0.1:{free_port()}"
 
     def host(number: int) -> Job:

@@ -1,4 +1,4 @@
-"""A real server that is killed or stopped in the middle of a batch: it comes back by itself, and every sample is trained exactly once."""
+"""A real server that is killed or stopped in the middle of a batch: it comes back, every sample is trained once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.proxy import Proxy
 from tests.integration.test_rollout_server import make_push
 
 RECOVERY_S = 60.0
-"""On two cores that are free. On busy ones starting a server alone takes longer: then half as much again as the first start."""
+"""Seconds on two free cores. On busy ones the start of a server alone takes longer: then 1.5 times the first start."""
 GROUPS, GROUP_SIZE = 6, 8
 
 
@@ -127,7 +127,7 @@ def test_a_storm_of_errors_in_the_middle_of_a_batch_costs_no_sample(brief_checkp
 def test_when_the_job_is_killed_in_the_middle_of_a_step_nothing_stays_and_the_same_command_goes_on(
     brief_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """`moe-trm train` gets SIGKILL: server, its workers, ranks and controller are gone within seconds, and the port is free.
+    """`moe-trm train` gets SIGKILL: server, workers, ranks and controller end within seconds, and the port is free.
 
     Sampling runs ahead of training. What was waiting or being sampled is sampled anew by the second part of the run.
     """

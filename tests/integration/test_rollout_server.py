@@ -1,4 +1,4 @@
-"""A real SGLang server: what it records agrees with Hugging Face on the same tokens, and a push is only accepted when proved."""
+"""A real SGLang server: its records agree with Hugging Face on the same tokens, and only a proved push is accepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 PARAMS = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=24)
 EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 0.2)
-"""Tried one after the other until a push comes in the middle of a sample: a busy machine needs longer for its first token."""
+"""Delays tried in turn until a push comes in the middle of a sample: a busy machine is slower to its first token."""
 EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
 
 
@@ -141,7 +141,7 @@ def test_a_push_changes_the_policy_and_is_proved(
 def test_a_push_succeeds_while_the_engine_generates_for_others(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    """A client that hung up, like a health check that gave up, leaves a request behind that keeps the engine busy for a while."""
+    """A client that hung up, like a health check that gave up, leaves a request that keeps the engine busy."""
     (prompt,) = prompts(1)
 
     async def hang_up(engine: SglangEngine) -> None:
@@ -182,7 +182,10 @@ def test_a_file_corrupted_after_it_was_digested_is_refused(
 def test_an_engine_that_lent_its_memory_serves_the_next_push_as_before(
     served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
 ) -> None:
-    """The steps of a colocated run against the server's own interface; on CPU nothing is freed, so all that can differ is what the steps do."""
+    """The steps of a colocated run against the server's own interface.
+
+    On CPU nothing is freed, so only the effect of the steps themselves can differ.
+    """
     (prompt,) = prompts(1)
     greedy = replace(PARAMS, top_p=1e-3)
 
@@ -345,7 +348,7 @@ def test_a_sample_that_a_push_interrupts_is_rejected(
 def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
     served_config: Config, rollout_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
 ) -> None:
-    """Log-probs, masks and routes of the tokens before the cut are those of the old weights, of those after it of the new."""
+    """Log-probs, masks and routes of the tokens before the cut are of the old weights, those after it of the new."""
     pipeline = served_config.pipeline.model_copy(update={"mode": "async", "partial": "interrupt"})
     config = served_config.model_copy(update={"pipeline": pipeline})
     long = replace(PARAMS, max_new_tokens=400)

@@ -1,4 +1,4 @@
-"""`benchmarks.route_flip` on tiny random weights: engines that compute alike agree, and replay undoes what routing did."""
+"""`benchmarks.route_flip` on tiny random weights: equal engines agree, and replay undoes the effect of routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks and log-probs that a real server records equal an independent Hugging Face computation on the same tokens, however they were sampled.
+"""Masks and log-probs of a real server, equal to an independent Hugging Face computation on the same tokens.
 
 Shape letters: S sampled tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.test_rollout_server import VOCAB, load, make_push, prompts, sample, with_engine
 
 NEAR = 5e-6
-"""A set is undecided where a cumulative probability, or a probability relative to a bound, is this close: float32 may keep or drop the id."""
+"""Margin of a cumulative or relative probability to a bound, below which float32 may keep or drop the id."""
 
 GRID: dict[str, dict[str, Any]] = {
     "nothing is cut": {},
@@ -56,7 +56,7 @@ def own_weights(
 
 @dataclass(frozen=True)
 class Expected:
-    """What Hugging Face's logits say of one sampled position."""
+    """The result of Hugging Face's logits at one sampled position."""
 
     kept: set[int]
     undecided: bool
@@ -145,7 +145,7 @@ def test_a_second_turn_on_top_of_the_first(served_config: Config, rollout_server
 def test_masked_ratios_are_one_and_full_ones_are_the_kept_mass(
     served_config: Config, rollout_server: Server, model: Any
 ) -> None:
-    """Equal weights, float32: over the kept support every ratio is 1; over the vocabulary it is biased by exactly the kept mass."""
+    """Equal weights, float32: over the kept support every ratio is 1; over the vocabulary its bias is the kept mass."""
     chosen = params(top_p=0.8)
     ratios, masses = [], []
     for record in sample(served_config, rollout_server, prompts(6), chosen):

@@ -1,4 +1,4 @@
-"""Hostile requests to a real rollout server: without the key nothing is done, nonsense is refused, and it goes on serving."""
+"""Hostile requests to a real rollout server: no action without the key, nonsense refused, service continues."""
 
 from __future__ import annotations
 

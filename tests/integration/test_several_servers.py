@@ -1,5 +1,7 @@
-"""Two real servers, with SGLang's router in front of them and without: both sample, both get every push, and one that misses a push is
-left out until it has it."""
+"""Two real servers, with SGLang's router in front of them and without: both sample, and both get every push.
+
+One that misses a push is left out until it has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang, Megatron-Core, DeepSpeed and Hugging Face on the same tokens, all in float32: they must say the same, and learn the same."""
+"""SGLang, Megatron-Core, DeepSpeed and Hugging Face in float32 on the same tokens: equal scores, equal learning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from moe_trm.recording.bundle import BundleReader
 from tests.integration.jobs import metrics_of, run_job, write_config
 
-# One optimizer step that is close to the gradient itself, so that its scale shows; the entropy bonus gives one whatever the rewards are.
+# One optimizer step close to the gradient itself, so that its scale shows. The entropy bonus gives one whatever the
+# rewards are.
 PLAIN_STEP = [
     "train.steps=1",
     "train.export=true",

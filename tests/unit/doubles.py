@@ -1,6 +1,6 @@
-"""What a test puts in the place of an engine or a learner: the whole protocol, of which a test fills in what it needs.
+"""Stand-ins for an engine and a learner: the whole protocol, of which a test fills in the parts it needs.
 
-A call that a test did not expect fails it. The type checker holds every stand-in to the protocol, and what overrides it.
+A call that a test did not expect fails it. The type checker holds every stand-in and its overrides to the protocol.
 """
 
 from __future__ import annotations

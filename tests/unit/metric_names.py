@@ -1,7 +1,7 @@
 """Names of the metrics that a run can write, from the code that writes them.
 
-Pure functions are called on a worked example. Names that stand whole in the source are read there, from the places that write.
-The rest are built from f-strings: `FAMILIES` has each of them, and what it can become.
+Pure functions are called on a worked example. Names that stand whole in the source are read there, from the places that
+write. The rest are built from f-strings: `FAMILIES` has each of them, and what it can become.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ ROWS, TOKENS = 4, 6
 
 
 def exists(name: str) -> bool:
-    """Whether a run can write `name`, in which `<name>`, `*` and a last `_i`, `_K`, `_P` stand for anything that fits."""
+    """True when a run can write `name`.
+
+    `<name>`, `*` and a last `_i`, `_K`, `_P` in it stand for anything that fits.
+    """
     pattern = re.escape(name)
     for hole, filling in HOLES:
         pattern = re.sub(hole, filling.replace("\\", r"\\"), pattern)
@@ -69,7 +72,7 @@ def read() -> Mapping[str, str]:
 
 @cache
 def folders() -> frozenset[str]:
-    """What stands before the first slash."""
+    """The part before the first slash."""
     return frozenset(name.partition("/")[0] for name in names() | families())
 
 
@@ -132,7 +135,7 @@ def _has_hole(name: str) -> bool:
 
 
 def _measured() -> Iterator[str]:
-    """What diagnostics, corrections, losses and the books return for a batch of which everything is known."""
+    """The metrics of diagnostics, corrections, losses and the books for a batch of which everything is known."""
     evidence = _example(split=True)
     rules = [_bound(corrections.get(name)) for name in corrections.names()]
     correction = corrections.compose(rules, whole_minibatch=True)(evidence)

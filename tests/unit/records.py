@@ -20,7 +20,7 @@ def make_record(
     version: int = 0,
     reward: float | None = 1.0,
 ) -> RolloutRecord:
-    """A valid record with random tokens, distinct experts and three kept ids per position; deterministic in `sample_id`."""
+    """A valid record with random tokens, distinct experts and three kept ids per position, by `sample_id`."""
     rng = np.random.default_rng(sample_id)
     total = num_prompt + num_sampled
     tokens = rng.integers(0, VOCAB, total).astype(np.int32)

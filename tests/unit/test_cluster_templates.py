@@ -18,7 +18,8 @@ from moe_trm.config import load
 LAUNCH = Path(__file__).parents[2] / "launch"
 STUBS = {
     "scontrol": 'printf "node%s\\n" 1 2 3 4',
-    # Notes what it was given; servers serve until they are ended, learners end by themselves or linger until they are asked to.
+    # Notes what it was given. Servers serve until they are ended; learners end by themselves or linger until asked to
+    # end.
     "srun": """
 echo "srun $*" >> "$CALLS"
 [[ "$*" == *launch.train* ]] || exec sleep 60
@@ -40,7 +41,7 @@ def config(tmp_path: Path) -> Path:
 def slurm_script(
     tmp_path: Path, config: Path, *overrides: str, **settings: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """The batch script, run with stand-ins for Slurm's commands, and the file in which they note what they were given."""
+    """The batch script, run with stand-ins for Slurm's commands, and the file in which they note their arguments."""
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, body in STUBS.items():
@@ -49,8 +50,9 @@ def slurm_script(
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     calls = tmp_path / "calls"
     environment = {
-        **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_NODELIST": "node[1-4]",
-        "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": "2", **settings,
+        **os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(calls),
+        "SLURM_JOB_NODELIST": "node[1-4]", "SLURM_JOB_ID": "77", "SLURM_GPUS_ON_NODE": "8", "SERVER_NODES": "2",
+        **settings,
     }  # fmt: skip
     script = subprocess.Popen(["bash", LAUNCH / "slurm.sh", str(config), *overrides], env=environment)
     return script, calls

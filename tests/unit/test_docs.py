@@ -1,4 +1,4 @@
-"""What the pages tell people to type, to set, to watch and to open exists."""
+"""Commands, settings, metrics and files that the pages name exist."""
 
 from __future__ import annotations
 

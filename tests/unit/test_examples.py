@@ -41,7 +41,7 @@ def test_the_calculator(text: str, value: str) -> None:
 
 
 def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
-    """What the tool says is what the model was warmed up to write itself."""
+    """The tool's text is the text that the model was warmed up to write itself."""
     calculate = load_function(f"{CALCULATOR}:calculate", key="test")
     for problem in (Problem(672, "+", 39), Problem(999, "+", 1), Problem(52, "-", 7), Problem(7, "-", 52)):
         for step in problem.working().removeprefix("~").split(","):

@@ -1,4 +1,4 @@
-"""Rows of 100,000 tokens, of one, of none, all rejected, with NaN: every rule, loss and metric is defined, without warnings."""
+"""Rows of 100,000 tokens, of one, of none, all rejected, with NaN: rules, losses and metrics without warnings."""
 
 from __future__ import annotations
 

@@ -12,7 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").glob("*.md"))]
 WRITTEN = [page for page in PAGES if page != "docs/methods.md"]
-"""Pages whose lines are set by hand: `docs/methods.md` is generated from docstrings, and each of its facts is one line."""
+"""Pages whose lines are set by hand.
+
+`docs/methods.md` is generated from docstrings, and each of its facts is one line.
+"""
 WIDEST = 120
 LARGEST_MEDIAN, LARGEST_P90 = 16, 28
 """Words per sentence that a reader whose first language is another one takes in at once."""
@@ -47,7 +50,10 @@ def sentence_lengths(text: str) -> list[int]:
 
 
 def test_sentences_are_counted() -> None:
-    text = "# No\n\nOne two `x = 1` top-4. Five [six\nseven](a.md).\n\n| no |\n\n- eight\n- nine ten\n\n```sh\nno no\n```\n"
+    text = (
+        "# No\n\nOne two `x = 1` top-4. Five [six\nseven](a.md).\n\n| no |\n\n"
+        "- eight\n- nine ten\n\n```sh\nno no\n```\n"
+    )
     assert sentence_lengths(text) == [4, 3, 1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Hostile input: to the controller's socket, in messages, in bundles, in encoded masks and routes. Refused, and the service stays up."""
+"""Hostile input, refused while the service stays up: to the socket, in messages, bundles, encoded masks and routes."""
 
 from __future__ import annotations
 

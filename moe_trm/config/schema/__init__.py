@@ -1,4 +1,6 @@
-"""The configuration, as types. Every field says what it is, its unit and its range; YAML and `key=value` overrides fill it.
+"""The typed configuration. Every field documents its meaning, unit and range.
+
+YAML and `key=value` overrides fill it.
 
 Importing this package imports no torch.
 """
@@ -106,7 +108,7 @@ class Config(Section):
     probe: ProbeConfig = ProbeConfig()
     """Measuring with native and replayed routes."""
     batch: BatchConfig = BatchConfig()
-    """Which samples are trained."""
+    """Selection of the samples that are trained."""
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of generation and training."""
     advantage: AdvantageConfig = AdvantageConfig()

@@ -13,7 +13,8 @@ class ParameterGroup(Section):
     """Settings of some parameters."""
 
     match: str
-    """Regular expression searched for in Hugging Face parameter names, e.g. `mlp\\.gate` (the routers) or `embed_tokens`. The first group that matches counts."""
+    """Regular expression searched for in Hugging Face parameter names, e.g. `mlp\\.gate` (the routers) or
+    `embed_tokens`. The first group that matches counts."""
     lr_multiplier: Annotated[float, Field(ge=0)] = 1.0
     """Their learning rate is this times that of the others."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
@@ -28,17 +29,22 @@ class OptimizerConfig(Section):
     warmup_steps: Count = 3
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """The learning rate after warm-up: `constant`, down to `optimizer.min_lr` on a line or a cosine, or `wsd`: constant, and down on a line at the end."""
+    """Learning rate after warm-up. `constant`; `linear` or `cosine`: down to `optimizer.min_lr`; `wsd`: constant,
+    then linear down at the end."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Where the schedule ends; at most `optimizer.lr`."""
     decay_steps: Positive | None = None
-    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run (steps x minibatches x epochs)."""
+    """Optimizer steps, warm-up included, until `optimizer.min_lr`; none: all of the run
+    (steps x minibatches x epochs)."""
     final_steps: Positive | None = None
     """`wsd`: optimizer steps on the way down; none: a tenth of `optimizer.decay_steps`."""
     ess_scale: Annotated[Literal["off", "sqrt", "linear"], BeforeValidator(bare_off)] = "off"
-    """Lower a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`, w the ratio of policy to rollout: its root (VCPO with AdamW), or itself (`linear`). Worth trying with stale rollouts."""
+    """Scale a step's learning rate by the effective sample size of its rows, `min(1, (sum w)^2 / (N sum w^2))`,
+    with w the ratio of policy to rollout. `sqrt`: by its root (VCPO with AdamW); `linear`: by itself. Worth
+    trying with stale rollouts."""
     surge_limit: Annotated[float, Field(gt=1)] | None = None
-    """Halve the learning rate, down to a tenth, when answers are longer than this times those of `optimizer.surge_window` steps ago; none: never. Try 1.2."""
+    """Halve the learning rate, down to a tenth, when answers are longer than this times those of
+    `optimizer.surge_window` steps ago; none: never. Try 1.2."""
     surge_window: Positive = 100
     """Training steps to look back, and to wait between two halvings."""
     groups: tuple[ParameterGroup, ...] = ()
@@ -56,10 +62,15 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the learner's ranks share the model. What the product of `tensor`, `pipeline` and `context` leaves over is data parallel; experts are shared over all ranks of a stage."""
+    """Parallel layout of the learner's ranks.
+
+    Ranks beyond the product of `tensor`, `pipeline` and `context` are data parallel. Experts are shared over all ranks
+    of a stage.
+    """
 
     tensor: Positive = 1
-    """Ranks that share each matrix and, between matrices, each sequence (sequence parallelism, which MoE layers need). A divisor of the key/value heads."""
+    """Ranks that share each matrix and, between matrices, each sequence (sequence parallelism, which MoE layers need).
+    A divisor of the key/value heads."""
     pipeline: Positive = 1
     """Ranks that share the layers. A divisor of their number."""
     virtual_pipeline: Positive | None = None
@@ -76,16 +87,23 @@ class DeepSpeedConfig(Section):
     """`learner.backend=deepspeed`: how ZeRO spreads the training state over the ranks, all of them data parallel."""
 
     zero_stage: Literal[1, 2, 3] = 2
-    """What is sharded: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits; every stage computes the same."""
+    """Sharded state: 1 optimizer state, 2 also gradients, 3 also weights. Raise it until the model fits;
+    every stage computes the same."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory and step there; for models that do not fit otherwise."""
 
 
 class LossScaleConfig(Section):
-    """`learner.dtype=float16`: the loss is multiplied before backward and gradients are divided after it, so that small ones do not round to zero. It changes no gradient in range; a step whose gradients overflow is skipped (`optimizer/skipped`), and the scale halved."""
+    """Loss scale of `learner.dtype=float16`.
+
+    The loss is multiplied before backward, and gradients are divided after it, so that small ones do not round to zero.
+    This changes no gradient in range. A step whose gradients overflow is skipped (`optimizer/skipped`), and the scale
+    is halved.
+    """
 
     initial: Positive = 65536
-    """Scale of the first step, a power of two. Lower it when the first steps are skipped: their rollouts train nothing."""
+    """Scale of the first step, a power of two. Lower it when the first steps are skipped:
+    their rollouts train nothing."""
     growth_steps: Positive = 200
     """The scale doubles after so many applied steps in a row."""
 
@@ -94,17 +112,25 @@ class LearnerConfig(Section):
     """The engine that trains."""
 
     backend: Literal["megatron", "deepspeed"] = "megatron"
-    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the model as transformers has it)."""
+    """The training engine: `megatron` (Megatron-Core, converted weights), or `deepspeed` (ZeRO over the
+    model as transformers has it)."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """Settings of DeepSpeed."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Arithmetic of the learner; master weights, gradient sums, routers and log-probs are float32 whatever it is. `float16` here and in `rollout.server.dtype` rounds eight times finer than bfloat16 on both sides; its range is narrow, so try it with models whose activations stay below 65504."""
+    """Arithmetic of the learner. Master weights, gradient sums, routers and log-probs are always float32. `float16`
+    here and in `rollout.server.dtype` rounds eight times finer than bfloat16 on both sides. Its range is narrow: try it
+    with models whose activations stay below 65504."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """How float16 gradients are kept in range."""
+    """Scale that keeps float16 gradients in range."""
     transformer_engine: Annotated[Literal["auto", "on", "off"], BeforeValidator(bare_switch)] = "auto"
-    """Megatron's layers: Transformer Engine's, with one grouped product over all experts (`on`), or plain ones (`off`). `auto`: Transformer Engine's where there are CUDA and a working installation. On CPU there are only plain ones."""
+    """Megatron's layers: Transformer Engine's, with one grouped product over all experts (`on`), or plain ones (`off`).
+    `auto`: Transformer Engine's where there are CUDA and a working installation. On CPU there are only plain ones."""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
-    """Products of the layers' matrices in 8 bits, by where their scales come from: earlier passes (`delayed`), or the present tensor (`tensorwise`), its blocks of 128 (`blockwise`; Hopper) or of 32 (`mxfp8`; Blackwell). Needs Transformer Engine and `learner.dtype=bfloat16`; weights, routers, embeddings and the output layer stay as they are. It adds to the engine mismatch, unless the rollout rounds alike (`rollout.quantization`). With `delayed` a forward depends on those before it, so `update/first_nonzero_fraction` is not 0."""
+    """8-bit products of the layers' matrices, by the source of their scales: earlier passes (`delayed`), the present
+    tensor (`tensorwise`), its blocks of 128 (`blockwise`; Hopper) or of 32 (`mxfp8`; Blackwell). Needs Transformer
+    Engine and `learner.dtype=bfloat16`. Weights, routers, embeddings and the output layer stay as they are. It adds to
+    the engine mismatch, unless the rollout rounds alike (`rollout.quantization`). With `delayed` a forward depends on
+    those before it, so `update/first_nonzero_fraction` is not 0."""
     fp8_bfloat16_layers: Count = 1
     """Layers at each end of the model that `learner.fp8` leaves in bfloat16; with `delayed` there are none."""
     parallel: ParallelConfig = ParallelConfig()
@@ -116,17 +142,21 @@ class LearnerConfig(Section):
     micro_batch_rows: Positive | None = None
     """Sequences forwarded together on one rank; none: 32, unless `learner.micro_batch_tokens` is set."""
     micro_batch_tokens: Positive | None = None
-    """Tokens forwarded together on one rank, padding included: rows are packed by length and shared so that ranks get like numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory allows; no sequence may be longer."""
+    """Tokens forwarded together on one rank, padding included. Rows are packed by length and shared so that
+    ranks get similar numbers. Not together with `learner.micro_batch_rows`. Try the largest that memory
+    allows; no sequence may be longer."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, the inside of the MLP and MoE layers (`selective`), or every layer (`full`: least memory, about a third more time)."""
+    """Activations that backward computes again instead of keeping: none, those inside the MLP and MoE layers
+    (`selective`), or those of every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
     freeze_router: bool = False
-    """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""
+    """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
+    (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""
 
 
 class SyncConfig(Section):
-    """How new weights reach the rollout engine."""
+    """Transfer of new weights to the rollout engine."""
 
     method: Literal["disk", "distributed"] = "disk"
     """`disk`: versioned safetensors in `sync.dir`. `distributed`: broadcast from the owning ranks into the engine."""

@@ -24,7 +24,9 @@ class AdvantageConfig(Section):
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     ] = "grpo"
-    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are described in docs/methods.md."""
+    """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the
+    same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are
+    described in docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
 
@@ -33,18 +35,22 @@ class RuleConfig(Section):
     """One correction with its thresholds."""
 
     name: RuleName
-    """A correction of docs/methods.md, e.g. `trm_max`, `icepop`, `opsm`; or a function of your own under `@rule`, as `path/to/file.py:function` or `package.module:function`. A path is relative to where the run is started."""
+    """A correction of docs/methods.md, e.g. `trm_max`, `icepop`, `opsm`; or a function of your own under `@rule`, as
+    `path/to/file.py:function` or `package.module:function`. A path is relative to where the run is started."""
     thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
     target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Choose the threshold that would have rejected this share of tokens (or rows, for rules on rows), or truncated it (`token_tis`, `seq_tis`), over the first `correction.calibration_steps` steps, during which the rule only measures; then it is frozen."""
+    """Share of tokens to reject (of rows, for rules on rows) or to truncate (`token_tis`, `seq_tis`). The rule only
+    measures during the first `correction.calibration_steps` steps. Then the threshold that would have given this share
+    over them is chosen and frozen."""
 
 
 class CorrectionConfig(Section):
-    """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
+    """Treatment of the remaining mismatch: reweight or reject tokens and sequences."""
 
     preset: PresetName | None = None
-    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
+    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules
+    and loss on the total ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
     """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
@@ -57,7 +63,9 @@ class LossConfig(Section):
     """The policy objective."""
 
     name: LossName | None = None
-    """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
+    """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as
+    `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with
+    corrections on the engine ratio is decoupled PPO."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     clip_high: Annotated[float, Field(ge=0)] | None = None
@@ -70,9 +78,11 @@ class LossConfig(Section):
         Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
         | None
     ) = None
-    """How token losses become one number; none: as in the loss's published form (`ppo_clip`: token-mean). Denominators are those of the batch before correction."""
+    """Aggregation of token losses into one number; none: as in the loss's published form (`ppo_clip`: token-mean).
+    Denominators are those of the batch before correction."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Bonus per nat of the policy's entropy, which is that over the whole vocabulary whatever the sampling mask; 0: none. Costs one more pass of the output layer over the vocabulary. Try 0.001."""
+    """Bonus per nat of the policy's entropy, over the whole vocabulary whatever the sampling mask; 0: none. Costs one
+    more pass of the output layer over the vocabulary. Try 0.001."""
     measure_entropy: bool = False
     """Measure the entropy (`policy/entropy`) without rewarding it; the same cost."""
 
@@ -83,11 +93,15 @@ class KlConfig(Section):
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the KL, per nat; 0: no reference is kept or scored. Try 0.001."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "k3_is"] = "k3+"
-    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy, `k3_is` (weighted by the differentiated ratio) off-policy too; in the reward only values count, of which `k1` and `k3` are unbiased."""
+    """Estimate of each token's KL. In the loss `k2`, `k1+` and `k3+` have the right gradient on-policy;
+    `k3_is` (weighted by the differentiated ratio) has it off-policy too. In the reward only values count; of
+    these `k1` and `k3` are unbiased."""
     where: Literal["loss", "reward"] = "loss"
-    """`loss`: a term of its own beside the policy loss, on every sampled token whatever corrections reject. `reward`: each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    """`loss`: a separate term beside the policy loss, on every sampled token whatever corrections reject. `reward`:
+    each sample's reward is lowered by the KL of its tokens before groups are compared."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of samples / `kl.horizon` a step."""
+    """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of
+    samples / `kl.horizon` a step."""
     target: Annotated[float, Field(gt=0)] = 0.1
     """`adaptive`: mean KL per token to steer to, in nats."""
     horizon: Annotated[float, Field(gt=0)] = 10000.0

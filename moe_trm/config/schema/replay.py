@@ -1,4 +1,4 @@
-"""What of the rollout the learner repeats: the sampled support and the experts' routes."""
+"""Replay of the rollout in the learner: the sampled support and the experts' routes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from pydantic import BeforeValidator
 from moe_trm.config.schema.section import Count, Fraction, Section, bare_off
 
 ReplayMode = Literal["none", "R2", "R3"]
-"""Whose routes a run replays, once `auto` is decided."""
+"""The replay mode of a run, once `auto` is decided."""
 
 
 class SamplingMaskConfig(Section):
-    """Whether the learner scores tokens over the support that the rollout really sampled from."""
+    """Scoring of tokens over the support that the rollout really sampled from."""
 
     mode: Annotated[Literal["off", "keep"], BeforeValidator(bare_off)] = "keep"
-    """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout. `off`: over the whole vocabulary."""
+    """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout.
+    `off`: over the whole vocabulary."""
     violation: Literal["reject", "union", "drop"] = "reject"
-    """A sampled token outside its own mask: `reject` the sample, score the `union` of mask and token, or `drop` the token from training. Always counted."""
+    """A sampled token outside its own mask: `reject` the sample, score the `union` of mask and token, or `drop` the
+    token from training. Always counted."""
 
 
 class ReplayConfig(Section):
-    """Whose expert routes the learner uses."""
+    """Source of the expert routes in the learner."""
 
     mode: Literal["none", "R2", "R3", "auto"] = "R3"
-    """Whose expert routes the learner uses: its own (`none`), those of the proximal pass (`R2`), the rollout's (`R3`).
+    """Source of the learner's expert routes: its own routers (`none`), the proximal pass (`R2`), the rollout (`R3`).
     `auto` becomes one of them on loading. With samples of any age, or 4 optimizer steps per rollout batch, it is R3;
     with 2 or 3 it is R2; with 1 it is none. `moe-trm config show` says which and why."""
     max_local_flip_rate: Fraction = 0.3
-    """The run stops when replayed expert sets differ from the live router's own choice more often than this: a sign of misaligned rows."""
+    """The run stops when replayed expert sets differ from the live router's own choice more often than
+    this: a sign of misaligned rows."""
     missing: Literal["reject", "native"] = "reject"
-    """Samples with tokens that have no trustworthy routes, because weights changed while they were generated: `reject` them, or keep them and leave those tokens to the learner's own routers, counted as `replay/native_fraction`."""
+    """Samples with tokens that have no trustworthy routes, because weights changed while they were
+    generated: `reject` them, or keep them and leave those tokens to the learner's own routers (`native`),
+    counted as `replay/native_fraction`."""
 
 
 class ProbeConfig(Section):

@@ -1,4 +1,4 @@
-"""Who samples, and how."""
+"""The rollout engine and its sampling."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class ServerConfig(Section):
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A server that answers requests but which generated nothing for so many seconds counts as hung. Longer than a weight push takes."""
+    """A server that answers requests but generated nothing for so many seconds counts as hung. Set it
+    longer than a weight push takes."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 
 
 class RolloutConfig(Section):
-    """Who samples, and how."""
+    """The rollout engine and its sampling."""
 
     engine: str = "sglang"
     """`sglang`: real servers. `bundle`: recorded responses, so that a run can be repeated bit for bit.
@@ -48,19 +49,27 @@ class RolloutConfig(Section):
     url: str | None = None
     """Address of a running server, e.g. http://127.0.0.1:30100; none: the one described in `rollout.server`."""
     urls: tuple[str, ...] = ()
-    """Addresses of several running servers, in place of `rollout.url`. Each sample goes to the one with the fewest in flight; all get every weight push; one that fails is left out until it has caught up."""
+    """Addresses of several running servers, in place of `rollout.url`. Each sample goes to the one with the fewest in
+    flight, and all get every weight push. One that fails is left out until it has caught up."""
     router: str | None = None
-    """Address of SGLang's router in front of the servers of `rollout.urls`, e.g. http://127.0.0.1:30000: it chooses the server of each sample, and is told which may be chosen. Weights, proofs and health checks go to the servers themselves. none: each sample goes to the server with the fewest in flight (docs/pipeline.md)."""
+    """Address of SGLang's router in front of the servers of `rollout.urls`, e.g. http://127.0.0.1:30000. It chooses the
+    server of each sample, and is told which may be chosen. Weights, proofs and health checks go to the servers
+    themselves. none: each sample goes to the server with the fewest in flight (docs/pipeline.md)."""
     api_key: str | None = None
     """Key of the server. None: taken from the environment variable MOE_TRM_API_KEY, else made for this run."""
     bundle: str | None = None
     """`engine=bundle`: folder written by `record.bundle`."""
     bundle_delay_s: Annotated[float, Field(ge=0)] = 0.0
-    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline overlaps without an engine."""
+    """`engine=bundle`: seconds until each recorded answer is given, to see how a pipeline
+    overlaps without an engine."""
     server: ServerConfig = ServerConfig()
     """The server to start."""
     quantization: str | None = None
-    """How the engine rounds the weights it is sent, by SGLang's name (`--quantization`), e.g. `fp8`; of servers that `rollout.url` points at, what they were started with. Rollouts then come from a policy of their own: `engine/*` measures it against the learner's with routes replayed, verdicts do not call it a fault, and corrections are what it takes. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights. None: weights as they are sent."""
+    """Rounding of the weights that the engine is sent, by SGLang's name (`--quantization`), e.g. `fp8`. For servers
+    that `rollout.url` points at, it is what they were started with. Rollouts then come from a policy of their own:
+    `engine/*` measures it against the learner's with routes replayed, verdicts do not call it a fault, and corrections
+    have to account for it. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights.
+    None: weights as they are sent."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8
@@ -74,34 +83,42 @@ class RolloutConfig(Section):
     min_p: Fraction = 0.0
     """Ids less probable than this fraction of the most probable one are not sampled; 0: no bound."""
     max_new_tokens: Positive = 48
-    """Tokens sampled at most for one answer (of a rollout function: for one turn); what is not finished by then counts as unfinished."""
+    """Tokens sampled at most for one answer (of a rollout function: for one turn). A longer
+    answer counts as unfinished."""
     function: str | None = None
-    """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
+    """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
+    several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that one call of `rollout.function` may take, waiting for the engine included; after that its sample is rejected (`rollout_timeout`)."""
+    """Seconds that one call of `rollout.function` may take, waiting for the engine included. After that its sample is
+    rejected (`rollout_timeout`)."""
     max_turns: Positive = 8
     """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
     max_tokens: Positive | None = None
-    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what the model's positions allow."""
+    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what
+    the model's positions allow."""
     colocate: bool = False
-    """The engine shares its GPUs with the learner: while the learner works, the engine's weights and KV cache leave device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
+    """The engine shares its GPUs with the learner. While the learner works, the engine's weights and KV cache leave
+    device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers
+    started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
     concurrency: Positive = 128
     """Requests in flight."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Limit for one request, queueing included."""
     max_attempts: Positive = 3
-    """Tries per request when the connection fails or the server answers 5xx; after that the server is looked at, and the sample asked for again."""
+    """Tries per request when the connection fails or the server answers 5xx. After that the server is checked, and
+    the sample is asked for again."""
     recovery_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Longest time without any working server, in seconds, before the run is given up. A restart takes as long as loading the model."""
+    """Longest time without any working server, in seconds, before the run is given up. A restart takes
+    as long as loading the model."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of every server of the run."""
+        """The address of every server of the run."""
         return self.urls or (self.url or f"http://{self.server.host}:{self.server.port}",)
 
     @property
     def attached(self) -> bool:
-        """Whether the servers are started by somebody else."""
+        """True when the servers are started by somebody else."""
         return bool(self.urls or self.url)
 
     @property

@@ -19,45 +19,54 @@ class TrainConfig(Section):
     export: bool = True
     """Write the final weights as a Hugging Face checkpoint to `runs/NAME/checkpoints/final`."""
     max_restarts: Count = 0
-    """`moe-trm train`: how often learner ranks that died are started again, from the newest checkpoint; 0: the run ends, and the same command goes on later. An error that can only repeat ends the run at once."""
+    """`moe-trm train`: restarts of learner ranks that died, from the newest checkpoint; 0: the run ends, and the same
+    command goes on later. An error that can only repeat ends the run at once."""
 
 
 class CheckpointConfig(Section):
-    """What a run keeps of itself, so that it can go on after whatever ended it."""
+    """The saved state of a run, from which it continues after any end."""
 
     every: Count = 50
-    """Training steps between checkpoints (model, optimizer, sample books, calibrated thresholds, random state), the last step included; 0: only when the run is asked to stop by Ctrl-C or SIGTERM."""
+    """Training steps between checkpoints (model, optimizer, sample books, calibrated thresholds, random state), the
+    last step included; 0: only when the run is asked to stop by Ctrl-C or SIGTERM."""
     keep: Positive = 2
     """Checkpoints to keep; older ones are removed once a newer one is complete."""
     dir: str | None = None
     """Folder that every learner rank sees; none: `runs/NAME/checkpoints`."""
     resume: str = "auto"
-    """`auto`: go on from the newest checkpoint of this run whose checksums are right, begin anew where there is none. `never`: begin anew; what is there is set aside. Else the path of one checkpoint (`.../step-000100`)."""
+    """`auto`: go on from the newest checkpoint of this run whose checksums are right; begin anew where there is none.
+    `never`: begin anew; existing checkpoints are set aside. Else the path of one checkpoint (`.../step-000100`)."""
     export_every: Count = 0
-    """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all of which are kept; 0: none."""
+    """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all
+    of which are kept; 0: none."""
 
 
 class RecordConfig(Section):
     """Recording of rollouts for exact repetition."""
 
     bundle: str | None = None
-    """Folder to record every step into: rollouts, which `rollout.engine=bundle` gives back, and the scores of every update, which `moe-trm whatif` judges again. About as large as the routes. None: nothing is recorded."""
+    """Folder to record every step into: rollouts, which `rollout.engine=bundle` gives back, and the scores of every
+    update, which `moe-trm whatif` judges again. About as large as the routes. None: nothing is recorded."""
 
 
 class ObserveConfig(Section):
-    """What one sees of a run while it trains and afterwards. `metrics.jsonl` is always written."""
+    """Views of a run while it trains and afterwards. `metrics.jsonl` is always written."""
 
     sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get every metric too, e.g. `[tensorboard]`. Each needs its library: `pip install 'moe-trm[tensorboard]'`."""
+    """Experiment trackers that get every metric too, e.g. `[tensorboard]`. Each needs its library:
+    `pip install 'moe-trm[tensorboard]'`."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback port at which Prometheus finds the newest value of every metric, as `moe_trm_...`; 0: none. Needs `pip install 'moe-trm[prometheus]'`."""
+    """Loopback port at which Prometheus finds the newest value of every metric, as `moe_trm_...`; 0: none. Needs
+    `pip install 'moe-trm[prometheus]'`."""
     project: str = "moe-trm"
     """Project or experiment that trackers file the run under."""
     panel: Annotated[Literal["auto", "on", "off"], BeforeValidator(bare_switch)] = "auto"
     """Live panel instead of one line per step; `auto`: on a terminal."""
     transcripts: Count = 10
-    """Steps between transcripts of a few sampled rollouts under `RUN_DIR/transcripts`; 0: never. The first step is always one of them."""
+    """Steps between transcripts of a few sampled rollouts under `RUN_DIR/transcripts`; 0: never. The first
+    step is always one of them."""
     transcript_rollouts: Positive = 4
     """Rollouts in one transcript, of different prompts as far as the first rank has them."""
     report: bool = True
-    """Write `RUN_DIR/report.html` when the run ends or is interrupted. `moe-trm report RUN_DIR` writes it at any time."""
+    """Write `RUN_DIR/report.html` when the run ends or is interrupted.
+    `moe-trm report RUN_DIR` writes it at any time."""

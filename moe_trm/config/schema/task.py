@@ -1,4 +1,4 @@
-"""What is learned: the model, the prompts, the rewards, the held-out evaluation."""
+"""The training task: the model, the prompts, the rewards, the held-out evaluation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ class TaskConfig(Section):
     """Prompts, rewards and held-out evaluation."""
 
     name: Literal["arithmetic", "jsonl", "gsm8k"] = "arithmetic"
-    """Where prompts and rewards come from: sums that are made up (`arithmetic`), prompts of your own from the source in `task.prompts` (`jsonl`), or such of GSM8K (`gsm8k`)."""
+    """Source of prompts and rewards: generated sums (`arithmetic`), prompts of your own from `task.prompts` (`jsonl`),
+    or those of GSM8K (`gsm8k`)."""
     prompts: str | None = None
-    """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as `hf:NAME[:SPLIT]` or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields reach the reward as extras."""
+    """Training prompts (`jsonl`, `gsm8k`): a JSONL or `.parquet` file, or a Hugging Face data set as
+    `hf:NAME[:SPLIT]` or `hf:NAME:CONFIGURATION:SPLIT`. A prompt is a text, or a list of chat messages; other fields
+    reach the reward as extras."""
     eval_prompts: str | None = None
     """Held-out prompts, from the same kinds of source; none: no evaluation for tasks that read prompts."""
     prompt_field: str | None = None
@@ -32,19 +35,26 @@ class TaskConfig(Section):
     eval_size: Count = 256
     """Held-out prompts per evaluation, of each set."""
     eval_sets: dict[str, str] = {}
-    """Further held-out sets by name, from the same kinds of source as `task.eval_prompts`; their metrics are `eval/NAME/...`."""
+    """Further held-out sets by name, from the same kinds of source as `task.eval_prompts`; their
+    metrics are `eval/NAME/...`."""
     max_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """`arithmetic`: digits of the larger operand."""
     reward: str | None = None
-    """How a finished answer is scored. `exact`: 1 when the text after the last `#` is the expected one. `math_verify`: 1 when it is mathematically equal. `package.module:function` or `path/to/file.py:function`: a function of your own (docs/tasks.md). None: `math_verify` for `gsm8k`, `exact` elsewhere."""
+    """Score of a finished answer. `exact`: 1 when the text after the last `#` is the expected one. `math_verify`: 1
+    when it is mathematically equal. `package.module:function` or `path/to/file.py:function`: a function of your own
+    (docs/tasks.md). None: `math_verify` for `gsm8k`, `exact` elsewhere."""
     reward_weights: dict[str, float] = {}
-    """Weights of named rewards, where a reward function returns several; a name that is not listed has weight 1. The reward is their weighted sum."""
+    """Weights of named rewards, where a reward function returns several; a name that is not listed has weight 1. The
+    reward is their weighted sum."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds that one call of a reward function may take; after that its sample is rejected (`reward_timeout`) and its process ended."""
+    """Seconds that one call of a reward function may take. After that its sample is rejected
+    (`reward_timeout`) and its process ended."""
     reward_processes: Positive = 2
-    """Processes that run a reward function which is not async. Raise it when `time/wait_s` is spent on rewards and cores are free."""
+    """Processes that run a reward function which is not async. Raise it when `time/wait_s` is spent on
+    rewards and cores are free."""
     template: str | None = None
-    """Text around a prompt read from a file, with `{prompt}` where it goes; none: `Question: {prompt}\\nAnswer:` for `gsm8k`, the prompt alone for `jsonl`."""
+    """Text around a prompt read from a file, with `{prompt}` where it goes; none: `Question: {prompt}\\nAnswer:` for
+    `gsm8k`, the prompt alone for `jsonl`."""
     chat: bool = False
     """Give prompts read from a file as the user's message of the tokenizer's chat template."""
     shuffle_rewards: bool = False
@@ -52,27 +62,28 @@ class TaskConfig(Section):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether prompts come from `prompts`, not from the task itself."""
+        """True when prompts come from `prompts`, not from the task itself."""
         return self.name != "arithmetic"
 
     @property
     def has_evaluation(self) -> bool:
-        """Whether there are held-out prompts."""
+        """True when there are held-out prompts."""
         return self.eval_size > 0 and (not self.reads_prompts or bool(self.eval_prompts or self.eval_sets))
 
 
 class EvalConfig(Section):
-    """What an evaluation on held-out prompts measures beside the greedy accuracy. It changes nothing in training."""
+    """Measurements of an evaluation on held-out prompts beside the greedy accuracy. It changes nothing in training."""
 
     samples: Count = 0
     """Sampled answers to each held-out prompt, for `eval/avg_at_K` and `eval/pass_at_K`; 0: the greedy answer alone."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the sampled answers."""
+    """Temperature of the sampled answers."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of the sampled answers: the most probable ids up to this mass; 1: all."""
+    """Nucleus of the sampled answers: the most probable ids up to this mass; 1: all."""
     max_new_tokens: Positive | None = None
     """Tokens of an answer at most; none: `rollout.max_new_tokens`."""
     keep_best: bool = True
-    """Keep the weights of the best evaluation as a Hugging Face checkpoint in `runs/NAME/checkpoints/best`, from the first that beats the start."""
+    """Keep the weights of the best evaluation as a Hugging Face checkpoint in `runs/NAME/checkpoints/best`, from the
+    first that beats the start."""
     best_metric: str = "eval/accuracy"
-    """What is best: the metric that an evaluation has to raise, e.g. `eval/pass_at_8`."""
+    """Metric that decides which evaluation is best, the highest value; e.g. `eval/pass_at_8`."""

@@ -1,7 +1,7 @@
 """Configurations of other frameworks in our words: `moe-trm config from-verl` and `from-slime`.
 
-What has an equivalent is translated, with the setting it came from beside it; what has none is listed with the reason. Nothing is guessed:
-a value that cannot be read (a shell expression, a custom function) is listed too.
+A setting with an equivalent is translated, with its origin beside it. One without is listed with the reason. Nothing is
+guessed: a value that cannot be read (a shell expression, a custom function) is listed too.
 """
 
 from moe_trm.config.translate.draft import Draft

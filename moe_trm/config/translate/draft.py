@@ -15,7 +15,7 @@ from moe_trm.config.schema import Config
 
 @dataclass
 class Draft:
-    """What a translation has found.
+    """The result of a translation.
 
     Attributes:
         values: our settings by dotted key.
@@ -50,7 +50,10 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def problems(self) -> list[Problem]:
-        """What our configuration would still refuse, such as a missing checkpoint or values that contradict each other here."""
+        """Everything that our configuration would still refuse.
+
+        Examples are a missing checkpoint, or values that contradict each other here.
+        """
         try:
             config = Config.model_validate_json(json.dumps(_tree(self.values)), strict=True)
         except ValidationError as error:
@@ -58,7 +61,7 @@ class Draft:
         return rules.refusals(config)
 
     def summary(self) -> str:
-        """What was not translated, and the remarks; for people."""
+        """The settings without an equivalent, and the remarks; for people."""
         parts = [f"{len(self.values)} settings translated, {len(self.missing)} without an equivalent"]
         for reason in dict.fromkeys(self.missing.values()):
             origins = [origin for origin, given in self.missing.items() if given == reason]

@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, str] = {
     "eps-clip": "0.2",
     "seed": "1234",
 }
-"""What slime uses where nothing is said and where we would use something else."""
+"""slime's defaults where we would use something else."""
 
 _NUMBERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "num-rollout": ("train.steps", int),
@@ -85,7 +85,7 @@ _DEFAULT_HERE = (
     "attention-softmax-in-fp32",
     "optimizer",
 )
-"""What is always so here and needs no setting."""
+"""Settings that are always so here and need no equivalent."""
 
 _MACHINERY = (
     "actor-num",
@@ -327,7 +327,10 @@ def _leave(draft: Draft, flag: str) -> None:
 
 
 def _flags(words: Sequence[str], draft: Draft) -> dict[str, list[str]]:
-    """`--flag value ...` words as a mapping. In a script, those of its arrays and of `train.py`; other programs' are not slime's."""
+    """`--flag value ...` words as a mapping.
+
+    In a script, those of its arrays and of `train.py`; other programs' are not slime's.
+    """
     flags: dict[str, list[str]] = {}
     current: list[str] | None = None
     foreign = False

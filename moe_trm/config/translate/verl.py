@@ -25,7 +25,7 @@ DEFAULTS: Mapping[str, Any] = {
     f"{_OPTIM}.betas": [0.9, 0.999],
     "algorithm.adv_estimator": "gae",
 }
-"""What verl uses where nothing is said and where we would use something else."""
+"""verl's defaults where we would use something else."""
 
 
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}

@@ -1,4 +1,4 @@
-"""What verl does about the mismatch and the distance to the reference, in our rules: `rollout_correction` and its KL settings."""
+"""verl's `rollout_correction` and KL settings in our rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def correction(draft: Draft, take: Callable[[str], Any]) -> None:
             for rule in rejections:
                 if rule["name"].endswith("k1") and "_" in str(bounds):
                     draft.remark(
-                        f"{rule['name']} tests the inverse ratio, as verl does: what stays has a ratio of 1/high to 1/low; `orientation: ratio` in its thresholds tests the ratio itself"
+                        f"{rule['name']} tests the inverse ratio, as verl does: what stays has a ratio of 1/high to "
+                        "1/low; `orientation: ratio` in its thresholds tests the ratio itself"
                     )
     if bypass:
         for rule in rules:
@@ -54,7 +55,8 @@ def _weighing(level: str, cap: float | str) -> dict[str, Any]:
 def _rejections(modes: str, thresholds: str) -> list[dict[str, Any]]:
     """Comma-joined modes with one threshold each, or one for all; a mode that is named twice counts once.
 
-    k1 takes "low_high", or "high" for the band from 1 / high; k2 and k3 take one number. Raises `ValueError` with what does not fit.
+    k1 takes "low_high", or "high" for the band from 1 / high; k2 and k3 take one number. Raises `ValueError` with the
+    part that does not fit.
     """
     names = list(dict.fromkeys(part.strip() for part in modes.split(",") if part.strip()))
     texts = [part.strip() for part in thresholds.split(",") if part.strip()]

@@ -1,7 +1,8 @@
-"""The words of a launch script: what verl's and slime's users keep their settings in.
+"""The words of a launch script, in which users of verl and slime keep their settings.
 
-Not a shell: variables that the script itself sets to plain text are filled in, arrays are read in order, comments and line
-continuations are honoured. A word that holds anything else (`$(...)`, an unset variable) keeps it and is reported by whoever reads it.
+This is not a shell. Variables that the script itself sets to plain text are filled in, arrays are read in order,
+comments and line continuations are honoured. A word that holds anything else (`$(...)`, an unset variable) keeps it,
+and its reader reports it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def script_words(path: Path) -> list[str]:
 
 
 def unread(word: str) -> bool:
-    """Whether a part of the word could not be resolved."""
+    """True when a part of the word could not be resolved."""
     return "$" in word or "`" in word
 
 

@@ -22,7 +22,9 @@ class EngineApi(Protocol):
 
 @asynccontextmanager
 async def paused(api: EngineApi) -> AsyncIterator[None]:
-    """The engine generates nothing inside: what it still runs, such as the token of a health check, goes back to its queue.
+    """Pause of generation: inside, the engine generates nothing.
+
+    Requests that still run, such as the token of a health check, go back to its queue.
 
     Weights are given inside, because the engine refuses to flush its prefix cache while anything runs.
     Raises `EngineError`; the engine goes on however the block ends, if it can be reached.

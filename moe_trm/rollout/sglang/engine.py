@@ -91,7 +91,10 @@ class SglangEngine:
         self._fleet.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
-        """Sample one continuation. Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none."""
+        """Sample one continuation.
+
+        Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none.
+        """
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
             conversation.add(await self.turn(prompt.token_ids, params))
@@ -104,7 +107,8 @@ class SglangEngine:
     ) -> SampledTurn:
         """Sample what comes after `context`; raises as `generate` does.
 
-        What a weight push interrupts is continued from where it was, with the new weights; each token keeps the version that sampled it.
+        A sample that a weight push interrupts is continued from where it was, with the new weights. Each token keeps
+        the version that sampled it.
         """
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
         so_far: SampledTurn | None = None
@@ -134,7 +138,10 @@ class SglangEngine:
         raise refused
 
     async def load_weights(self, push: WeightPush) -> None:
-        """Make every server load `push` from its folder and prove it; a lost one follows when it is back. Raises `SyncError`, `EngineError`."""
+        """Make every server load `push` from its folder and prove it; a lost one follows when it is back.
+
+        Raises `SyncError`, `EngineError`.
+        """
         expected = (
             await asyncio.to_thread(verified_checksums, push, self._dtype, self._device) if self._verify else None
         )
@@ -151,7 +158,11 @@ class SglangEngine:
         await asyncio.gather(*(server.release_memory() for server in self._fleet.servers if not server.fenced))
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/reissued` samples asked for again, `rollout/recoveries` of servers, `rollout/servers` in service; totals since the start."""
+        """Totals since the start.
+
+        `rollout/reissued`: samples asked for again; `rollout/recoveries`: of servers; `rollout/servers`: now in
+        service.
+        """
         return self._fleet.metrics()
 
     async def close(self) -> None:
@@ -178,7 +189,8 @@ class SglangEngine:
                 where=server.http.url,
                 got="sync.method=distributed",
                 expected="disk",
-                fix="Start the run again from its last checkpoint; with sync.method=disk a server that comes back is given its weights again.",
+                fix="Start the run again from its last checkpoint; "
+                "with sync.method=disk a server that comes back is given its weights again.",
             )
         if self._broadcast is None:
             self._broadcast = DistributedPush(server.http, device=self._device)
@@ -189,7 +201,10 @@ class SglangEngine:
     def generate_request(
         self, token_ids: Sequence[int], params: SamplingParams, *, bare: bool = False
     ) -> dict[str, object]:
-        """The JSON body of one sample, `bare`: without routes and masks. The server refuses masks together with `n > 1`, hence one request each."""
+        """The JSON body of one sample, `bare`: without routes and masks.
+
+        The server refuses masks together with `n > 1`, hence one request each.
+        """
         request: dict[str, object] = {
             "input_ids": list(token_ids),
             "sampling_params": {

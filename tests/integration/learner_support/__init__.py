@@ -1,1 +1,1 @@
-"""What the learner's integration tests share: a tiny checkpoint, micro-batches, and a way to run ranks."""
+"""Common parts of the learner's integration tests: a tiny checkpoint, micro-batches, and a way to run ranks."""

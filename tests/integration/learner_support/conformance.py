@@ -1,7 +1,9 @@
-"""What every learner must do alike, on real ranks. Started by torchrun: `conformance.py CHECKPOINT OUT RUN [RUN ...]`.
+"""Work that every learner must do alike, on real ranks. Started by torchrun:
+`conformance.py CHECKPOINT OUT RUN [RUN ...]`.
 
-A RUN is `backend=NAME:key=value:...`; what it saves goes to OUT/RUN; `model=NAME` takes the checkpoint NAME beside CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two. Only the
-`Learner` protocol is used. Nothing is asserted here: results are saved for the tests to judge.
+A RUN is `backend=NAME:key=value:...`; its results go to OUT/RUN. `model=NAME` takes the checkpoint NAME beside
+CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two. Only the `Learner` protocol is used.
+Nothing is asserted here: results are saved for the tests to judge.
 """
 
 from __future__ import annotations
@@ -172,7 +174,7 @@ def take_over(checkpoint: str, saved: Path, out: Path, options: dict[str, str]) 
 
 
 def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRecords]) -> dict[str, Any]:
-    """What must not move the weights. 1.0 where it was refused."""
+    """Calls that must not move the weights. 1.0 where it was refused."""
     facts: dict[str, Any] = {}
     loss = objective(batches, [])
     broken = learner.update(

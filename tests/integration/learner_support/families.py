@@ -19,7 +19,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                    "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
     "glm4_moe": ("Glm4Moe", SIGMOID),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "sliding_window": 4,
-                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False,
+                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                                               "truncate": False,
                                                "original_max_position_embeddings": 64, "beta_fast": 8.0}}),
 }  # fmt: skip
 """Name in transformers -> prefix of its classes, and what its configuration says beside `SHAPE`."""

@@ -1,6 +1,9 @@
-"""How a float16 learner's loss scale moves, on real ranks. Started by torchrun: `float16.py CHECKPOINT OUT RUN [RUN ...]`; see `conformance.py`.
+"""The loss scale of a float16 learner on real ranks.
 
-A RUN starts at a scale under which gradients overflow. Nothing is asserted here: results are saved for the tests to judge.
+Started by torchrun: `float16.py CHECKPOINT OUT RUN [RUN ...]`; see `conformance.py`.
+
+A RUN starts at a scale under which gradients overflow. Nothing is asserted here: results are saved for the tests to
+judge.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ TRIES = 40
 
 
 def scaled(checkpoint: str, out: Path, options: dict[str, str]) -> None:
-    """Steps on given routes, which no rounding changes, until one is applied, and two more; then the same two on a learner that took over what was saved before them."""
+    """Steps on given routes, which no rounding changes, until one is applied, and two more.
+
+    A second learner takes over what was saved before these two, and does the same two.
+    """
     learner = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
     batches, routes, numbers = work(learner)
     learner.export_shard(str(out / "before"), "float32")

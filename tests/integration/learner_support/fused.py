@@ -1,8 +1,11 @@
-"""A learner on layers laid out as Transformer Engine's, on real ranks without CUDA. Started by torchrun: `fused.py CHECKPOINT OUT RUN [RUN ...]`.
+"""A learner on Transformer Engine's layout of layers, on real ranks without CUDA.
 
-Megatron-Core's own specification for Transformer Engine puts the model together, its `TEGroupedMLP` included; what stands in for Transformer
-Engine has its modules' parameters (a norm's weight in the linear layer behind it, one weight for each expert of a grouped layer) and computes in
-plain torch. RUN as of `conformance.py`, with `layers=fused` or without. Nothing is asserted here.
+Started by torchrun: `fused.py CHECKPOINT OUT RUN [RUN ...]`.
+
+Megatron-Core's own specification for Transformer Engine puts the model together, its `TEGroupedMLP` included. The
+stand-in for Transformer Engine has its modules' parameters (a norm's weight in the linear layer behind it, one weight
+for each expert of a grouped layer) and computes in plain torch. RUN as of `conformance.py`, with `layers=fused` or
+without. Nothing is asserted here.
 """
 
 from __future__ import annotations

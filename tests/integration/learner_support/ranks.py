@@ -15,17 +15,17 @@ SCENARIOS = Path(__file__).with_name("scenarios.py")
 
 @dataclass(frozen=True)
 class Ranks:
-    """What finished ranks saved, by run and name."""
+    """The results of finished ranks, by run and name."""
 
     folder: Path
     num_ranks: int
 
     def saved(self, run: str, name: str, rank: int = 0) -> dict[str, Tensor]:
-        """What one rank saved under `name`."""
+        """The result that one rank saved under `name`."""
         return load_file(self.folder / run / f"{name}-{rank}.safetensors")
 
     def union(self, run: str, name: str) -> dict[str, Tensor]:
-        """What all ranks saved under `name`, where each key is saved by one rank only."""
+        """The results of all ranks under `name`, where each key is saved by one rank only."""
         return _disjoint([self.saved(run, name, rank) for rank in range(self.num_ranks)])
 
     def exported(self, run: str, name: str) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def _disjoint(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def run_ranks(folder: Path, checkpoint: Path, num_ranks: int, *runs: str, script: Path = SCENARIOS) -> Ranks:
-    """Do `runs` of `script` on `num_ranks` ranks one after the other; fails with their output when one of them fails."""
+    """Do `runs` of `script` on `num_ranks` ranks one after the other; fails with their output when one fails."""
     done = rank_server().run([str(script), str(checkpoint), str(folder), *runs], num_ranks)
     assert done.ok, f"{script.name} {runs}: {done.statuses}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return Ranks(folder, num_ranks)

@@ -1,7 +1,9 @@
-"""What learner ranks do in the integration tests. Started by torchrun: `scenarios.py CHECKPOINT OUT RUN [RUN ...]`.
+"""Scenarios of learner ranks in the integration tests. Started by torchrun:
+`scenarios.py CHECKPOINT OUT RUN [RUN ...]`.
 
-A RUN is `name` or `name:key=value:...`; what it saves goes to OUT/RUN. `model=NAME` takes the checkpoint NAME beside CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two.
-Nothing is asserted here: results are saved for the tests to judge.
+A RUN is `name` or `name:key=value:...`; its results go to OUT/RUN. `model=NAME` takes the checkpoint NAME beside
+CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two. Nothing is asserted here: results are
+saved for the tests to judge.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
 
 
 def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
-    """Reduced gradients of the parameters this rank owns (needs the plain optimizer: the distributed one keeps shards)."""
+    """Reduced gradients of this rank's parameters (needs the plain optimizer: the distributed one keeps shards)."""
     owned: dict[str, Tensor] = {}
     for name, parameter in global_parameters(learner._chunks):
         owns = (
@@ -208,7 +210,11 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
 
 def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
-    """R3 on random routes under masked scoring, then R2 with the routers turned around and the whole vocabulary: log-probs and router gradients."""
+    """Log-probs and router gradients of two modes.
+
+    The modes are R3 on random routes under masked scoring, and R2 with the routers turned around over the whole
+    vocabulary.
+    """
     learner = build(checkpoint, {**options, "distributed": "0"}, lr=0.0)
     routers: dict[str, Tensor] = {}
     apply = learner._optimizer.step

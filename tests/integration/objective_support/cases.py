@@ -1,4 +1,4 @@
-"""Configurations by name: every preset and every loss, each with a rule that rejects something on the doctored recording."""
+"""Configurations by name: every preset and every loss, each with a rule that rejects some of the doctored recording."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss_cases() -> dict[str, list[str]]:
 
 
 def other_cases() -> dict[str, list[str]]:
-    """What presets and losses leave out: a rule over the whole minibatch, normalised weights, methods of one's own."""
+    """Cases beyond presets and losses: a rule over the whole minibatch, normalised weights, methods of one's own."""
     m2po = "correction.rules=[{name: m2po, thresholds: {budget: 0.001}}]"
     return {
         "m2po": [m2po, "loss.name=unclipped"],
@@ -67,8 +67,9 @@ def _loss(name: str) -> list[str]:
 
 
 def doctored(record: RolloutRecord) -> RolloutRecord:
-    """The record as an engine would have reported it that is off: far off at one token of every third row, and a little, without
-    bias, at all tokens of another third.
+    """The record of an engine that is off.
+
+    It is far off at one token of every third row, and a little, without bias, at all tokens of another third.
     """
     rng = np.random.default_rng(record.sample_id)
     noise = np.zeros(record.num_sampled)

@@ -1,7 +1,7 @@
 """Runs cases one after the other on one real learner rank: `driver.py CONFIG BUNDLE OUT CASE [CASE ...]`.
 
-Each case is two steps of a recorded run by configuration alone. Nothing is asserted here: metrics and what float64 says of each
-update go to OUT/CASE.json for the tests to judge.
+Each case is two steps of a recorded run by configuration alone. Nothing is asserted here: metrics and the float64
+result of each update go to OUT/CASE.json for the tests to judge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same update in float64, from the recorded rows at once: kept tokens, and the derivative of the loss by each log-prob."""
+"""The same update in float64, from all recorded rows at once: kept tokens, and derivatives of the loss by log-probs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_trm.types import TokenBatch
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What float64 says: `coefficients` dL/d log-prob of each micro-batch, and how many tokens are kept of how many."""
+    """The float64 result: `coefficients` dL/d log-prob of each micro-batch, and the numbers of kept and all tokens."""
 
     coefficients: list[Tensor]
     num_kept: int
@@ -30,7 +30,10 @@ class Recomputed:
 def recompute(
     config: Config, batches: Sequence[TokenBatch], anchors: Sequence[Tensor], current: Sequence[Scores]
 ) -> Recomputed:
-    """One minibatch, all rows together. `anchors`: log-probs of each micro-batch at the start; `current`: scores now."""
+    """One minibatch, all rows together.
+
+    `anchors`: log-probs of each micro-batch at the start; `current`: scores now.
+    """
     width = max(batch.mask.shape[1] for batch in batches)
 
     def stacked(values: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the soak sees of a process and of a run's folder, and what it makes of it."""
+"""The soak's view of a process and of a run's folder, and its judgement."""
 
 from __future__ import annotations
 

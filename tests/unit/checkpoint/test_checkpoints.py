@@ -1,4 +1,4 @@
-"""Checkpoints of one process with a learner of one tensor: complete or absent, verified, the newest valid one is used."""
+"""Checkpoints of one process with a learner of one tensor: complete or absent, verified, the newest valid one used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def settings(**checkpoint: object) -> Config:
     )
 
 
-def open_checkpoints(run_dir: Path, interruption: Interruption | None = None, *, restarted: bool = False, **checkpoint: object) -> Checkpoints:  # fmt: skip
+def open_checkpoints(
+    run_dir: Path, interruption: Interruption | None = None, *, restarted: bool = False, **checkpoint: object
+) -> Checkpoints:
     return Checkpoints(settings(**checkpoint), run_dir, interruption or Interruption(), restarted=restarted)
 
 
@@ -100,7 +102,7 @@ def test_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
 def test_no_rank_goes_on_before_the_first_has_the_books_of_this_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank's request for the next step's samples would otherwise change what the first rank saves of the controller."""
+    """Another rank's request for the next step's samples must not change the controller's state in the checkpoint."""
     happened: list[str] = []
     meet = Peers.gather
 

@@ -43,8 +43,10 @@ def test_the_same_signal_from_terminal_and_launcher_is_one(interruption: Interru
 
 def test_a_second_signal_ends_the_process() -> None:
     program = (
-        "import os, signal, time; from moe_trm.runtime.interruption import Interruption; i = Interruption(); i.install();"
-        f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); os.kill(os.getpid(), signal.SIGTERM); print('alive')"
+        "import os, signal, time; from moe_trm.runtime.interruption import Interruption; "
+        "i = Interruption(); i.install();"
+        f"os.kill(os.getpid(), signal.SIGTERM); time.sleep({ECHO_S} + 0.2); "
+        "os.kill(os.getpid(), signal.SIGTERM); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
@@ -82,7 +84,10 @@ def test_a_run_that_begins_anew_has_no_old_metrics(tmp_path: Path) -> None:
 
 @contextmanager
 def room_for_20_bytes() -> Iterator[None]:
-    """No file of this process may grow beyond that, as on a disk that is full; for a moment only, since pytest writes files too."""
+    """A limit on the size of this process's files, as on a full disk.
+
+    It holds for a moment only, since pytest writes files too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
     try:

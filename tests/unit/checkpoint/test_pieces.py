@@ -1,4 +1,4 @@
-"""What ranks save in parts comes back whole, or is refused."""
+"""Pieces that ranks save come back as a whole, or are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_trm.errors import CheckpointError
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Piece]]]:
-    """A tensor cut into boxes along one dimension, each box cut into flat ranges, dealt out to ranks; some pieces twice."""
+    """A tensor cut into boxes along one dimension, each cut into flat ranges, dealt out to ranks; some pieces twice."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     dim = draw(st.integers(0, len(shape) - 1))

@@ -242,7 +242,10 @@ def test_an_error_is_one_message_and_exit_status_2(file: Path, capsys: pytest.Ca
 
 
 def test_configuration_and_command_import_no_torch(file: Path) -> None:
-    code = "import sys, json; from moe_trm.cli import main; main(['config', 'show', sys.argv[1], '--json']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, json; from moe_trm.cli import main; main(['config', 'show', sys.argv[1], '--json']); "
+        "sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False, timeout=60
     )

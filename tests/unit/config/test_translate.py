@@ -1,4 +1,7 @@
-"""Settings of verl and slime in ours: what is translated, what is listed, what is warned of. Fixtures are written by hand in their formats."""
+"""Settings of verl and slime in ours: translated, listed and warned of.
+
+Fixtures are written by hand in their formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every registered correction must satisfy, whatever it computes."""
+"""Properties that every registered correction must satisfy."""
 
 from __future__ import annotations
 

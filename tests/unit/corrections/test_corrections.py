@@ -250,7 +250,7 @@ def test_effective_sample_size_of_the_applied_weights(fx: WorkedExample) -> None
 
 
 def test_trm_max_treats_a_ratio_and_its_inverse_alike_and_trm_avg_does_not() -> None:
-    """At 0.01 and 100 the sampled k2 is 10.604 both times, k3 3.615 and 94.395: as a maximum k3 would let the first pass."""
+    """At 0.01 and 100 the sampled k2 is 10.604 both times, k3 3.615 and 94.395: a maximum of k3 passes the first."""
     scores = {}
     for name, threshold in (("trm_max", "max_kl"), ("trm_avg", "mean_kl")):
         for ratio in (0.01, 100.0):

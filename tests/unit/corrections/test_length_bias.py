@@ -1,4 +1,4 @@
-"""Who pays, by length, on iid noise: a maximum rejects long rows more, means reject short rows more, sums collapse."""
+"""Rejection by length, on iid noise: a maximum rejects long rows more, means reject short rows more, sums collapse."""
 
 from __future__ import annotations
 

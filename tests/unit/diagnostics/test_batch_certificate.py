@@ -58,7 +58,10 @@ def test_one_policy_is_certified_exactly() -> None:
 
 
 def test_the_estimate_covers_the_true_error_where_every_context_is_sampled() -> None:
-    """Two tokens of two words: the batch is the whole tree, each answer once, drawn uniformly by mu; reward on one answer."""
+    """Two tokens of two words.
+
+    The batch is the whole tree, each answer once, drawn uniformly by mu; reward on one answer.
+    """
     p = torch.tensor([0.6, 0.55], dtype=torch.float64)  # pi of word 1, at each position and whatever came before
     answers = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
     log_pi = torch.where(answers == 1, p, 1 - p).log()

@@ -100,12 +100,15 @@ def test_escalation_ladder(chi2: float, masked: float, size: float, pearson: flo
 
 
 def test_every_setting_can_be_typed(tmp_path: Path) -> None:
-    """What a verdict advises is an override that the configuration takes."""
+    """The advice of a verdict is an override that the configuration takes."""
     surge = [HEALTHY] * 100 + [HEALTHY | {"response/length_mean": 121.0, "optimizer/lr": 1e-4}]
     climb = [HEALTHY | {"loss/pg_clipfrac": 0.1 + 0.01 * step} for step in range(20)]
     hidden = [{"correction/kept_fraction": 0.8 + 0.01 * i, "total/k3_kl": 0.01 * i} for i in range(10)]
     judged = [
-        *(verdict([HEALTHY | changes]) for changes in ({"engine/k3_kl": 0.2}, {"staleness/k3_kl": 0.2}, {"total/chi2_token": 1.5})),
+        *(
+            verdict([HEALTHY | changes])
+            for changes in ({"engine/k3_kl": 0.2}, {"staleness/k3_kl": 0.2}, {"total/chi2_token": 1.5})
+        ),
         *(verdict([HEALTHY | {"total/chi2_token": 0.5}]), verdict(surge), verdict(climb), mask_hides_gap(hidden)),
     ]  # fmt: skip
     file = tmp_path / "config.yaml"

@@ -1,4 +1,7 @@
-"""Measurements as two engines would leave it, with a fault of known kind. Shape letters: N tokens, L MoE layers, E experts."""
+"""Measurements of two synthetic engines, with a fault of known kind.
+
+Shape letters: N tokens, L MoE layers, E experts.
+"""
 
 from __future__ import annotations
 

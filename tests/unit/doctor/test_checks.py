@@ -1,4 +1,4 @@
-"""What the doctor looks at without an engine: versions, space, ports, servers' tokenizers, and the words of a failed probe."""
+"""The doctor's checks that need no engine: versions, space, ports, tokenizers, and the words of a failed probe."""
 
 from __future__ import annotations
 
@@ -68,10 +68,13 @@ def test_only_keys_that_change_numbers_differ() -> None:
 
 
 def test_the_last_words_of_a_failed_run() -> None:
-    log = "step 0\nControllerError: the controller refused 'push'\n  got:      SyncError: the engine's weights differ\n  do:       look\nlearner rank 0 ended"
-    assert (
-        last_error(log)
-        == "ControllerError: the controller refused 'push'\n  got:      SyncError: the engine's weights differ\n  do:       look"
+    log = (
+        "step 0\nControllerError: the controller refused 'push'\n"
+        "  got:      SyncError: the engine's weights differ\n  do:       look\nlearner rank 0 ended"
+    )
+    assert last_error(log) == (
+        "ControllerError: the controller refused 'push'\n"
+        "  got:      SyncError: the engine's weights differ\n  do:       look"
     )
     assert last_error("nothing\ntyped") == "nothing\ntyped"
 

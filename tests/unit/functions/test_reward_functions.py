@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own: whatever one does, its sample alone is rejected, in time, and the next is scored."""
+"""Reward functions in separate processes: a failure rejects its own sample alone, in time; the next is scored."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def with_function(
 
 
 async def outcomes(reward: FunctionReward, texts: list[str]) -> list[object]:
-    """What became of each: a number, or the reason of its rejection."""
+    """The outcome of each sample: a number, or the reason of its rejection."""
 
     async def one(text: str) -> object:
         try:
@@ -167,8 +167,8 @@ def test_a_hanging_function_blocks_neither_the_event_loop_nor_survives(tmp_path:
 
 def test_async_functions_wait_together_and_others_run_side_by_side(tmp_path: Path) -> None:
     source = (
-        HEADER
-        + "async def reward(sample: RewardInput) -> int:\n    global n\n    n += 1\n    await asyncio.sleep(0.3)\n    return n\nn = 0\n"
+        HEADER + "async def reward(sample: RewardInput) -> int:\n    global n\n    n += 1\n"
+        "    await asyncio.sleep(0.3)\n    return n\nn = 0\n"
     )
 
     async def work(reward: FunctionReward) -> list[object]:
@@ -179,8 +179,8 @@ def test_async_functions_wait_together_and_others_run_side_by_side(tmp_path: Pat
 
 def test_a_batched_function_gets_what_is_waiting(tmp_path: Path) -> None:
     source = (
-        HEADER
-        + "def reward(samples: list[RewardInput]):\n    time.sleep(0.05)\n    return [{'size': len(samples)} for _ in samples]\n"
+        HEADER + "def reward(samples: list[RewardInput]):\n    time.sleep(0.05)\n"
+        "    return [{'size': len(samples)} for _ in samples]\n"
     )
 
     async def work(reward: FunctionReward) -> list[object]:
@@ -193,8 +193,8 @@ def test_a_batched_function_gets_what_is_waiting(tmp_path: Path) -> None:
 
 def test_a_function_sees_the_whole_sample(tmp_path: Path) -> None:
     source = (
-        HEADER
-        + "def reward(sample):\n    assert sample.finished and sample.completion_ids == (1, 2), sample\n    return {k: float(v) for k, v in sample.extra.items()}\n"
+        HEADER + "def reward(sample):\n    assert sample.finished and sample.completion_ids == (1, 2), sample\n"
+        "    return {k: float(v) for k, v in sample.extra.items()}\n"
     )
 
     async def work(reward: FunctionReward) -> list[object]:

@@ -1,4 +1,7 @@
-"""A training step whose reward function fails on most samples in every way there is: they are counted, the others train, the books balance."""
+"""A training step whose reward function fails on most samples, in every possible way.
+
+The failures are counted, the others train, and the books balance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts on machines of its own: the rollout server's log, and the router's refusals."""
+"""Servers on machines of their own: the rollout server's log, and the router's refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the DeepSpeed learner accepts, and what it tells DeepSpeed."""
+"""Settings that the DeepSpeed learner accepts, and those that it passes to DeepSpeed."""
 
 from __future__ import annotations
 
@@ -87,5 +87,8 @@ def test_a_machine_without_deepspeed_is_told_what_to_install(monkeypatch: pytest
 
 
 def test_checks_import_no_engine() -> None:
-    program = "import sys, moe_trm.learner.deepspeed.settings; sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
+    program = (
+        "import sys, moe_trm.learner.deepspeed.settings; "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,4 @@
-"""8-bit products: what Megatron is told, what is refused, how micro-batches are padded for them. None of it needs a GPU."""
+"""8-bit products without a GPU: Megatron's settings, refusals, and the padding of micro-batches."""
 
 from __future__ import annotations
 

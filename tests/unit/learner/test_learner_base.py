@@ -1,4 +1,4 @@
-"""What both learners do in the same way, with parts that only remember what they were asked."""
+"""Common behaviour of both learners, with parts that only remember their calls."""
 
 from __future__ import annotations
 

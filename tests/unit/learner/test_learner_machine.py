@@ -1,4 +1,4 @@
-"""What the learner does with the machine it finds: layer choice, and the CPU shim's refusal."""
+"""The learner on different machines: layer choice, and the CPU shim's refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor-parallel rank's share of a parameter: saved by the ranks of one layout, read by those of another, the same bits."""
+"""A tensor-parallel rank's share of a parameter: saved by one layout, read by another, the same bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Group:
 
 
 def local_part(name: str, whole: Tensor, size: int, rank: int) -> Tensor:
-    """What a rank's model holds; the vocabulary is padded to a multiple of the ranks."""
+    """A rank's share of the model; the vocabulary is padded to a multiple of the ranks."""
     dim = convert.split_dim(name)
     if dim is None or size == 1:
         return whole

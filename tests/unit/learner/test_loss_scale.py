@@ -1,4 +1,4 @@
-"""How the loss scale of a float16 learner moves."""
+"""The loss scale of a float16 learner, step by step."""
 
 from __future__ import annotations
 

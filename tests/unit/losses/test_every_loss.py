@@ -1,4 +1,4 @@
-"""What holds for every objective: names, weights, empty and extreme batches, settings that cannot work."""
+"""Properties of every objective: names, weights, empty and extreme batches, settings that cannot work."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MASK = torch.ones(4, dtype=torch.bool)
 
 
 def gradient_of_mean(name: str, sampler: Tensor | None = None) -> tuple[float, Tensor]:
-    """Mean and gradient over all four tokens weighted by fixed sampling probabilities, as a sampled loss would have them."""
+    """Mean and gradient over all four tokens, weighted by fixed sampling probabilities as in a sampled loss."""
     theta = THETA.clone().requires_grad_()
     current = theta.log_softmax(0)
     if sampler is None:

@@ -1,4 +1,4 @@
-"""Every objective on random batches of any shape: what is no sampled token does not matter, and gradients are those of finite differences."""
+"""Every objective on random batches of any shape: only sampled tokens matter, gradients match finite differences."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from moe_trm.ratios import LogRatios
 # All candidates, so that the random choice plays no part.
 PARAMETERS = {"clip_cov": {"share": 1.0, "low": 0.0, "high": 100.0}, "kl_cov": {"share": 0.3}}
 DIFFERENTIABLE = (
-    "capped_ratio", "clip_cov", "dro", "gmpo", "gspo", "ipo_tv", "kl_cov", "oapl", "ppo_clip", "r2vpo", "sapo", "tbpo", "turn_ppo", "unclipped",
+    "capped_ratio", "clip_cov", "dro", "gmpo", "gspo", "ipo_tv", "kl_cov", "oapl", "ppo_clip", "r2vpo", "sapo", "tbpo",
+    "turn_ppo", "unclipped",
 )  # fmt: skip
-"""Losses whose gradient is that of their value. The others detach weights (see COEFFICIENTS) or bounds (`m2po_clip`)."""
+"""Losses whose gradient is that of their value. Others detach weights (see COEFFICIENTS) or bounds (`m2po_clip`)."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def vespo_weight(log_weight: float, advantage: float) -> float:
     return float(np.exp(rate + power * log_weight - rate * np.exp(log_weight)))
 
 
-# -d X / d log pi of token t of a row with advantage A, log-updates s, log totals f, worked out by hand: weights are constants.
+# -d X / d log pi of token t of a row with advantage A, log-updates s, log totals f, worked out by hand: weights are
+# constants.
 COEFFICIENTS = {
     "cispo": lambda A, s, f, t: min(np.exp(s[t]), 1.28) * A,
     "reinforce": lambda A, s, f, t: A,

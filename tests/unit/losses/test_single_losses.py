@@ -1,4 +1,4 @@
-"""What single objectives do that others do not."""
+"""Properties of single objectives that others do not have."""
 
 from __future__ import annotations
 

@@ -81,5 +81,6 @@ def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() ->
     now, then = scores(NOW, [0.5, 0.5, 0.5, 0.5]), scores(THEN, [9.0, 9.0, 0.002, 0.001])
     found = flip_causes(OneRank(), [batch()], [now], {4: [then]})
     rates = {name: rate for name, rate in found.items() if "/margin_" in name}
-    # Layer 3 alone has margins: its last row flips, at 0.001; the row before is in the same class, the first scored one at 0.5.
+    # Layer 3 alone has margins: its last row flips, at 0.001. The row before is in the same class, the first scored one
+    # at 0.5.
     assert rates == {"routing/flips/engine/margin_0.001_0.003": 0.5, "routing/flips/engine/margin_0.1_up": 0.0}

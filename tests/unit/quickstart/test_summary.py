@@ -1,4 +1,4 @@
-"""What the quickstart prints and draws, from run directories made by hand."""
+"""The quickstart's printed summary and drawings, from run directories made by hand."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_an_empty_folder_is_no_recording(tmp_path: Path) -> None:
 
 
 def test_a_few_bytes_that_claim_many_rows_take_no_memory(tmp_path: Path) -> None:
-    """Where every expert is chosen, a row takes one bit: the number of rows is checked before anything is made of them."""
+    """Where every expert is chosen, a row takes one bit: the number of rows is checked before any memory is taken."""
     small = record(0)
     assert small.routes is not None
     rows = 4 * 10**6

@@ -102,7 +102,7 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_shapes_that_the_arrays_do_not_fill_are_refused(tmp_path: Path) -> None:
-    """A header that was rewritten together with its checksum still cannot make the reader allocate or misplace anything."""
+    """A header rewritten together with its checksum still cannot make the reader allocate or misplace anything."""
     one = update(0)
     lying = replace(one.batches[0], anchor_logprobs=torch.zeros(9, 9))
     with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""What a page really says: its data, its `<data>` elements, and the places of its drawings mapped back to values."""
+"""The content of a page: its data, its `<data>` elements, and its drawings mapped back to values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the engine whose every number is a function of the ids before it, so that any shift, gap or stale row shows.
+"""A stand-in for the engine whose every number is a function of the ids before it: any shift, gap or stale row shows.
 
 It answers with the JSON that SGLang sends, which then goes through the real parser.
 """

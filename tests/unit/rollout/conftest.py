@@ -10,10 +10,12 @@ FAKE_SERVER = '''
 """Serves /health after a while; a child and the server itself ignore SIGTERM when told to."""
 import http.server, json, os, signal, subprocess, sys, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], os.environ["OMP_NUM_THREADS"], flush=True)
+print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], \
+os.environ["OMP_NUM_THREADS"], flush=True)
 if "--die" in sys.argv:
     sys.exit("bad option: --die")
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", \
+"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
 def leave(*args):
     child.kill()
     os._exit(0)

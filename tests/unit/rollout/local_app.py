@@ -8,7 +8,7 @@ from aiohttp import web
 
 
 class LocalApp:
-    """What it answers is what `routes` says. After `start` it has a `port` and a `url`."""
+    """An app that answers with `routes`. After `start` it has a `port` and a `url`."""
 
     def routes(self) -> Sequence[web.RouteDef]:
         raise NotImplementedError

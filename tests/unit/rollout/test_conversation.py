@@ -1,4 +1,4 @@
-"""Several answers with tokens of others in between: masks, turns, routes, log-probs and versions of the record they become."""
+"""Several answers with tokens of others in between: masks, turns, routes, log-probs and versions of their record."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def test_any_interleaving_is_recorded_as_it_happened(
 
 
 def test_later_answers_ask_for_the_row_of_the_last_sampled_token_and_nothing_before_it() -> None:
-    """NeMo-RL#3485: the last token of an answer is forwarded in the answer after; a row kept from before would be another token's."""
+    """NeMo-RL#3485: the last token of an answer is forwarded in the answer after.
+
+    A row kept from before would be another token's.
+    """
     engine = CausalEngine()
     talk = dialogue(engine)
     play(talk, [("sample", (4, "")), ("append_ids", [9, 9]), ("sample", (3, "")), ("sample", (2, ""))])

@@ -1,4 +1,4 @@
-"""Servers that die, hang, fail and come back: who is asked, what is asked for again, and which weights a server must prove first."""
+"""Servers that die, hang, fail and come back: choice of server, repeated requests, weights to prove first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The fleet in simulated time: servers die, hang, come back and are given weights at any moment; every sample is answered once, by weights
-that were proved and were not older than the newest when it was asked for."""
+"""The fleet in simulated time: servers die, hang, come back and are given weights at any moment.
+
+Every sample is answered once, by weights that were proved and not older than the newest at its request.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class SimulatedServer:
-    """Stands where `EngineHttp` does. `label`: of the weights it serves; a new life begins with those of the checkpoint."""
+    """A stand-in for `EngineHttp`. `label`: of the weights it serves; a new life begins with the checkpoint's."""
 
     def __init__(self, url: str, chance: random.Random) -> None:
         self.url, self._chance = url, chance

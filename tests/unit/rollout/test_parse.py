@@ -168,7 +168,7 @@ def test_each_violation_has_its_reason(reason: str, break_it: Callable[[dict[str
 
 @pytest.mark.parametrize("sampled", [[], [3]])
 def test_an_answer_that_was_aborted_in_the_queue_is_no_malformed_one(sampled: list[int]) -> None:
-    """SGLang leaves out the count of prompt tokens there, and with the routes what it had sampled before a retraction."""
+    """SGLang leaves out the count of prompt tokens there, and with the routes the tokens from before a retraction."""
     meta = {"id": "x", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "4"}
     answer = {"text": "", "output_ids": sampled, "meta_info": {**meta, "e2e_latency": 0.1, "completion_tokens": 0}}
     for partial in (False, True):

@@ -1,4 +1,4 @@
-"""The controller in simulated time: whatever takes how long, no token is older than the bound, nothing is lost, and nobody waits for ever."""
+"""The controller in simulated time: no token is older than the bound, nothing is lost, and nobody waits for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout that rounds its weights: called what it is wherever figures are judged. Where it is refused: tests/unit/config."""
+"""A rollout that rounds its weights, named as such wherever figures are judged. Refusals: tests/unit/config."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ KEY = "key"
 
 
 class FakeRouter(LocalApp):
-    """Takes turns; orders are carried out a moment later, and a server that is removed is drained first. Refuses whoever has no key."""
+    """A router that takes turns. It refuses whoever has no key.
+
+    Orders are carried out a moment later, and a server that is removed is drained first.
+    """
 
     def __init__(self, obeys: bool = True) -> None:
         self.workers: dict[str, dict[str, object]] = {}

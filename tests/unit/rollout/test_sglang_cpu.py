@@ -1,4 +1,7 @@
-"""The CPU support package is inert without SGLang's switch and gives way to anything real. Every case is a fresh interpreter."""
+"""The CPU support package: inert without SGLang's switch, and second to anything real.
+
+Every case is a fresh interpreter.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ def python(code: str, *, enabled: bool, path: Path | None = None) -> str:
 
 def test_only_the_torchvision_hook_is_imported_without_the_switch() -> None:
     out = python(
-        "import sys; print(*sorted(name for name in sys.modules if name.startswith('moe_trm_sglang_cpu')), 'torch' in sys.modules)",
+        "import sys; print(*sorted(name for name in sys.modules if name.startswith('moe_trm_sglang_cpu')), "
+        "'torch' in sys.modules)",
         enabled=False,
     )
     assert out == "moe_trm_sglang_cpu moe_trm_sglang_cpu.torchvision_ops False"
@@ -50,7 +54,8 @@ import triton, triton.language as tl, sgl_kernel
 def one(): return 1
 @triton.autotune(configs=[triton.Config({}, num_warps=4)], key=['n'])
 def two(): return 2
-print(one(), two(), triton.cdiv(7, 2), triton.next_power_of_2(5), tl.constexpr(3).value, sgl_kernel.__file__.rpartition('/')[2])
+print(one(), two(), triton.cdiv(7, 2), triton.next_power_of_2(5), tl.constexpr(3).value, \
+sgl_kernel.__file__.rpartition('/')[2])
 """
     assert python(code, enabled=True) == "1 2 4 8 3 sgl_kernel_stub.py"
 
@@ -121,7 +126,8 @@ def test_murmur_hash_matches_the_published_algorithm() -> None:
     expected = [murmur([seed & 0xFFFFFFFF, seed >> 32, position, column]) for column in columns]
     code = f"""
 import torch, sgl_kernel
-print(torch.ops.sgl_kernel.murmur_hash32_cpu(torch.tensor([{seed}]), torch.tensor([{position}]), torch.tensor({columns})).tolist()[0])
+print(torch.ops.sgl_kernel.murmur_hash32_cpu(torch.tensor([{seed}]), torch.tensor([{position}]), \
+torch.tensor({columns})).tolist()[0])
 """
     assert python(code, enabled=True) == str(expected)
 

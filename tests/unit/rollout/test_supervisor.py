@@ -1,4 +1,7 @@
-"""Supervision of a child process, with a small stand-in named `sglang` on the path: start, refuse, die, time out, stop the whole tree."""
+"""Supervision of a child process, with a small stand-in named `sglang` on the path.
+
+It starts, refuses, dies, times out, and the whole tree is stopped.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,8 @@ def test_a_missing_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
 def test_the_launcher_stops_its_server_on_a_signal(tmp_path: Path, pids_file: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        f"name: r\nrun_dir: {tmp_path}\nmodel: {{checkpoint: {tmp_path}}}\nrollout: {{server: {{port: 0, device: cpu}}}}\n"
+        f"name: r\nrun_dir: {tmp_path}\nmodel: {{checkpoint: {tmp_path}}}\n"
+        "rollout: {server: {port: 0, device: cpu}}\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "MOE_TRM_API_KEY"}
     command = [sys.executable, "-m", "launch.rollout", str(path)]

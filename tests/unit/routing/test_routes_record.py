@@ -79,6 +79,9 @@ def test_select_keeps_named_layers() -> None:
 
 
 def test_the_package_needs_no_engine() -> None:
-    code = "import sys, routing, routing.megatron, routing.sglang; print([m for m in ('moe_trm', 'megatron', 'sglang') if m in sys.modules])"
+    code = (
+        "import sys, routing, routing.megatron, routing.sglang; "
+        "print([m for m in ('moe_trm', 'megatron', 'sglang') if m in sys.modules])"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -128,7 +128,10 @@ def test_layer_ids_must_fit_the_payload(layers: tuple[int, ...]) -> None:
 
 
 def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant() -> None:
-    """SGLang's payload has no checksum: a mutation is refused, or gives a legal record that differs from the original only where it was hit."""
+    """SGLang's payload has no checksum: a mutation is refused, or gives a legal record.
+
+    That record differs from the original only where it was hit.
+    """
     rng = np.random.default_rng(0)
     original = engine_routes()
     whole = original.tobytes()
@@ -157,7 +160,10 @@ def test_ten_thousand_mutated_payloads_never_crash_or_break_an_invariant() -> No
 
 
 def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_as_one_local_flip() -> None:
-    """Nothing in the payload could tell; docs/routes.md says so. It costs one token-layer of replay, and is counted as such."""
+    """Nothing in the payload could tell; docs/routes.md says so.
+
+    It costs one token-layer of replay, and is counted as such.
+    """
     routes = engine_routes()
     sent = decode(routes)
     routes[2, 3] = [(routes[2, 3, 0] + 1) % E, routes[2, 3, 1]]
@@ -171,7 +177,7 @@ def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_a
 
 @pytest.mark.parametrize("share", [0.31, 0.5, 1.0])
 def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float) -> None:
-    """A payload of legal but wrong ids in a share of one layer's rows above `max_local_flip_rate` is refused, whatever the rest looks like."""
+    """A payload of legal but wrong ids in a share of one layer's rows above `max_local_flip_rate` is refused."""
     sent = np.argsort(np.random.default_rng(1).random((200, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8)
     received = sent.copy()
     received[: int(200 * share) + 1, 1] = (sent[: int(200 * share) + 1, 1] + 1) % E

@@ -15,7 +15,7 @@ RANK = Path(__file__).with_name("vocabulary_rank.py")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, torch.Tensor]]]:
-    """What the ranks of a world of one and of two computed."""
+    """The results of the ranks of a world of one and of two."""
     found = {}
     for world in (1, 2):
         folder = tmp_path_factory.mktemp(f"world-{world}")

@@ -1,4 +1,7 @@
-"""One rank of a vocabulary-parallel computation: `vocabulary_rank.py OUT RANK WORLD`. A world of one uses no process group."""
+"""One rank of a vocabulary-parallel computation: `vocabulary_rank.py OUT RANK WORLD`.
+
+A world of one uses no process group.
+"""
 
 from __future__ import annotations
 

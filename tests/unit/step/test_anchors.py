@@ -1,4 +1,4 @@
-"""Behaviour and proximal log-probs by every recovery route, on a learner whose log-probs name the weights that gave them."""
+"""Behaviour and proximal log-probs by every recovery route, on a learner whose log-probs name their weights."""
 
 from __future__ import annotations
 

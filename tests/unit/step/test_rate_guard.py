@@ -18,7 +18,10 @@ from tests.unit.records import make_record
 
 
 def anchored(weights: list[float]) -> list[Anchored]:
-    """Minibatches of rows whose ratio of policy to rollout is `weights`, spread over their tokens; the last micro-batch is padding."""
+    """Minibatches of rows whose ratio of policy to rollout is `weights`, spread over their tokens.
+
+    The last micro-batch is padding.
+    """
     rows = [TrainRow(make_record(sample_id=i, num_sampled=3 + i), 0.0) for i in range(len(weights))]
     [[first, second]] = plan_step(rows, seed=0, step=1, minibatches=2, data_size=1, micro_batch_rows=1)
     parts = []

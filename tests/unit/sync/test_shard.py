@@ -1,4 +1,4 @@
-"""Pushed files read tensor by tensor: the same bytes that safetensors wrote, refusals of damaged ones, and nothing left behind."""
+"""Pushed files read tensor by tensor: the bytes that safetensors wrote, refusals of damaged ones, no leftovers."""
 
 from __future__ import annotations
 

@@ -93,7 +93,16 @@ def test_files_of_a_step_are_joined_and_repeated_samples_count_once(tmp_path: Pa
         (slime, {"rollout_log_probs": None}, "no rollout_log_probs"),
         (slime, {"advantages": None}, "no advantages"),
         (slime, {"advantages": torch.zeros(9)}, r"columns of"),
-        (slime, {"log_probs": torch.full((3,), torch.nan), "loss_masks": None, "rollout_log_probs": torch.zeros(3), "advantages": torch.zeros(3)}, "not finite"),
+        (
+            slime,
+            {
+                "log_probs": torch.full((3,), torch.nan),
+                "loss_masks": None,
+                "rollout_log_probs": torch.zeros(3),
+                "advantages": torch.zeros(3),
+            },
+            "not finite",
+        ),
         (miles, {"cp_size": 2}, "context-parallel"),
         (miles, {"log_probs": None}, "its columns are"),
         (verl, {"rollout_log_probs": None}, "no tensor rollout_log_probs"),
