@@ -14,6 +14,7 @@ from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.sinks import Sink
 from moe_trm.report.transcript import Transcript, transcript
 from moe_trm.report.transcript_page import transcript_page
+from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import TrainRow
 
 
@@ -65,8 +66,6 @@ class Transcripts(Sink):
 
     def _pieces(self, transcript: Transcript) -> list[str]:
         if self._decoder is None:
-            from moe_trm.tasks.tokens import Tokens  # imports transformers, which takes seconds
-
             self._decoder = Tokens(self._checkpoint)
         return self._decoder.pieces(transcript.row.record.tokens.tolist())
 

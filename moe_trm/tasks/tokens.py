@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from moe_trm.errors import CheckpointError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """Without any of these transformers makes up an empty tokenizer rather than fail."""
+
+GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that reads any tokenizer.json, in transformers 4 and 5."""
 
 _MARK = "\u2063answer\u2063"
 """Stands for an answer whose ids are known; no message contains it."""
@@ -140,7 +142,7 @@ class Tokens:
                 fix="copy the tokenizer files of the original model into the folder",
             )
         try:
-            return AutoTokenizer.from_pretrained(str(self.folder), local_files_only=True)
+            return self._tokenizer_class().from_pretrained(str(self.folder), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 "the checkpoint's tokenizer cannot be read",
@@ -148,6 +150,19 @@ class Tokens:
                 got=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 expected="tokenizer.json and tokenizer_config.json",
             ) from error
+
+    def _tokenizer_class(self) -> Any:
+        """The class that the checkpoint names, if it is the general one; else transformers finds it.
+
+        Imported here: whoever never makes a tokenizer, such as a learner rank, does not wait seconds for transformers.
+        """
+        if self._json("tokenizer_config.json", required=False).get("tokenizer_class") in GENERAL_CLASSES:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
 
     def _vocab_size(self, config: dict[str, Any]) -> int:
         size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
