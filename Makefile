@@ -18,6 +18,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Two threads per process on busy cores make steps many times slower.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
+# Every process would compile all that it imports again, because the packages are installed without bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
 .PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-all lint types docs clean
