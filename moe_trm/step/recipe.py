@@ -13,6 +13,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
+from moe_trm.step.passes import UNMEASURED
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
@@ -113,7 +114,15 @@ def recipe(config: Config) -> Recipe:
 def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
     """Rules may read only what `pipeline.behavior` lets be known."""
     recovery = config.pipeline.recovery
-    hidden = {"merged": HIDDEN, "interpolate": HIDDEN, "bypass": ("engine", "lag")}.get(recovery, ())
+    if recovery == "bypass" and any(bound.ratio == "merged" for bound in rules):
+        raise ConfigError(
+            "there is no proximal policy in bypass, so proximal / rollout is 1 on every token and corrects nothing",
+            where="correction.preset" if config.correction.preset else "correction.rules",
+            got=f"{config.correction.preset or 'ratio=merged'} with pipeline.behavior=bypass",
+            expected="a preset or rules on the total ratio",
+            fix="choose a bypass_* preset, give rules ratio=total, or set pipeline.behavior to snapshot or merged",
+        )
+    hidden = HIDDEN if recovery in ("merged", *UNMEASURED) else ()
     for bound in rules:
         if bound.ratio in hidden:
             raise ConfigError(

@@ -44,7 +44,7 @@ class CorrectionConfig(Section):
     """What to do about the mismatch that is left: reweight or reject tokens and sequences."""
 
     preset: PresetName | None = None
-    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
+    """A known combination by its usual name. `decoupled_*`: rules on the merged ratio (engine and lag; without stale samples the engine ratio) under any loss that does not hold it already. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
     """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
@@ -57,7 +57,7 @@ class LossConfig(Section):
     """The policy objective."""
 
     name: LossName | None = None
-    """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with corrections on the engine ratio is decoupled PPO."""
+    """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with corrections on the merged ratio is decoupled PPO."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     clip_high: Annotated[float, Field(ge=0)] | None = None
