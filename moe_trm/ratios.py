@@ -11,7 +11,9 @@ anything, NaN and infinities included: they affect neither values nor gradients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -168,7 +170,18 @@ class LogRatios:
         return ratio
 
 
-RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
+PARTS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "engine": frozenset({"engine"}),
+        "lag": frozenset({"lag"}),
+        "merged": frozenset({"engine", "lag"}),
+        "update": frozenset({"update"}),
+        "staleness": frozenset({"lag", "update"}),
+        "total": frozenset({"engine", "lag", "update"}),
+    }
+)
+"""Each ratio by name, and the independent parts it is the product of."""
+RATIO_NAMES = tuple(PARTS)
 
 
 def k3_sum(log_ratio: Tensor) -> Tensor:

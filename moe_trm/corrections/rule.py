@@ -96,6 +96,11 @@ class BoundRule:
     ratio: str
     thresholds: Mapping[str, Parameter]
 
+    @property
+    def weighs(self) -> bool:
+        """True when it gives weights other than 0 and 1 at these thresholds."""
+        return self.rule.weighs and self.thresholds.get("weight") != "one"
+
     def __call__(self, evidence: Evidence) -> Correction:
         decision = self.decide(evidence)
         if isinstance(decision, RowDecision):

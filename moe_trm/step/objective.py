@@ -170,7 +170,7 @@ class WholeJudge:
         evidence = whole.evidence
         correction = corrections.compose(chosen.rules, whole_minibatch=True)(evidence)
         if chosen.batch_normalize != "off":
-            weighing = [bound for bound in chosen.rules if bound.rule.weighs]
+            weighing = [bound for bound in chosen.rules if bound.weighs]
             weights = corrections.compose(weighing)(evidence)
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
             moments = summable.moments("correction/weight", correction.weights, whole.mask)

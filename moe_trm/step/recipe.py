@@ -13,6 +13,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
+from moe_trm.ratios import PARTS
 from moe_trm.step.passes import UNMEASURED
 
 FROM_ANCHORS = ("engine", "lag", "merged")
@@ -88,7 +89,7 @@ def recipe(config: Config) -> Recipe:
     pending = [placeholder(item) for item in uncalibrated]
     _check_known([*rules, *pending], config)
     corrections.compose([*rules, *pending], whole_minibatch=True)
-    if correction.batch_normalize != "off" and not any(bound.rule.weighs for bound in [*rules, *pending]):
+    if correction.batch_normalize != "off" and not any(bound.weighs for bound in [*rules, *pending]):
         raise ConfigError(
             "there are no weights to normalise",
             where="correction.batch_normalize",
@@ -98,6 +99,7 @@ def recipe(config: Config) -> Recipe:
         )
     loss = _loss(config.loss, preset.loss if preset else None)
     _check_interpolated([*rules, *pending], loss, config)
+    _check_counted_once([*rules, *pending], loss)
     return Recipe(
         rules=tuple(rules),
         uncalibrated=tuple(uncalibrated),
@@ -146,6 +148,22 @@ def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Con
             got=f"interpolate with {', '.join(whole)}",
             expected="snapshot, merged or bypass",
         )
+
+
+def _check_counted_once(rules: Sequence[BoundRule], loss: BoundLoss) -> None:
+    """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one rule."""
+    held = dict.fromkeys(loss.contains, f"loss {loss.loss.name}")
+    for bound in (one for one in rules if one.weighs):
+        again = [part for part in ("engine", "lag", "update") if part in PARTS[bound.ratio] and part in held]
+        if again:
+            raise ConfigError(
+                f"the ratio would be counted twice: {held[again[0]]} contains its {' and '.join(again)} part already",
+                where="correction.rules",
+                got=f"{bound.rule.name} weighs by ratio={bound.ratio}, beside {held[again[0]]}",
+                expected="each part of the ratio to the rollout once",
+                fix="use a rule that only rejects, such as trm_max, a rule on another ratio, or a loss without it",
+            )
+        held |= dict.fromkeys(PARTS[bound.ratio], f"rule {bound.rule.name}")
 
 
 def placeholder(item: Uncalibrated) -> BoundRule:

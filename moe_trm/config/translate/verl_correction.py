@@ -18,7 +18,9 @@ def correction(draft: Draft, take: Callable[[str], Any]) -> None:
     reject, bounds = take(f"{_CORRECTION}.rollout_rs"), take(f"{_CORRECTION}.rollout_rs_threshold")
     bypass, loss = take(f"{_CORRECTION}.bypass_mode"), take(f"{_CORRECTION}.loss_type")
     rules: list[dict[str, Any]] = []
-    if weigh:
+    if weigh and bypass and loss != "reinforce":
+        draft.remark("rollout_is has no effect with bypass_mode and ppo_clip: the clipped ratio is the weight already")
+    elif weigh:
         rules.append(_weighing(weigh, 2.0 if cap is None else cap))
     if reject:
         try:
