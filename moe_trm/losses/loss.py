@@ -1,6 +1,7 @@
 """Policy losses: functions `f(inputs, log_ratio, *, parameters...) -> TokenLoss` under `@loss(...)`.
 
-Such a function receives its log-ratio `[B, T]` with gradient and 0 on tokens that do not train.
+Such a function receives its log-ratio `[B, T]` with gradient on tokens that train. With scope `token` it is 0 on others;
+else it has values without gradient there, so that statistics of rows are over `inputs.counted`, every sampled token.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class BoundLoss:
         return PARTS["total" if self.loss.holds == "total" else self.ratio]
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        log_ratio = torch.where(inputs.keep, inputs.ratios.get(self.ratio), 0.0)
+        log_ratio = inputs.log_ratio(self.ratio, by_row=self.loss.scope != "token")
         result = self.loss.function(inputs.kept(), log_ratio, **self.parameters)
         if not isinstance(result, TokenLoss) or result.values.shape != inputs.keep.shape:
             shaped = f" of values {tuple(result.values.shape)}" if isinstance(result, TokenLoss) else ""

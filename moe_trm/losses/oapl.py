@@ -33,7 +33,7 @@ def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value
         )
     keep = inputs.keep
     value = beta_value * _log_mean_exp(inputs.rewards.to(log_ratio.dtype) / beta_value, inputs.group_ids)
-    gap = beta * row_sum(log_ratio, keep) - (inputs.rewards.to(log_ratio.dtype) - value)
+    gap = beta * row_sum(log_ratio, inputs.counted) - (inputs.rewards.to(log_ratio.dtype) - value)
     return TokenLoss(over_tokens(gap**2, keep) * inputs.weights, {})
 
 
