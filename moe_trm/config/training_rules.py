@@ -61,13 +61,13 @@ def _batch(config: Config) -> Iterator[Problem]:
 def _corrections(config: Config) -> Iterator[Problem]:
     for rule in config.correction.rules:
         yield from _exact_divergence(config, rule)
-    names = [rule.name for rule in config.correction.rules]
-    for name in sorted({name for name in names if names.count(name) > 1}):
+    pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
+    for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
         yield Problem(
             "correction.rules",
-            f"rule {name} is listed more than once, and its metrics would overwrite each other",
-            got=str(names.count(name)),
-            expected="once",
+            f"rule {name} is listed more than once on one ratio, and its metrics would overwrite each other",
+            got=f"{pairs.count((name, ratio))} times on {ratio} ratio",
+            expected="once on a ratio",
         )
     preset = config.correction.preset
     if preset is not None and PRESETS[preset].bypass and config.replay.mode == "R2":

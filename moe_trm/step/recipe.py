@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe_trm import corrections, losses
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.corrections.compose import labelled
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
@@ -24,11 +25,20 @@ HIDDEN = ("engine", "lag", "staleness")
 
 @dataclass(frozen=True)
 class Uncalibrated:
-    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads."""
+    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads.
+
+    `label` is its name in metrics and among the thresholds that are kept.
+    """
 
     rule: RegisteredRule
     target_reject_rate: float
     fixed: Mapping[str, float | str] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that its metrics and thresholds go by."""
+        return self.label or self.rule.name
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,9 @@ def recipe(config: Config) -> Recipe:
             rules.append(corrections.get(item.name).bind(**item.thresholds))
         else:
             uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
-    pending = [placeholder(item) for item in uncalibrated]
+    named = labelled([*rules, *map(placeholder, uncalibrated)])
+    rules, pending = named[: len(rules)], named[len(rules) :]
+    uncalibrated = [replace(item, label=bound.label) for item, bound in zip(uncalibrated, pending, strict=True)]
     _check_known([*rules, *pending], config)
     corrections.compose([*rules, *pending], whole_minibatch=True)
     if correction.batch_normalize != "off" and not any(bound.weighs for bound in [*rules, *pending]):

@@ -46,7 +46,7 @@ class CorrectionConfig(Section):
     preset: PresetName | None = None
     """A known combination by its usual name. `decoupled_*`: rules on the merged ratio (engine and lag; without stale samples the engine ratio) under any loss that does not hold it already. `bypass_*`: rules and loss on the total ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
-    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
+    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported. A rule may stand here several times, on another `ratio` each; its metrics are then called `correction/NAME@RATIO/...`."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
     """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
     calibration_steps: Positive = 5

@@ -105,7 +105,7 @@ def test_what_only_rejects_or_reads_another_part_is_allowed() -> None:
 
 
 def test_two_weighing_rules_do_not_count_a_part_twice_either() -> None:
-    rules = [{"name": "token_tis", "thresholds": {"ratio": "engine"}}, {"name": "seq_tis"}]
+    rules: list[dict[str, Any]] = [{"name": "token_tis", "thresholds": {"ratio": "engine"}}, {"name": "seq_tis"}]
     with pytest.raises(ConfigError, match="counted twice"):
         recipe(config("ppo_clip", rules))
     recipe(config("ppo_clip", [rules[0], {"name": "seq_tis", "thresholds": {"ratio": "lag"}}]))

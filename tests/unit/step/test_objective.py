@@ -329,7 +329,7 @@ def test_bypass_reads_the_total_ratio_and_brings_its_loss() -> None:
             {"correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 1.0}, "target_reject_rate": 0.1}]}},
             "either given or chosen",
         ),
-        ({"correction": {"preset": "decoupled_geo_rs", "rules": [{"name": "seq_mean_k1", "thresholds": {"low": 0.5, "high": 2.0}}]}}, "twice"),
+        ({"correction": {"preset": "decoupled_geo_rs", "rules": [{"name": "seq_mean_k1", "thresholds": {"low": 0.5, "high": 2.0, "ratio": "merged"}}]}}, "twice"),
         ({"correction": {"batch_normalize": "token"}}, "no weights"),
     ],
 )  # fmt: skip
