@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.methods.losses import needs
 from moe_trm.methods.presets import PRESETS
 
 
@@ -48,6 +49,13 @@ def _batch(config: Config) -> Iterator[Problem]:
             got="1",
             expected="at least 2",
             fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
+        )
+    if "groups" in needs(config.loss.name) and config.rollout.prompts_per_step % learner.minibatches:
+        yield Problem(
+            "learner.minibatches",
+            f"loss {config.loss.name} compares the samples of a prompt, which stay in one minibatch: prompts must split evenly",
+            got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
+            expected=f"a divisor of {config.rollout.prompts_per_step}",
         )
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
