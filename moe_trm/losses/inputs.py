@@ -28,6 +28,7 @@ class LossInputs:
         rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
         group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
         entropy: `[B, T]` predictive entropy at each token, for objectives that group by it; None otherwise.
+        draw: the run's seed and the version of the weights, for objectives that choose at random.
     """
 
     ratios: LogRatios
@@ -39,6 +40,7 @@ class LossInputs:
     rewards: Tensor | None = None
     group_ids: Tensor | None = None
     entropy: Tensor | None = None
+    draw: tuple[int, int] = (0, 0)
 
     @classmethod
     def corrected(
