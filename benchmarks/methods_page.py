@@ -52,9 +52,11 @@ Listed in `correction.rules`, or by `correction.preset`. In short: reweight (`*_
 small and unbiased gradients matter; reject tokens (`token_*`, `icepop`) against isolated outliers; reject rows by a
 mean (`trm_avg`, `ser`, `ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`,
 `seq_max_*`) for guarantees on every token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with
-`target_reject_rate` choose their threshold themselves. Look at `acceptance/length_*` before you trust any of them.""",
+`target_reject_rate` choose their threshold themselves. A rule may be listed on several ratios, each with its own
+thresholds: its metrics are then called after both, as in `correction/trm_max@staleness/kept_fraction`. Look at `acceptance/length_*` before you trust any of them.""",
     "losses": """\
-Chosen by `loss.name`, parameters in `loss.parameters`. In short: `ppo_clip` unless there is a reason; sequence ratios
+Chosen by `loss.name`, parameters in `loss.parameters`. "Contains" names the ratio that the gradient depends on: a rule
+that weighs by any part of it is refused at launch, since it would be counted twice. In short: `ppo_clip` unless there is a reason; sequence ratios
 (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still
 learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
     "advantages": """\
@@ -101,8 +103,13 @@ def _correction(name: str) -> str:
 def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
+    facts.append("contains no ratio" if objective.holds == "none" else f"contains `{_held(objective)}`")
     cost = _cost(objective.scope, moves=True) + (ENTROPY if "entropy" in objective.needs else "")
     return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
+
+
+def _held(objective: losses.Loss) -> str:
+    return "total" if objective.holds == "total" else objective.ratio
 
 
 def _cost(scope: str, *, moves: bool) -> str:

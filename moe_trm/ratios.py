@@ -11,7 +11,9 @@ anything, NaN and infinities included: they affect neither values nor gradients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -60,6 +62,8 @@ class LogRatios:
             and `engine`, `lag` and `staleness` raise `ConfigError`, because they are not known apart.
         mask: `[B, T]`, True on tokens the policy sampled. Values elsewhere may be anything, NaN included.
         proximal_logprobs: `[B, T]`, or None at age 0, where it equals `behavior_logprobs`.
+        measured: False where the proximal policy is no pass of the learner: interpolated, or the rollout itself. Then
+            only `total` is a fact; `merged` and `update` are what the method defines them to be.
 
     `rollout_logprobs` is kept, masked: adding a ratio to it gives back the log-probs of the other policy. Every ratio
     is detached except `update`, and through it `staleness` and `total`: they carry the gradient of `current_logprobs`.
@@ -72,6 +76,8 @@ class LogRatios:
         current_logprobs: Tensor,
         mask: Tensor,
         proximal_logprobs: Tensor | None = None,
+        *,
+        measured: bool = True,
     ) -> None:
         proximal_given = behavior_logprobs if proximal_logprobs is None else proximal_logprobs
         if proximal_given is None:
@@ -80,7 +86,7 @@ class LogRatios:
                 where="LogRatios",
                 fix="score the batch with the weights at the start of the step and pass them as proximal_logprobs",
             )
-        self.mask = mask.bool()
+        self.mask, self._measured = mask.bool(), measured
         self._rollout = rollout_logprobs.detach()
         self._behavior = None if behavior_logprobs is None else behavior_logprobs.detach()
         self._proximal, self._current = proximal_given.detach(), current_logprobs
@@ -89,6 +95,13 @@ class LogRatios:
     def split(self) -> bool:
         """True when `engine` and `lag` are known apart."""
         return self._behavior is not None
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The ratios that are facts, in the order of the policies."""
+        if self.split:
+            return ("engine", "lag", "update", "staleness", "total")
+        return ("merged", "update", "total") if self._measured else ("total",)
 
     @cached_property
     def packing(self) -> Packing:
@@ -157,7 +170,18 @@ class LogRatios:
         return ratio
 
 
-RATIO_NAMES = ("engine", "lag", "merged", "update", "staleness", "total")
+PARTS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "engine": frozenset({"engine"}),
+        "lag": frozenset({"lag"}),
+        "merged": frozenset({"engine", "lag"}),
+        "update": frozenset({"update"}),
+        "staleness": frozenset({"lag", "update"}),
+        "total": frozenset({"engine", "lag", "update"}),
+    }
+)
+"""Each ratio by name, and the independent parts it is the product of."""
+RATIO_NAMES = tuple(PARTS)
 
 
 def k3_sum(log_ratio: Tensor) -> Tensor:

@@ -8,7 +8,10 @@ import numpy as np
 
 from moe_trm.batch.collate import forwarded_tokens
 from moe_trm.batch.partition import cost, imbalance, partition
+from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
+from moe_trm.methods.losses import needs
+from moe_trm.methods.own import is_own
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
 
 DEFAULT_ROWS = 32
@@ -24,10 +27,12 @@ def plan_step(
     data_size: int,
     micro_batch_rows: int | None = None,
     micro_batch_tokens: int | None = None,
+    whole_groups: bool = False,
 ) -> list[list[MiniBatch]]:
     """Cut one step's rows into `plan[data_rank][minibatch]`.
 
-    Rows are shuffled into minibatches, and each minibatch is shared by the ranks. With `micro_batch_tokens` see
+    Rows are shuffled into minibatches, or with `whole_groups` the prompts with all their rows, and each minibatch is
+    shared by the ranks. With `micro_batch_tokens` see
     `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so that ranks get like
     numbers of tokens and micro-batches like lengths. Every rank gets the same number of micro-batches: the last ones
     may be empty.
@@ -35,10 +40,12 @@ def plan_step(
     Raises:
         ControllerError: a row longer than `micro_batch_tokens`.
     """
-    order = np.random.default_rng((seed, step)).permutation(len(rows))
+    units = _groups(rows) if whole_groups else [[row] for row in rows]
+    order = np.random.default_rng((seed, step)).permutation(len(units))
     plan: list[list[MiniBatch]] = [[] for _ in range(data_size)]
     for index in range(minibatches):
-        mini = sorted((rows[i] for i in order[index::minibatches]), key=lambda row: -row.record.num_tokens)
+        mini = [row for i in order[index::minibatches] for row in units[i]]
+        mini.sort(key=lambda row: -row.record.num_tokens)
         num_tokens = sum(int(row.record.scored.sum()) for row in mini)
         if micro_batch_tokens is None:
             shares = _by_rows(mini, data_size, micro_batch_rows or DEFAULT_ROWS)
@@ -48,6 +55,16 @@ def plan_step(
             micro = tuple(MicroBatch(tuple(part)) for part in share)
             plan[rank].append(MiniBatch(micro, num_sequences=len(mini), num_tokens=num_tokens))
     return plan
+
+
+def compares_groups(config: Config) -> bool:
+    """True when the run's loss compares the samples of a prompt, which must then be in one minibatch."""
+    name = config.loss.name
+    if name is None or not is_own(name):
+        return "groups" in needs(name)
+    from moe_trm import losses  # a loss of the user's own says itself what it needs, and imports torch
+
+    return "groups" in losses.get(name).needs
 
 
 def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
@@ -74,6 +91,14 @@ def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
         "batch/padding_fraction": 1 - real / padded if padded else 0.0,
         "batch/rank_imbalance": uneven,
     }
+
+
+def _groups(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    """The rows of each prompt, in the order in which these come first."""
+    found: dict[int, list[TrainRow]] = {}
+    for row in rows:
+        found.setdefault(row.record.group_id, []).append(row)
+    return list(found.values())
 
 
 def _by_tokens(rows: Sequence[TrainRow], data_size: int, budget: int) -> list[list[list[TrainRow]]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.methods.losses import needs
 from moe_trm.methods.presets import PRESETS
 
 
@@ -50,6 +51,13 @@ def _batch(config: Config) -> Iterator[Problem]:
             expected="at least 2",
             fix="raise rollout.group_size, or set advantage.name=reinforce_plus_plus, whose baseline is the batch",
         )
+    if "groups" in needs(config.loss.name) and config.rollout.prompts_per_step % learner.minibatches:
+        yield Problem(
+            "learner.minibatches",
+            f"loss {config.loss.name} compares the samples of a prompt, which stay in one minibatch: prompts must split evenly",
+            got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
+            expected=f"a divisor of {config.rollout.prompts_per_step}",
+        )
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
@@ -62,13 +70,13 @@ def _batch(config: Config) -> Iterator[Problem]:
 def _corrections(config: Config) -> Iterator[Problem]:
     for rule in config.correction.rules:
         yield from _exact_divergence(config, rule)
-    names = [rule.name for rule in config.correction.rules]
-    for name in sorted({name for name in names if names.count(name) > 1}):
+    pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
+    for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
         yield Problem(
             "correction.rules",
-            f"rule {name} is listed more than once, and its metrics would overwrite each other",
-            got=str(names.count(name)),
-            expected="once",
+            f"rule {name} is listed more than once on one ratio, and its metrics would overwrite each other",
+            got=f"{pairs.count((name, ratio))} times on {ratio} ratio",
+            expected="once on a ratio",
         )
     preset = config.correction.preset
     if preset is not None and PRESETS[preset].bypass and config.replay.mode == "R2":

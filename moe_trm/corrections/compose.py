@@ -19,20 +19,15 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
 
     weights = prod_k weights_k,  keep = mask and keep_1 and keep_2 ...
 
-    Without rules every sampled token is kept with weight 1. Metrics: `correction/<rule>/...` of each rule and
+    A rule may be there several times, on another ratio each (`labelled`). Without rules every sampled token is kept with weight 1. Metrics: `correction/<rule>/...` of each rule and
     `correction/kept_fraction`, `correction/kept_sequence_fraction` and `correction/weight_{mean,std,eff_sample_size}` (0 for
     what was dropped) of all together, in summable form.
 
     Raises:
-        ConfigError: a rule named twice, or one of batch scope unless `whole_minibatch` says that evidence is of all micro-batches
+        ConfigError: a rule named twice on one ratio, or one of batch scope unless `whole_minibatch` says that evidence is of all micro-batches
             and ranks together.
     """
-    names = [bound.rule.name for bound in rules]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(
-                "a correction is listed twice", where="correction.rules", got=name, expected="each rule once"
-            )
+    rules = labelled(rules)
     for bound in rules:
         if bound.rule.scope == "batch" and not whole_minibatch:
             raise ConfigError(
@@ -57,6 +52,29 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
         return replace(result, metrics=metrics)
 
     return joint
+
+
+def labelled(rules: Sequence[BoundRule]) -> list[BoundRule]:
+    """`rules` with names of their own in metrics: `NAME@RATIO` for each of those that read several ratios, else `NAME`.
+
+    Labels that are there already stay, so that some of a run's rules are called as all of them are.
+
+    Raises:
+        ConfigError: a rule named twice on one ratio.
+    """
+    names, pairs = [bound.rule.name for bound in rules], [(bound.rule.name, bound.ratio) for bound in rules]
+    for name, ratio in pairs:
+        if pairs.count((name, ratio)) > 1:
+            raise ConfigError(
+                "a correction is listed twice on one ratio",
+                where="correction.rules",
+                got=f"{name} on {ratio}",
+                expected="each rule once on a ratio",
+                fix="remove one of the two, or give it another ratio in its thresholds",
+            )
+    several = {name for name in names if names.count(name) > 1}
+    own = [f"{bound.rule.name}@{bound.ratio}" if bound.rule.name in several else bound.rule.name for bound in rules]
+    return [replace(bound, label=bound.label or label) for bound, label in zip(rules, own, strict=True)]
 
 
 def _of_rows(decisions: Sequence[RowDecision], mask: Tensor, dtype: torch.dtype) -> RowDecision:

@@ -90,11 +90,25 @@ class RegisteredRule:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule with the ratio it reads and all its thresholds: `bound(evidence) -> Correction`."""
+    """A rule with the ratio it reads and all its thresholds: `bound(evidence) -> Correction`.
+
+    `label` is its name in metrics where that is not the rule's (`compose.labelled`).
+    """
 
     rule: RegisteredRule
     ratio: str
     thresholds: Mapping[str, Parameter]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that its metrics and thresholds go by."""
+        return self.label or self.rule.name
+
+    @property
+    def weighs(self) -> bool:
+        """True when it gives weights other than 0 and 1 at these thresholds."""
+        return self.rule.weighs and self.thresholds.get("weight") != "one"
 
     def __call__(self, evidence: Evidence) -> Correction:
         decision = self.decide(evidence)
@@ -107,7 +121,7 @@ class BoundRule:
         log_ratio = evidence.ratios.get(self.ratio).detach()
         decision = self.rule.function(evidence, log_ratio, **self.thresholds)
         _check_decision(decision, self.rule.name, evidence.mask)
-        prefix = f"correction/{self.rule.name}/"
+        prefix = f"correction/{self.name}/"
         own = {prefix + key: value for key, value in decision.metrics.items()}
         if isinstance(decision, RowDecision) and decision.score is not None:
             own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.lengths > 0)

@@ -18,6 +18,8 @@ from moe_trm.corrections.evidence import Evidence
 from moe_trm.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
 
 HIGH_RATIO = 2.0
+PARTS = ("lag", "update")
+"""Parts of staleness: where it is known, they are measured by tokens alone."""
 BLOCK = 1 << 15
 """Tokens worked on together: what they need stays in a core's cache."""
 
@@ -25,9 +27,10 @@ BLOCK = 1 << 15
 def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.Summable:
     """Mismatch metrics of each part of the log-ratio, summable; `finalize` turns them into numbers.
 
-    Prefixes: `engine/`, `staleness/`, `total/`; or `merged/`, `update/`, `total/` when the weights that sampled are
-    gone. `names` asks for fewer. x is a log-ratio between a later and an earlier policy. Means are over sampled tokens,
-    or over rows that have any:
+    Prefixes: `engine/`, `lag/`, `update/`, `staleness/`, `total/`; `merged/`, `update/`, `total/` when the weights that
+    sampled are gone; `total/` alone when the learner made no pass of its own at the step's start. What is not known has
+    no number. `names` asks for fewer. x is a log-ratio between a later and an earlier policy. Means are over sampled
+    tokens, or over rows that have any:
 
     | name | definition |
     |---|---|
@@ -40,14 +43,14 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `rollout_is_seq_{mean,std,eff_sample_size,max,min}` | of e^{sum x} over rows |
     | `rollout_is_high_fraction`, `rollout_is_low_fraction` | share of tokens with e^x above 2, below 1/2 |
 
-    `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
+    The parts of staleness, `lag/` and `update/` beside it, have those of single tokens alone. `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
     `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other
     policy's. When the rollout's distribution on its kept support is recorded, `total/exact_kl` is the exact mean
     KL(rollout || current) on it. Rows without sampled tokens are not counted. Log-ratios are clamped to +-20 nats
     before any exponential. Source: verl's rollout correction, whose names are kept.
     """
     ratios = evidence.ratios
-    known = ("engine", "staleness", "total") if ratios.split else ("merged", "update", "total")
+    known, parts = ratios.known, PARTS if ratios.split else ()
     packing = ratios.packing
     lengths, rollout_N = packing.lengths, ratios.packed_rollout_logprobs()
     surprise = -packing.row_sums(rollout_N)
@@ -58,7 +61,9 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
             log_ratio = ratios.get(name).detach()
             log_ratio_N = packing.pack(log_ratio)
             moved, span = log_ratio.sum(dim=1), Span.of(log_ratio_N)
-            result |= _token_metrics(name, log_ratio_N, span) | _row_metrics(name, log_ratio, moved, lengths, span)
+            result |= _token_metrics(name, log_ratio_N, span)
+            if name not in parts:
+                result |= _row_metrics(name, log_ratio, moved, lengths, span)
             if name in (known[0], "total"):
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
                 result |= _perplexities(name, surprise, moved, lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -23,11 +24,13 @@ def declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, P
 def resolve(
     function: Callable[..., Any], given: Mapping[str, Parameter], *, what: str, where: str, missing_fix: str = ""
 ) -> dict[str, Parameter]:
-    """`given` over the defaults of `function`. Unknown names, missing ones and NaN raise `ConfigError`."""
+    """`given` over the defaults of `function`. Unknown names, missing ones, NaN and words for numbers raise `ConfigError`."""
     required, defaults = declared(function)
     for name, value in given.items():
         if name not in (*required, *defaults):
             raise unknown(what, name, (*required, *defaults), where)
+        if isinstance(value, str) and _is_number(function, name):
+            raise ConfigError(f"{what} is not a number", where=f"{where}, {name}", got=value, expected="a number")
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(f"{what} is NaN", where=f"{where}, {name}", got=value)
     for name in required:
@@ -40,6 +43,17 @@ def resolve(
                 fix=missing_fix,
             )
     return {**defaults, **given}
+
+
+def _is_number(function: Callable[..., Any], name: str) -> bool:
+    """True when the parameter is annotated, with no word among what it may be."""
+    annotation = inspect.signature(function).parameters[name].annotation
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return (
+        annotation is not inspect.Parameter.empty
+        and bool({"float", "int"} & set(re.findall(r"\w+", text)))
+        and ("str" not in text)
+    )
 
 
 def bind(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,8 @@ from moe_trm.ratios import clamp_log_ratio
 def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
     """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
 
-    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
+    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Of equal ones, some are drawn by the
+    run's seed and step, so that the share is never exceeded. Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
 
     When: entropy collapses early; holds back the tokens that drive it with a penalty.
     """
@@ -24,9 +27,10 @@ def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: 
     keep, x = inputs.keep, clamp_log_ratio(log_ratio)
     covariance = _covariance(inputs)
     count = min(max(1, int(share * int(keep.sum()))), keep.numel())
-    chosen = keep
-    if keep.any():
-        chosen = keep & (covariance >= covariance.flatten().topk(count).values[-1])
+    kept = keep.flatten().nonzero()[:, 0]
+    kept = kept[_shuffled(len(kept), inputs, 0).to(kept.device)]
+    largest = kept[covariance.flatten()[kept].argsort(descending=True, stable=True)[:count]]
+    chosen = torch.zeros_like(keep).flatten().index_fill(0, largest, True).view_as(keep)
     values = -inputs.weights * inputs.advantages * x.exp() + torch.where(chosen, beta * x.abs(), 0.0)
     return TokenLoss(values, summable.fraction("cov_fraction", chosen, keep))
 
@@ -45,7 +49,8 @@ def clip_cov(
 ) -> TokenLoss:
     """Clip-cov: PPO clip, with no loss on a random `share` of all tokens (at least one) among those with low < cov < high.
 
-    Tokens that PPO clips already are no candidates. The choice depends on `seed` alone: change it every step.
+    Tokens that PPO clips already are no candidates. The choice is drawn by the run's seed, the step and `seed`: another one
+    at each step, and the same one again.
     Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
 
     When: entropy collapses early; drops a few tokens that drive it. Milder than `kl_cov`.
@@ -56,7 +61,7 @@ def clip_cov(
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     candidates = clip_cov_candidates(inputs, clipped > free, low, high).flatten().nonzero()[:, 0]
     count = max(1, int(share * int(keep.sum())))
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(int(seed)))[:count]
+    order = _shuffled(len(candidates), inputs, int(seed))[:count]
     dropped = (
         torch.zeros_like(keep).flatten().index_fill(0, candidates[order.to(candidates.device)], True).view_as(keep)
     )
@@ -69,6 +74,12 @@ def clip_cov_candidates(inputs: LossInputs, ppo_clipped: Tensor, low: float, hig
     """`[B, T]` bool: kept tokens with low < covariance < high that PPO does not clip."""
     covariance = _covariance(inputs)
     return inputs.keep & (covariance > low) & (covariance < high) & ~ppo_clipped
+
+
+def _shuffled(count: int, inputs: LossInputs, seed: int) -> Tensor:
+    """A permutation of `count` places, drawn by the run's seed, the version of its weights, and `seed`."""
+    digest = hashlib.blake2b(f"{inputs.draw} {seed}".encode(), digest_size=7).digest()
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
 
 
 def _covariance(inputs: LossInputs) -> Tensor:

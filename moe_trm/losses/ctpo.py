@@ -27,7 +27,7 @@ def ctpo(
 ) -> TokenLoss:
     """CTPO: X = W max(-A e^l, -A e^{clip(l, -low n^p, high n^p)}), l = sg[c_t] + log pi - sg[log pi], c_t = sum_{u <= t} log r_u.
 
-    n = 1..T_i is the token's rank; for A < 0 the loss is capped at -A e^{dual n^p}. `form="geometric"` uses c_t / n, usually
+    n = 1..T_i is the token's rank among the sampled tokens, kept or not; for A < 0 the loss is capped at -A e^{dual n^p}. `form="geometric"` uses c_t / n, usually
     with `power=-0.5`. The gradient passes through the current token alone; l is capped at 10. Source: CTPO, as in horizon-llm/CTPO.
 
     When: long answers, where a token's clip should depend on all that came before it.
@@ -35,7 +35,7 @@ def ctpo(
     require(min(low, high, dual) >= 0, "ctpo", "low, high, dual >= 0", low=low, high=high, dual=dual)
     if form not in ("cumulative", "geometric"):
         raise ConfigError("unknown form", where="loss ctpo, form", got=form, expected="cumulative, geometric")
-    advantages, rank = inputs.advantages, token_rank(inputs.keep).clamp(min=1).to(log_ratio.dtype)
+    advantages, rank = inputs.advantages, token_rank(inputs.counted).clamp(min=1).to(log_ratio.dtype)
     prefix = clamp_log_ratio(log_ratio.detach()).cumsum(dim=1)
     level = prefix / rank if form == "geometric" else prefix
     log_prefix = (level + log_ratio - log_ratio.detach()).clamp(max=10.0)

@@ -39,27 +39,27 @@ def espo(
         raise ConfigError(
             "espo groups tokens by entropy", where="loss espo", got="no entropy", expected="entropy of shape [B, T]"
         )
-    keep, advantages = inputs.keep, inputs.advantages
-    entropy = torch.where(keep, inputs.entropy.detach().to(log_ratio.dtype), 0.0)
-    bins = entropy_bins(entropy, keep, int(num_bins))
-    level = _bin_mean(clamp_log_ratio(log_ratio.detach()), bins, keep, int(num_bins))
+    keep, counted, advantages = inputs.keep, inputs.counted, inputs.advantages
+    entropy = torch.where(counted, inputs.entropy.detach().to(log_ratio.dtype), 0.0)
+    bins = entropy_bins(entropy, counted, int(num_bins))
+    level = _bin_mean(clamp_log_ratio(log_ratio.detach()), bins, counted, int(num_bins))
     ratio = (level + log_ratio - log_ratio.detach()).clamp(max=10.0).exp()
-    average = row_mean(entropy, keep)[:, None]
-    scale = torch.where(average > 0, _bin_mean(entropy, bins, keep, int(num_bins)) / average.clamp(min=1e-12), 1.0)
+    average = row_mean(entropy, counted)[:, None]
+    scale = torch.where(average > 0, _bin_mean(entropy, bins, counted, int(num_bins)) / average.clamp(min=1e-12), 1.0)
     bounded = torch.minimum(torch.maximum(ratio, 1 - clip_low * scale), 1 + clip_high * scale)
     free, clipped = -advantages * ratio, -advantages * bounded
     metrics = summable.fraction("pg_clipfrac", clipped > free, keep)
     return TokenLoss(torch.maximum(free, clipped) * inputs.weights, metrics)
 
 
-def entropy_bins(entropy: Tensor, keep: Tensor, num_bins: int) -> Tensor:
-    """`[B, T]` int64: bin 0..num_bins-1 of each kept token by rank of its entropy within the row; arbitrary elsewhere."""
-    rank = torch.where(keep, entropy, torch.inf).argsort(dim=1, stable=True).argsort(dim=1)
-    return (rank * num_bins // num_tokens(keep).clamp(min=1)[:, None]).clamp(max=num_bins - 1)
+def entropy_bins(entropy: Tensor, mask: Tensor, num_bins: int) -> Tensor:
+    """`[B, T]` int64: bin 0..num_bins-1 of each token of `mask` by rank of its entropy within the row; arbitrary elsewhere."""
+    rank = torch.where(mask, entropy, torch.inf).argsort(dim=1, stable=True).argsort(dim=1)
+    return (rank * num_bins // num_tokens(mask).clamp(min=1)[:, None]).clamp(max=num_bins - 1)
 
 
-def _bin_mean(values: Tensor, bins: Tensor, keep: Tensor, num_bins: int) -> Tensor:
+def _bin_mean(values: Tensor, bins: Tensor, mask: Tensor, num_bins: int) -> Tensor:
     empty = values.new_zeros(len(values), num_bins)
-    sums = empty.scatter_add(1, bins, torch.where(keep, values, 0.0))
-    counts = empty.scatter_add(1, bins, keep.to(values.dtype))
+    sums = empty.scatter_add(1, bins, torch.where(mask, values, 0.0))
+    counts = empty.scatter_add(1, bins, mask.to(values.dtype))
     return (sums / counts.clamp(min=1)).gather(1, bins)

@@ -17,7 +17,7 @@ from moe_trm.ratios import clamp_log_ratio
 def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> TokenLoss:
     """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x = log_update.
 
-    The clip is per token and in log space; correction weights enter as their geometric mean over the row's kept tokens.
+    The clip is per token and in log space, the mean over all sampled tokens; correction weights enter as their geometric mean over the row's kept tokens.
     Source: GMPO (arXiv 2507.20673).
 
     When: outlier tokens dominate the mean of `ppo_clip`; steadier, at a narrower step.
@@ -28,6 +28,7 @@ def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> Tok
     clipped = x.clamp(-log_clip, log_clip)
     limited = sign * torch.minimum(sign * x, sign * clipped)
     log_weight = torch.where(keep, inputs.weights, 1.0).log()
-    value = -row_mean(inputs.advantages, keep) * row_mean(limited + log_weight, keep).exp()
+    average = row_mean(limited, inputs.counted) + row_mean(log_weight, keep)
+    value = -row_mean(inputs.advantages, inputs.counted) * average.exp()
     metrics = summable.fraction("pg_clipfrac", sign * x > sign * clipped, keep)
     return TokenLoss(over_tokens(value, keep), metrics)

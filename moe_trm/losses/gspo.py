@@ -15,7 +15,8 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update).
+    """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update)
+    over all sampled tokens of the row, kept or not.
 
     Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the row.
     Source: GSPO (arXiv 2507.18071).
@@ -24,8 +25,8 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
     """
     require(clip_low >= 0 and clip_high >= 0, "gspo", "both >= 0", clip_low=clip_low, clip_high=clip_high)
     keep = inputs.keep
-    ratio = row_mean(clamp_log_ratio(log_ratio), keep).exp()
-    advantage = row_mean(inputs.advantages, keep)
+    ratio = row_mean(clamp_log_ratio(log_ratio), inputs.counted).exp()
+    advantage = row_mean(inputs.advantages, inputs.counted)
     free, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high)
     metrics = summable.fraction("pg_clipfrac", over_tokens(clipped > free, keep), keep)
     return TokenLoss(over_tokens(torch.maximum(free, clipped), keep) * inputs.weights, metrics)
@@ -41,7 +42,7 @@ def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4,
     """
     require(clip_low >= 0 and clip_high >= 0, "gspo_token", "both >= 0", clip_low=clip_low, clip_high=clip_high)
     keep, advantages = inputs.keep, inputs.advantages
-    level = over_tokens(row_mean(clamp_log_ratio(log_ratio.detach()), keep), keep)
+    level = over_tokens(row_mean(clamp_log_ratio(log_ratio.detach()), inputs.counted), keep)
     ratio = (level + log_ratio - log_ratio.detach()).clamp(max=10.0).exp()
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     metrics = summable.fraction("pg_clipfrac", clipped > free, keep)

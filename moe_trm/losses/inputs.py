@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from moe_trm.ratios import LogRatios
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch as an objective sees it. `[B, T]` values are read only where `keep` is True.
+    """One micro-batch as an objective sees it. `[B, T]` values are read only where `keep` is True, or `counted` for
+    statistics of rows.
 
     Attributes:
         ratios: log-ratios; `update`, `staleness` and `total` carry the gradient.
@@ -26,6 +28,7 @@ class LossInputs:
         rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
         group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
         entropy: `[B, T]` predictive entropy at each token, for objectives that group by it; None otherwise.
+        draw: the run's seed and the version of the weights, for objectives that choose at random.
     """
 
     ratios: LogRatios
@@ -37,6 +40,7 @@ class LossInputs:
     rewards: Tensor | None = None
     group_ids: Tensor | None = None
     entropy: Tensor | None = None
+    draw: tuple[int, int] = (0, 0)
 
     @classmethod
     def corrected(
@@ -56,9 +60,26 @@ class LossInputs:
         """`[B, T]` bool, every sampled token, kept or not."""
         return self.ratios.mask
 
+    @cached_property
+    def counted(self) -> Tensor:
+        """`[B, T]` bool, the tokens that statistics of rows are over: every sampled one, kept or not.
+
+        A token that was dropped because it has no finite log-prob cannot count; one that is kept always does.
+        """
+        return self.keep | (self.mask & self.ratios.total.detach().isfinite())
+
+    def log_ratio(self, name: str, *, by_row: bool) -> Tensor:
+        """The ratio `name`, `[B, T]`, with gradient on tokens that train.
+
+        `by_row`: with its values, without gradient, on the others that are `counted`, for statistics of rows; else 0.
+        """
+        values = self.ratios.get(name)
+        others = torch.where(self.counted, values.detach(), 0.0) if by_row else torch.zeros_like(values)
+        return torch.where(self.keep, values, others)
+
     def kept(self) -> LossInputs:
-        """The same inputs with harmless zeros on tokens that do not train: neither values nor gradients can leak from there."""
-        advantages = torch.where(self.keep, self.advantages.detach(), 0.0)
+        """The same inputs with harmless zeros on tokens that do not count: neither values nor gradients can leak from there."""
+        advantages = torch.where(self.counted, self.advantages.detach(), 0.0)
         current = torch.where(self.keep, self.current_logprobs, 0.0)
         return replace(self, advantages=advantages, current_logprobs=current.to(self.ratios.update.dtype))
 

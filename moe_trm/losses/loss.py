@@ -1,6 +1,7 @@
 """Policy losses: functions `f(inputs, log_ratio, *, parameters...) -> TokenLoss` under `@loss(...)`.
 
-Such a function receives its log-ratio `[B, T]` with gradient and 0 on tokens that do not train.
+Such a function receives its log-ratio `[B, T]` with gradient on tokens that train. With scope `token` it is 0 on others;
+else it has values without gradient there, so that statistics of rows are over `inputs.counted`, every sampled token.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.methods.losses import Need
+from moe_trm.methods.losses import Held, Need
 from moe_trm.methods.own import check_declaration
-from moe_trm.ratios import RATIO_NAMES, LogRatios
+from moe_trm.ratios import PARTS, RATIO_NAMES, LogRatios
 
 LossFunction = Callable[..., TokenLoss]
 
@@ -34,6 +35,7 @@ class Loss:
         aggregation: how its published form turns token losses into one number.
         scope: `token`, `sequence`, or `batch` if it compares rows or tokens of the whole minibatch.
         needs: inputs that not every run has.
+        holds: the ratio that its gradient depends on, which no rule may weigh by again.
         experimental: the published form is not established; the docstring says what is in doubt.
     """
 
@@ -42,6 +44,7 @@ class Loss:
     aggregation: Aggregation
     scope: Scope
     needs: tuple[Need, ...]
+    holds: Held
     experimental: bool
     function: LossFunction
 
@@ -79,8 +82,15 @@ class BoundLoss:
     ratio: str
     parameters: Mapping[str, Parameter]
 
+    @property
+    def contains(self) -> frozenset[str]:
+        """The parts of the total ratio that its gradient depends on: `engine`, `lag`, `update`."""
+        if self.loss.holds == "none":
+            return frozenset()
+        return PARTS["total" if self.loss.holds == "total" else self.ratio]
+
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        log_ratio = torch.where(inputs.keep, inputs.ratios.get(self.ratio), 0.0)
+        log_ratio = inputs.log_ratio(self.ratio, by_row=self.loss.scope != "token")
         result = self.loss.function(inputs.kept(), log_ratio, **self.parameters)
         if not isinstance(result, TokenLoss) or result.values.shape != inputs.keep.shape:
             shaped = f" of values {tuple(result.values.shape)}" if isinstance(result, TokenLoss) else ""
@@ -99,12 +109,13 @@ def loss(
     ratio: str = "update",
     scope: Scope = "token",
     needs: Sequence[Need] = (),
+    holds: Held = "own",
     experimental: bool = False,
 ) -> Callable[[LossFunction], Loss]:
     """Turn a function into a `Loss` of the same name; its keyword-only parameters are its settings.
 
     Raises:
-        ConfigError: an unknown aggregation, ratio, scope or need, or a signature that cannot be called.
+        ConfigError: an unknown aggregation, ratio, scope, held ratio or need, or a signature that cannot be called.
     """
 
     def register(function: LossFunction) -> Loss:
@@ -112,10 +123,11 @@ def loss(
             "aggregation": (aggregation, get_args(Aggregation)),
             "ratio": (ratio, RATIO_NAMES),
             "scope": (scope, get_args(Scope)),
+            "held ratio": (holds, get_args(Held)),
             **{f"need {need!r}": (need, get_args(Need)) for need in needs},
         }
         check_declaration(function, choices, what="loss", takes="inputs, log_ratio")
-        registered = Loss(function.__name__, ratio, aggregation, scope, tuple(needs), experimental, function)
+        registered = Loss(function.__name__, ratio, aggregation, scope, tuple(needs), holds, experimental, function)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 

@@ -9,15 +9,16 @@ from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
+from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 
-@loss(aggregation="token-mean")
+@loss(aggregation="token-mean", holds=LOSSES["minirl"].holds)
 def minirl(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """MiniRL: X = -W sg[w] m A log pi_theta; m = 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low).
 
-    w is the total ratio to the rollout, r the ratio this loss reads (default: update). Do not add importance weights on the
-    total ratio: w already is one. Source: MiniRL (arXiv 2512.01374).
+    w is the total ratio to the rollout, r the ratio this loss reads (default: update). Rules that weigh are
+    refused beside it: w already is a weight. Source: MiniRL (arXiv 2512.01374).
 
     When: MoE with replayed routes, few updates per step: the least machinery that corrects the engine mismatch.
     """

@@ -14,7 +14,7 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="token-mean", scope="sequence", experimental=True)
 def minpro(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 5.0) -> TokenLoss:
-    """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier kept tokens, rbar_1 = 1.
+    """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier sampled tokens, rbar_1 = 1.
 
     The weight is published; the form of the loss and its clip are not established, so a capped, detached weight is used.
     Use `ratio="total"` without a proximal policy. Source: MinPRO.
@@ -23,7 +23,7 @@ def minpro(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 5.0) -> TokenL
     """
     require(cap > 0, "minpro", "> 0", cap=cap)
     ratio = clamp_log_ratio(log_ratio.detach()).exp()
-    weight = prefix_min(ratio, inputs.keep) * ratio
+    weight = prefix_min(ratio, inputs.counted) * ratio
     values = -inputs.weights * weight.clamp(max=cap) * inputs.advantages * inputs.current_logprobs
     return TokenLoss(values, summable.fraction("pg_clipfrac", weight > cap, inputs.keep))
 

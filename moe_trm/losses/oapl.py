@@ -18,7 +18,7 @@ def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value
     """OAPL: X_i = W (beta sum_t log w - (R_i - V_g))^2, V_g = beta_value log mean_{j in g} exp(R_j / beta_value).
 
     A regression towards pi proportional to mu exp(R / beta): no ratio, no clip, and the on-policy gradient is not the policy
-    gradient. V_g compares the samples of a prompt, which must be in the same batch; beta_value -> infinity makes it the mean.
+    gradient. V_g compares the samples of a prompt, which are planned into one minibatch; beta_value -> infinity makes it the mean.
     How the paper estimates V_g is not certain. Needs rewards and group ids. Source: OAPL.
 
     When: rollouts may be arbitrarily old, and rewards are dense enough for a regression.
@@ -33,7 +33,7 @@ def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value
         )
     keep = inputs.keep
     value = beta_value * _log_mean_exp(inputs.rewards.to(log_ratio.dtype) / beta_value, inputs.group_ids)
-    gap = beta * row_sum(log_ratio, keep) - (inputs.rewards.to(log_ratio.dtype) - value)
+    gap = beta * row_sum(log_ratio, inputs.counted) - (inputs.rewards.to(log_ratio.dtype) - value)
     return TokenLoss(over_tokens(gap**2, keep) * inputs.weights, {})
 
 

@@ -31,7 +31,8 @@ def tbpo(
         dual_high=dual_high,
     )
     keep = inputs.keep
-    ratio, advantage = row_mean(clamp_log_ratio(log_ratio), keep).exp(), row_mean(inputs.advantages, keep)
+    ratio = row_mean(clamp_log_ratio(log_ratio), inputs.counted).exp()
+    advantage = row_mean(inputs.advantages, inputs.counted)
     values = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
     bound = -advantage * (1 + dual_high)
     values = torch.where((advantage < 0) & (values > bound), bound, values)

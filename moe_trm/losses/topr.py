@@ -28,6 +28,6 @@ def topr(
     if level not in ("trajectory", "token"):
         raise ConfigError("unknown level", where="loss topr, level", got=level, expected="trajectory, token")
     keep, x = inputs.keep, log_ratio.detach()
-    summed = x if level == "token" else over_tokens(row_sum(x, keep), keep)
+    summed = x if level == "token" else over_tokens(row_sum(x, inputs.counted), keep)
     taper = torch.where(inputs.advantages > 0, 1.0, clamp_log_ratio(summed).exp().clamp(low, high))
     return TokenLoss(-inputs.weights * taper * inputs.advantages * inputs.current_logprobs, {})

@@ -31,15 +31,15 @@ def turn_ppo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, cl
 
 
 def _turn_mean(values: Tensor, inputs: LossInputs) -> Tensor:
-    """`[B, T]` mean of `values` over the kept tokens of each token's turn."""
-    keep = inputs.keep
+    """`[B, T]` mean of `values` over the sampled tokens of each token's turn."""
+    counted = inputs.counted
     turns = (
-        torch.zeros_like(keep, dtype=torch.int64)
+        torch.zeros_like(counted, dtype=torch.int64)
         if inputs.turn_ids is None
-        else torch.where(keep, inputs.turn_ids.long(), 0)
+        else torch.where(counted, inputs.turn_ids.long(), 0)
     )
     num_turns = int(turns.max()) + 1 if turns.numel() else 1
     empty = values.new_zeros(len(values), num_turns)
-    sums = empty.scatter_add(1, turns, torch.where(keep, values, 0.0))
-    counts = empty.scatter_add(1, turns, keep.to(values.dtype))
+    sums = empty.scatter_add(1, turns, torch.where(counted, values, 0.0))
+    counts = empty.scatter_add(1, turns, counted.to(values.dtype))
     return (sums / counts.clamp(min=1)).gather(1, turns)

@@ -35,8 +35,8 @@ def vespo(
     require(min(k_positive, k_negative) > 0, "vespo", "k > 0", k_positive=k_positive, k_negative=k_negative)
     keep = inputs.keep
     log_weight = torch.where(keep, inputs.weights, 1.0).log()
-    log_product = row_sum(log_ratio.detach() + log_weight, keep).clamp(math.log(1e-8), 20.0)
-    positive = row_sum(inputs.advantages, keep) >= 0
+    log_product = (row_sum(log_ratio.detach(), inputs.counted) + row_sum(log_weight, keep)).clamp(math.log(1e-8), 20.0)
+    positive = row_sum(inputs.advantages, inputs.counted) >= 0
     new = log_ratio.new_tensor
     k = torch.where(positive, new(k_positive), new(k_negative))
     strength = torch.where(positive, new(lambda_positive), new(lambda_negative)).clamp(min=1e-4)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+Held = Literal["own", "total", "none"]
+"""The ratio that a loss contains: the one it is written on, the total one whatever that is, or none."""
+
 Need = Literal["entropy", "groups"]
 """Inputs that not every run has: the policy's entropy, and all samples of a prompt in one minibatch."""
 
@@ -21,10 +24,12 @@ class LossEntry:
     Attributes:
         module: of `moe_trm.losses`, where the loss is defined.
         needs: inputs that not every run has.
+        holds: the ratio that its gradient depends on. A rule must not weigh by any part of it a second time.
     """
 
     module: str
     needs: tuple[Need, ...] = ()
+    holds: Held = "own"
 
 
 LOSSES: Mapping[str, LossEntry] = MappingProxyType(
@@ -40,19 +45,19 @@ LOSSES: Mapping[str, LossEntry] = MappingProxyType(
         "dro": LossEntry("dro"),
         "espo": LossEntry("espo", needs=("entropy",)),
         "gmpo": LossEntry("gmpo"),
-        "gpg": LossEntry("reinforce"),
+        "gpg": LossEntry("reinforce", holds="none"),
         "gspo": LossEntry("gspo"),
         "gspo_token": LossEntry("gspo"),
         "ipo_tv": LossEntry("ipo_tv"),
         "kl_cov": LossEntry("covariance"),
         "m2po_clip": LossEntry("m2po_clip"),
-        "minirl": LossEntry("minirl"),
+        "minirl": LossEntry("minirl", holds="total"),
         "minpro": LossEntry("minpro"),
         "oapl": LossEntry("oapl", needs=("groups",)),
         "ppo_clip": LossEntry("ppo_clip"),
         "quatro": LossEntry("quatro"),
         "r2vpo": LossEntry("r2vpo"),
-        "reinforce": LossEntry("reinforce"),
+        "reinforce": LossEntry("reinforce", holds="none"),
         "sapo": LossEntry("sapo"),
         "tbpo": LossEntry("tbpo"),
         "topr": LossEntry("topr"),

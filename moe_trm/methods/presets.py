@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,8 +15,9 @@ class Preset:
 
     Attributes:
         bypass: two policies instead of three: rules and loss read the total ratio, recomputed in every update, and the
-            proximal policy plays no part. Otherwise rules read the engine ratio and the loss clips the update.
-        rules: `(name, thresholds)` of each correction; thresholds say `ratio: total` in bypass mode.
+            proximal policy plays no part. Otherwise rules read the merged ratio (proximal / rollout, which is the engine
+            ratio where no sample is stale), and the loss clips the update.
+        rules: `(name, thresholds)` of each correction; thresholds name the ratio, `merged` or `total`.
         loss: `(name, parameters)`, or None where any loss fits.
     """
 
@@ -34,13 +35,16 @@ K3_RS: RuleSpec = ("seq_mean_k3", {"upper": 0.01})
 
 
 def _decoupled(*rules: RuleSpec) -> Preset:
-    return Preset(bypass=False, rules=rules, loss=None)
+    return Preset(bypass=False, rules=_on("merged", rules), loss=None)
 
 
 def _bypass(loss: str, *rules: RuleSpec) -> Preset:
-    on_total = tuple((name, {**thresholds, "ratio": "total"}) for name, thresholds in rules)
     parameters: dict[str, float | str] = {"ratio": "total"} if loss == "ppo_clip" else {}
-    return Preset(bypass=True, rules=on_total, loss=(loss, parameters))
+    return Preset(bypass=True, rules=_on("total", rules), loss=(loss, parameters))
+
+
+def _on(ratio: str, rules: Sequence[RuleSpec]) -> tuple[RuleSpec, ...]:
+    return tuple((name, {**thresholds, "ratio": ratio}) for name, thresholds in rules)
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(

@@ -20,6 +20,7 @@ class ProgressLines(Sink):
         ("reward/mean", "reward", "{:.3f}"),
         ("response/length_mean", "length", "{:.1f}"),
         ("engine/k3_kl", "engine_k3", "{:.1e}"),
+        ("merged/k3_kl", "merged_k3", "{:.1e}"),
         ("staleness/k3_kl", "stale_k3", "{:.1e}"),
         ("routing/native_flip_rate", "flips", "{:.2%}"),
         ("replay/applied_fraction", "replayed", "{:.0%}"),

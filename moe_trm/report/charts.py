@@ -104,7 +104,8 @@ SECTIONS = (
             Lines("Where the log-ratio comes from",
                   "k3 KL in nats. Engine: same weights, two engines. Staleness: the weights moved since sampling "
                   "(lag) and within the step (update).",
-                  (("engine/k3_kl", "engine"), ("update/k3_kl", "update"), ("merged/k3_kl", "engine and lag"),
+                  (("engine/k3_kl", "engine"), ("lag/k3_kl", "lag"), ("update/k3_kl", "update"),
+                   ("merged/k3_kl", "engine and lag"),
                    ("staleness/k3_kl", "staleness"), ("total/k3_kl", "total"), ("total/exact_kl", "total, exact")),
                   log=True),
             Lines("What makes the engine part",

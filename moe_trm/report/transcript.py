@@ -39,7 +39,7 @@ class Transcript:
 
 def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:
     """Row `place` of a judged micro-batch, token by token. Column `r` of the batch scores token `r + 1`."""
-    ratio = "engine" if evidence.ratios.split else "merged"
+    ratio = evidence.ratios.known[0]
     width = row.record.num_tokens - 1
     scored = [False, *evidence.mask[place, :width].tolist()]
 

@@ -49,11 +49,7 @@ def verdict_now(run: Run, *, many: bool) -> str:
     whose = f"{escape(run.name)}: " if many else ""
     advice = f"<p>Try <code>{escape(latest.setting)}</code></p>" if latest.setting else ""
     head = (
-        "Nothing to change"
-        if latest.state == "good"
-        else "Look at this"
-        if latest.state == "bad"
-        else "Not yet healthy"
+        "Nothing to change" if latest.state == "good" else "Look at this" if latest.state == "bad" else "No fault found"
     )
     return (
         f'<section class="verdict {latest.state}" aria-label="Verdict"><h2>{whose}{head}</h2>'

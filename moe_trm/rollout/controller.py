@@ -16,7 +16,7 @@ import numpy as np
 from moe_trm.batch.advantages import Array
 from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
-from moe_trm.batch.plan import plan_metrics, plan_step
+from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
 from moe_trm.recording.bundle import BundleWriter
@@ -75,6 +75,7 @@ class RolloutController:
             concurrency=rollout.concurrency,
         )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
+        self._whole_groups = compares_groups(config)
         self._push_s = 0.0
 
     @property
@@ -126,6 +127,7 @@ class RolloutController:
             data_size=data_size,
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
+            whole_groups=self._whole_groups,
         )
         ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
         metrics = self._metrics(records) | plan_metrics(plan) | ages

@@ -6,7 +6,7 @@ At age 0 the two are one pass. Older tokens are recovered by one of four routes:
 |---|---|---|---|
 | snapshot | a pass under each version that sampled, from host memory | a pass | engine, lag, update |
 | merged | - | a pass | merged (engine and lag in one), update |
-| interpolate | - | rollout + age / (age + 1) (current - rollout), in log-probs | merged, update |
+| interpolate | - | rollout + age / (age + 1) (current - rollout), in log-probs | total; merged and update by definition |
 | bypass | the rollout's | the rollout's | total |
 
 Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same weights, same routes,

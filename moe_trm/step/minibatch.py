@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_trm.config.schema import Recovery
 from moe_trm.corrections import Evidence
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import Anchored, decomposed
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class WholeMinibatch:
 
     Attributes:
         rollout, anchor, current, advantages: `[N, T]`, 0 off `mask`.
-        behavior: `[N, T]` where it is not the anchor; `split`: whether it is known at all.
+        behavior: `[N, T]` where it is not the anchor; `recovery`: what is known of it at all.
         mask: `[N, T]` bool.
         turn_ids: `[N, T]`; exact_kl: `[N, T]` or None; rewards, group_ids: `[N]`.
         own: for each micro-batch of this rank, the places of its rows, `[B]` int64 (none for a micro-batch of padding).
@@ -43,12 +44,18 @@ class WholeMinibatch:
     group_ids: Tensor
     own: tuple[Tensor, ...]
     behavior: Tensor | None = None
-    split: bool = True
+    recovery: Recovery = "same"
 
     def ratios(self, current: Tensor) -> LogRatios:
         """The decomposition at `current` `[N, T]`."""
-        behavior = (self.anchor if self.behavior is None else self.behavior) if self.split else None
-        return LogRatios(self.rollout, behavior, current, self.mask, self.anchor)
+        return decomposed(
+            self.recovery,
+            rollout=self.rollout,
+            behavior=self.behavior,
+            proximal=self.anchor,
+            current=current,
+            mask=self.mask,
+        )
 
     @property
     def evidence(self) -> Evidence:
@@ -129,7 +136,7 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
             torch.tensor([place[number] for number in own], dtype=torch.int64, device=mask.device) for own in ids
         ),
         behavior=None if part.behavior is None else tokens(part.behavior),
-        split=part.recovery != "merged",
+        recovery=part.recovery,
     )
 
 

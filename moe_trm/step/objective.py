@@ -50,7 +50,7 @@ class Objective:
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
         self._metrics: list[Mapping[str, Tensor]] = []
         self._num_updates = 0
-        self._sinks = sinks
+        self._sinks, self._seed = sinks, config.seed
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """What a checkpoint keeps between two steps, as plain data. Collective."""
@@ -77,7 +77,7 @@ class Objective:
         log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
         chosen = replace(self._recipe, rules=(*self._recipe.rules, *self._thresholds.rules))
-        judge = _judge(chosen, part, learner, first=first)
+        judge = _judge(chosen, part, learner, first=first, seed=self._seed)
         self._num_updates += 1
 
         def loss_of(index: int, current: Scores) -> Tensor:
@@ -145,8 +145,8 @@ class Objective:
 class PartialJudge:
     """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
 
-    def __init__(self, chosen: Recipe) -> None:
-        self._correct, self._loss = corrections.compose(chosen.rules), chosen.loss
+    def __init__(self, chosen: Recipe, draw: tuple[int, int]) -> None:
+        self._correct, self._loss, self._draw = corrections.compose(chosen.rules), chosen.loss, draw
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
@@ -158,6 +158,7 @@ class PartialJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            draw=self._draw,
         )
         return correction, self._loss(inputs)
 
@@ -165,12 +166,13 @@ class PartialJudge:
 class WholeJudge:
     """The same computed over the whole minibatch, of which a micro-batch is told its part."""
 
-    def __init__(self, chosen: Recipe, whole: WholeMinibatch) -> None:
+    def __init__(self, chosen: Recipe, whole: WholeMinibatch, draw: tuple[int, int]) -> None:
+        self._draw = draw
         self._loss, self._whole, self._whole_loss = chosen.loss, whole, chosen.whole_loss
         evidence = whole.evidence
         correction = corrections.compose(chosen.rules, whole_minibatch=True)(evidence)
         if chosen.batch_normalize != "off":
-            weighing = [bound for bound in chosen.rules if bound.rule.weighs]
+            weighing = [bound for bound in chosen.rules if bound.weighs]
             weights = corrections.compose(weighing)(evidence)
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
             moments = summable.moments("correction/weight", correction.weights, whole.mask)
@@ -187,7 +189,8 @@ class WholeJudge:
             keep=whole.part(index, correction.keep, mask),
         )
         if self._whole_loss:
-            loss = self._loss(whole.inputs(index, current.logprobs, mask, correction.weights, correction.keep))
+            inputs = whole.inputs(index, current.logprobs, mask, correction.weights, correction.keep)
+            loss = self._loss(replace(inputs, draw=self._draw))
             return own, replace(loss, values=whole.part(index, loss.values, mask))
         inputs = replace(
             LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, own),
@@ -195,21 +198,22 @@ class WholeJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            draw=self._draw,
         )
         return own, self._loss(inputs)
 
 
-def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool) -> PartialJudge | WholeJudge:
+def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:
     """How this minibatch is judged: by parts, or as a whole at the weights of this update.
 
     The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without gradient.
     """
     if not (chosen.whole_rules or chosen.whole_loss):
-        return PartialJudge(chosen)
+        return PartialJudge(chosen, (seed, part.version))
     moved = chosen.moves and not (first and part.scored)
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
-        return WholeJudge(chosen, gather_minibatch(part, current, learner))
+        return WholeJudge(chosen, gather_minibatch(part, current, learner), (seed, part.version))
 
 
 def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -22,6 +22,9 @@ from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
 
+UNMEASURED = ("interpolate", "bypass")
+"""Routes of recovery whose proximal policy is no pass of the learner."""
+
 
 @dataclass(frozen=True)
 class Anchored:
@@ -46,7 +49,7 @@ class Anchored:
     @property
     def scored(self) -> bool:
         """Whether `scores` come from a pass at the learner's weights."""
-        return bool(self.scores) and self.recovery not in ("interpolate", "bypass")
+        return bool(self.scores) and self.recovery not in UNMEASURED
 
     def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
         """The same with log-probs under the weights that sampled."""
@@ -57,14 +60,27 @@ class Anchored:
         batch = self.batches[index]
         if self.recovery == "interpolate":
             proximal = interpolated(batch, current_logprobs, self.version)
-            return LogRatios(batch.rollout_logprobs, None, current_logprobs, batch.mask, proximal)
+            return LogRatios(batch.rollout_logprobs, None, current_logprobs, batch.mask, proximal, measured=False)
         if not self.scores:
             return LogRatios(batch.rollout_logprobs, current_logprobs.detach(), current_logprobs, batch.mask)
-        proximal = self.scores[index].logprobs
-        if self.recovery == "merged":
-            return LogRatios(batch.rollout_logprobs, None, current_logprobs, batch.mask, proximal)
-        behavior = proximal if self.behavior is None else self.behavior[index]
-        return LogRatios(batch.rollout_logprobs, behavior, current_logprobs, batch.mask, proximal)
+        behavior = None if self.behavior is None else self.behavior[index]
+        return decomposed(
+            self.recovery,
+            rollout=batch.rollout_logprobs,
+            behavior=behavior,
+            proximal=self.scores[index].logprobs,
+            current=current_logprobs,
+            mask=batch.mask,
+        )
+
+
+def decomposed(
+    recovery: Recovery, *, rollout: Tensor, behavior: Tensor | None, proximal: Tensor, current: Tensor, mask: Tensor
+) -> LogRatios:
+    """The decomposition that `recovery` lets be known, from log-probs `[B, R]`; `behavior` None: it is the proximal."""
+    split = recovery in ("same", "snapshot")
+    known = (proximal if behavior is None else behavior) if split else None
+    return LogRatios(rollout, known, current, mask, proximal, measured=recovery not in UNMEASURED)
 
 
 def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> Tensor:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moe_trm import corrections, losses
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.corrections.compose import labelled
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
+from moe_trm.ratios import PARTS
+from moe_trm.step.passes import UNMEASURED
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
@@ -22,11 +25,20 @@ HIDDEN = ("engine", "lag", "staleness")
 
 @dataclass(frozen=True)
 class Uncalibrated:
-    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads."""
+    """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads.
+
+    `label` is its name in metrics and among the thresholds that are kept.
+    """
 
     rule: RegisteredRule
     target_reject_rate: float
     fixed: Mapping[str, float | str] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that its metrics and thresholds go by."""
+        return self.label or self.rule.name
 
 
 @dataclass(frozen=True)
@@ -84,10 +96,12 @@ def recipe(config: Config) -> Recipe:
             rules.append(corrections.get(item.name).bind(**item.thresholds))
         else:
             uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
-    pending = [placeholder(item) for item in uncalibrated]
+    named = labelled([*rules, *map(placeholder, uncalibrated)])
+    rules, pending = named[: len(rules)], named[len(rules) :]
+    uncalibrated = [replace(item, label=bound.label) for item, bound in zip(uncalibrated, pending, strict=True)]
     _check_known([*rules, *pending], config)
     corrections.compose([*rules, *pending], whole_minibatch=True)
-    if correction.batch_normalize != "off" and not any(bound.rule.weighs for bound in [*rules, *pending]):
+    if correction.batch_normalize != "off" and not any(bound.weighs for bound in [*rules, *pending]):
         raise ConfigError(
             "there are no weights to normalise",
             where="correction.batch_normalize",
@@ -97,6 +111,7 @@ def recipe(config: Config) -> Recipe:
         )
     loss = _loss(config.loss, preset.loss if preset else None)
     _check_interpolated([*rules, *pending], loss, config)
+    _check_counted_once([*rules, *pending], loss)
     return Recipe(
         rules=tuple(rules),
         uncalibrated=tuple(uncalibrated),
@@ -113,7 +128,15 @@ def recipe(config: Config) -> Recipe:
 def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
     """Rules may read only what `pipeline.behavior` lets be known."""
     recovery = config.pipeline.recovery
-    hidden = {"merged": HIDDEN, "interpolate": HIDDEN, "bypass": ("engine", "lag")}.get(recovery, ())
+    if recovery == "bypass" and any(bound.ratio == "merged" for bound in rules):
+        raise ConfigError(
+            "there is no proximal policy in bypass, so proximal / rollout is 1 on every token and corrects nothing",
+            where="correction.preset" if config.correction.preset else "correction.rules",
+            got=f"{config.correction.preset or 'ratio=merged'} with pipeline.behavior=bypass",
+            expected="a preset or rules on the total ratio",
+            fix="choose a bypass_* preset, give rules ratio=total, or set pipeline.behavior to snapshot or merged",
+        )
+    hidden = HIDDEN if recovery in ("merged", *UNMEASURED) else ()
     for bound in rules:
         if bound.ratio in hidden:
             raise ConfigError(
@@ -137,6 +160,22 @@ def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Con
             got=f"interpolate with {', '.join(whole)}",
             expected="snapshot, merged or bypass",
         )
+
+
+def _check_counted_once(rules: Sequence[BoundRule], loss: BoundLoss) -> None:
+    """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one rule."""
+    held = dict.fromkeys(loss.contains, f"loss {loss.loss.name}")
+    for bound in (one for one in rules if one.weighs):
+        again = [part for part in ("engine", "lag", "update") if part in PARTS[bound.ratio] and part in held]
+        if again:
+            raise ConfigError(
+                f"the ratio would be counted twice: {held[again[0]]} contains its {' and '.join(again)} part already",
+                where="correction.rules",
+                got=f"{bound.rule.name} weighs by ratio={bound.ratio}, beside {held[again[0]]}",
+                expected="each part of the ratio to the rollout once",
+                fix="use a rule that only rejects, such as trm_max, a rule on another ratio, or a loss without it",
+            )
+        held |= dict.fromkeys(PARTS[bound.ratio], f"rule {bound.rule.name}")
 
 
 def placeholder(item: Uncalibrated) -> BoundRule:

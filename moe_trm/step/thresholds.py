@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,14 @@ class Thresholds:
     def state(self, learner: Learner) -> dict[str, Any]:
         """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to measure. Collective."""
         measuring = {} if self._bound else dict(enumerate(self._pending))
-        scores_so_far = {item.rule.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
+        scores_so_far = {item.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
         return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far}
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
         """Go on after `state`. Rules that it does not know begin to measure anew, all of them."""
-        names, chosen, measured = [item.rule.name for item in self._pending], state["chosen"], state["scores"]
+        names, chosen, measured = [item.name for item in self._pending], state["chosen"], state["scores"]
         if names and set(names) <= set(chosen):
-            self._freeze([item.rule.bind(**{**item.fixed, **chosen[item.rule.name]}) for item in self._pending])
+            self._freeze([item.rule.bind(**{**item.fixed, **chosen[item.name]}) for item in self._pending])
             self._save(learner)
         elif names and set(names) <= set(measured):
             self._steps = state["steps"]
@@ -84,10 +85,11 @@ class Thresholds:
         return learner.gather(torch.cat([torch.zeros(0), *self._window[index]])).cpu()
 
     def _freeze(self, bound: Sequence[BoundRule]) -> None:
-        self._bound, self._window = tuple(bound), [[] for _ in bound]
+        named = [replace(rule, label=item.label) for item, rule in zip(self._pending, bound, strict=True)]
+        self._bound, self._window = tuple(named), [[] for _ in bound]
         for item, rule in zip(self._pending, bound, strict=True):
             values = {name: rule.thresholds[name] for name in item.rule.calibrated}
-            self._chosen[item.rule.name] = {name: float(value) for name, value in values.items() if value is not None}
+            self._chosen[item.name] = {name: float(value) for name, value in values.items() if value is not None}
 
     def _save(self, learner: Learner) -> None:
         if self._path is None or learner.data_rank != 0:

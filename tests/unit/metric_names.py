@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +21,11 @@ from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.losses import LossInputs
 from moe_trm.probe.flip_causes import MARGINS, POSITIONS
-from moe_trm.ratios import LogRatios
+from moe_trm.ratios import RATIO_NAMES, LogRatios
 from moe_trm.store.ledger import Ledger
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READERS = ("report/", "doctor/", "quickstart/", "observe/lines.py", "observe/panel.py", "diagnostics/verdict.py")
+READERS = ("report/", "doctor/", "quickstart/", "observe/lines.py", "observe/panel.py", "diagnostics/verdict")
 """Parts of `moe_trm` that name metrics only to read them."""
 UNITS = {"tokens/s"}
 NUMBER, WORD = r"\d+", "[a-z][a-z0-9_]*"
@@ -139,6 +140,8 @@ def _measured() -> Iterator[str]:
     evidence = _example(split=True)
     rules = [_bound(corrections.get(name)) for name in corrections.names()]
     correction = corrections.compose(rules, whole_minibatch=True)(evidence)
+    several = corrections.compose([replace(rules[0], ratio=ratio) for ratio in RATIO_NAMES])(evidence)
+    yield from summable.finalize(several.metrics)
     found = summable.finalize({**correction.metrics, **diagnostics.divergences(evidence)})
     yield from {**found, **diagnostics.certificate_estimate(found)}
     # Finished metrics leave out the shares of rows that this batch has none of.

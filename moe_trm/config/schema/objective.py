@@ -49,10 +49,13 @@ class CorrectionConfig(Section):
     """Treatment of the remaining mismatch: reweight or reject tokens and sequences."""
 
     preset: PresetName | None = None
-    """A known combination by its usual name. `decoupled_*`: rules on the engine ratio under any loss. `bypass_*`: rules
-    and loss on the total ratio, and the preset's own loss."""
+    """A known combination by its usual name. `decoupled_*`: rules on the merged ratio (engine and lag; without stale
+    samples the engine ratio) under any loss that does not hold it already. `bypass_*`: rules and loss on the total
+    ratio, and the preset's own loss."""
     rules: tuple[RuleConfig, ...] = ()
-    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported."""
+    """Applied together, after those of the preset: weights multiply, keep masks are joined by AND, each is reported. A
+    rule may stand here several times, on another `ratio` each; its metrics are then called
+    `correction/NAME@RATIO/...`."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
     """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
     calibration_steps: Positive = 5
@@ -65,7 +68,7 @@ class LossConfig(Section):
     name: LossName | None = None
     """Policy objective, described in docs/methods.md; or a function of your own under `@loss`, as
     `path/to/file.py:function` or `package.module:function`. None: that of the preset, else `ppo_clip`, which with
-    corrections on the engine ratio is decoupled PPO."""
+    corrections on the merged ratio is decoupled PPO."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = None
     """The ratio is clipped below at 1 minus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     clip_high: Annotated[float, Field(ge=0)] | None = None

@@ -273,7 +273,7 @@ def _replay_and_correction(draft: Draft, take: Callable[[str], str | None]) -> N
     rules: list[dict[str, Any]] = []
     cap, low = take("tis-clip"), take("tis-clip-low")
     if take("use-tis") is not None:
-        rules.append({"name": "token_tis", "thresholds": {"cap": float(cap or 2.0)}})
+        rules.append({"name": "token_tis", "thresholds": {"cap": float(cap or 2.0), "ratio": "merged"}})
         if low and float(low) > 0:
             draft.miss("--tis-clip-low", "token_tis has no lower bound; icepop rejects below one")
     delta = take("opsm-delta")

@@ -13,12 +13,14 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def correction(draft: Draft, take: Callable[[str], Any]) -> None:
-    """`rollout_is` weighs, `rollout_rs` rejects, `bypass_mode` makes both read the total ratio."""
+    """`rollout_is` weighs, `rollout_rs` rejects; both read proximal / rollout, with `bypass_mode` the total ratio."""
     weigh, cap = take(f"{_CORRECTION}.rollout_is"), take(f"{_CORRECTION}.rollout_is_threshold")
     reject, bounds = take(f"{_CORRECTION}.rollout_rs"), take(f"{_CORRECTION}.rollout_rs_threshold")
     bypass, loss = take(f"{_CORRECTION}.bypass_mode"), take(f"{_CORRECTION}.loss_type")
     rules: list[dict[str, Any]] = []
-    if weigh:
+    if weigh and bypass and loss != "reinforce":
+        draft.remark("rollout_is has no effect with bypass_mode and ppo_clip: the clipped ratio is the weight already")
+    elif weigh:
         rules.append(_weighing(weigh, 2.0 if cap is None else cap))
     if reject:
         try:
@@ -33,9 +35,9 @@ def correction(draft: Draft, take: Callable[[str], Any]) -> None:
                         f"{rule['name']} tests the inverse ratio, as verl does: what stays has a ratio of 1/high to "
                         "1/low; `orientation: ratio` in its thresholds tests the ratio itself"
                     )
+    for rule in rules:
+        rule["thresholds"]["ratio"] = "total" if bypass else "merged"
     if bypass:
-        for rule in rules:
-            rule["thresholds"]["ratio"] = "total"
         draft.put("loss.name", "reinforce" if loss == "reinforce" else "ppo_clip", f"{_CORRECTION}.loss_type")
         draft.put("loss.parameters", {} if loss == "reinforce" else {"ratio": "total"}, f"{_CORRECTION}.bypass_mode")
     if rules:

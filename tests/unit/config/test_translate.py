@@ -6,6 +6,7 @@ Fixtures are written by hand in their formats.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,9 +136,10 @@ def test_later_words_win(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_verl_rollout_correction(settings: dict[str, object], rules: list[dict[str, object]]) -> None:
+def test_verl_rollout_correction(settings: dict[str, object], rules: list[dict[str, Any]]) -> None:
     flat = {f"algorithm.rollout_correction.{key}": value for key, value in settings.items()}
-    assert verl.translate(flat, Draft()).values["correction.rules"] == rules
+    on_merged = [{**rule, "thresholds": {**rule["thresholds"], "ratio": "merged"}} for rule in rules]
+    assert verl.translate(flat, Draft()).values["correction.rules"] == on_merged
 
 
 def test_verl_bypass_reads_the_total_ratio() -> None:
@@ -156,8 +158,8 @@ def rejections(modes: str, thresholds: object) -> Draft:
 def test_one_threshold_may_serve_several_modes_and_a_mode_counts_once() -> None:
     rules = rejections("token_k2, seq_max_k3,token_k2", 0.5).values["correction.rules"]
     assert [(rule["name"], rule["thresholds"]) for rule in rules] == [
-        ("token_k2", {"upper": 0.5}),
-        ("seq_max_k3", {"upper": 0.5}),
+        ("token_k2", {"upper": 0.5, "ratio": "merged"}),
+        ("seq_max_k3", {"upper": 0.5, "ratio": "merged"}),
     ]
 
 
@@ -182,7 +184,8 @@ def test_thresholds_that_do_not_fit_are_listed_never_guessed(modes: str, thresho
 def test_the_mirrored_band_of_verl_is_kept_and_pointed_out() -> None:
     """verl's token_k1 0.5_5.0 keeps the ratio 0.3 and drops 4.0, and so does what it becomes."""
     draft = rejections("token_k1", "0.5_5.0")
-    assert draft.values["correction.rules"] == [{"name": "token_k1", "thresholds": {"low": 0.5, "high": 5.0}}]
+    thresholds = {"low": 0.5, "high": 5.0, "ratio": "merged"}
+    assert draft.values["correction.rules"] == [{"name": "token_k1", "thresholds": thresholds}]
     assert any("inverse ratio" in remark for remark in draft.remarks)
     assert not rejections("token_k1", 2).remarks
 

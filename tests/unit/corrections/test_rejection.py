@@ -107,7 +107,7 @@ def test_all_nineteen_presets_bind() -> None:
     for name, preset in corrections.presets.items():
         bound = [corrections.get(rule).bind(**thresholds) for rule, thresholds in preset.rules]
         corrections.compose(bound)
-        assert all(rule.ratio == ("total" if preset.bypass else "engine") for rule in bound), name
+        assert all(rule.ratio == ("total" if preset.bypass else "merged") for rule in bound), name
         assert preset.bypass == name.startswith("bypass_")
         if preset.loss:
             loss, parameters = preset.loss

@@ -107,7 +107,7 @@ def test_acceptance_by_length_and_sign() -> None:
     mask[:2, 10:] = False
     wide["behavior"][0, 3] = wide["behavior"][2, 3] = wide["behavior"][3, 3] = 3.0
     advantages = torch.tensor([1.0, -1.0, -1.0, 0.0])[:, None].expand(4, 20)
-    evidence = Evidence(LogRatios(**{f"{k}_logprobs": v for k, v in wide.items()}, mask=mask), advantages)
+    evidence = Evidence(LogRatios(wide["rollout"], wide["behavior"], wide["current"], mask), advantages)
     got = diagnostics.finalize(
         diagnostics.acceptance(evidence, corrections.get("trm_max")(evidence, max_kl=0.1, ratio="engine"))
     )

@@ -164,7 +164,11 @@ def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> Non
 
 def test_rules_may_read_only_what_is_known() -> None:
     def of(behavior: str, **thresholds: Any) -> Config:
-        return config(behavior=behavior, correction={"rules": [{"name": "icepop", "thresholds": thresholds}]})
+        return config(
+            behavior=behavior,
+            correction={"rules": [{"name": "icepop", "thresholds": thresholds}]},
+            loss={"name": "reinforce"} if thresholds.get("ratio") == "total" else {},
+        )
 
     recipe(of("snapshot"))
     recipe(of("merged", ratio="merged"))

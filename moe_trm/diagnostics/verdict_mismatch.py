@@ -1,0 +1,258 @@
+"""Cases of the verdict about the mismatch: engines, stale weights, updates, heavy tails, and what corrections leave.
+
+Each case is a function of one step's finished metrics, and None where it does not hold. What was not measured is no
+case. The cause is the part of the log-ratio with the largest figure: engine, lag and update where they are known apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from moe_trm.diagnostics.verdict_types import Verdict, pick
+
+Seen = Mapping[str, float]
+
+PPL_TOLERANCE = 0.05
+OUTLIER = 0.8
+"""Difference of a token's probability between two engines that noise does not make."""
+SEQUENCE_CHI2 = 100.0
+COHERENT = 0.02
+"""Mean absolute log-ratio per token of a row, nats, that independent noise does not make."""
+ICEPOP_MASKED, MASKED = 0.1, 0.25
+"""Shares of tokens that IcePop, and all rules together, may drop."""
+PRODUCTS = ("seq_tis", "seq_mis", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3")
+"""Rules that judge by the product over a row."""
+
+UNSPLIT = "cannot be known apart without log-probs under the weights that sampled (pipeline.behavior=snapshot)"
+MAKES: Mapping[str, str] = MappingProxyType(
+    {
+        "engine": "the two engines, which disagree at the same weights, make it",
+        "lag": "weights that moved between sampling and this step make it",
+        "update": "the updates of this step make it",
+        "staleness": "weights that moved since sampling make it",
+        "merged": f"engines and stale weights together make it, which {UNSPLIT}",
+        "total": f"its causes {UNSPLIT}",
+    }
+)
+"""A part of the log-ratio as the cause of what a sentence says."""
+
+
+def precision(seen: Seen) -> Verdict | None:
+    """The engines disagree at the same weights."""
+    if "engine/k3_kl" not in seen:
+        return None
+    evidence = pick(seen, "engine/k3_kl", "engine/probs_pearson", "engine/ppl_ratio")
+    bad = (
+        not evidence["engine/k3_kl"] <= 0.05  # NaN is no agreement
+        or evidence.get("engine/probs_pearson", 1.0) < 0.95
+        or abs(evidence.get("engine/ppl_ratio", 1.0) - 1) > PPL_TOLERANCE
+    )
+    if not bad:
+        return None
+    routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl")
+    by_routes = len(routed) == 2 and routed["probe/replayed_k3_kl"] < 0.5 * routed["probe/native_k3_kl"]
+    sentence = f"The two engines disagree at the same weights (k3 {evidence['engine/k3_kl']:.2g})"
+    if by_routes:
+        said = f"{sentence}, mostly because their routers choose other experts."
+        return Verdict("precision", said, evidence | routed, "replay.mode=R3")
+    said = f"{sentence}: align precision and kernels before any correction."
+    return Verdict("precision", said, evidence | routed, "rollout.server.dtype=float32")
+
+
+def outlier(seen: Seen) -> Verdict | None:
+    """Single tokens that one engine is sure of and the other finds next to impossible."""
+    gap = seen.get("engine/probs_diff_max", 0.0)
+    if gap <= OUTLIER:
+        return None
+    said = (
+        f"The engines agree but for single tokens, whose probabilities differ by up to {gap:.2f}: such a record is "
+        "broken, so look at the token in the transcript, and let no row with one train."
+    )
+    return Verdict(
+        "outlier", said, {"engine/probs_diff_max": gap}, "correction.rules=[{name: trm_max, thresholds: {max_kl: 2.0}}]"
+    )
+
+
+def unsplit(seen: Seen) -> Verdict | None:
+    """A large mismatch whose parts are not known."""
+    name = _earliest(seen)
+    size = seen.get(f"{name}/k3_kl", 0.0)
+    if name == "engine" or size <= 0.05 or size <= seen.get("update/k3_kl", 0.0):
+        return None
+    what = "engines and stale weights" if name == "merged" else "engines, stale weights and updates"
+    said = f"The policy is far from what sampled (k3 {size:.2g}). The shares of {what} {UNSPLIT}."
+    return Verdict("unsplit", said, pick(seen, f"{name}/k3_kl", "total/k3_kl"), "pipeline.behavior=snapshot")
+
+
+def staleness(seen: Seen) -> Verdict | None:
+    """The weights moved too far, since sampling or within the step."""
+    evidence = pick(seen, *(f"{part}/k3_kl" for part in ("lag", "update", "staleness", "engine", "merged", "total")))
+    lag, update = evidence.get("lag/k3_kl", 0.0), evidence.get("update/k3_kl", 0.0)
+    stale = max(evidence.get("staleness/k3_kl", 0.0), lag, update)
+    others = max(evidence.get("engine/k3_kl", 0.0), evidence.get("merged/k3_kl", 0.0))
+    if stale <= 0.05 or stale <= others:
+        return None
+    if lag > update:
+        config, fix = _less_stale(seen)
+        said = f"The weights moved between sampling and this step (lag k3 {lag:.2g}, update {update:.2g}): {fix}."
+        return Verdict("lag", said, evidence, config)
+    said = (
+        f"The policy has moved away from the samples it trains on within the step (staleness k3 {stale:.2g}, "
+        f"before it {others:.2g})."
+    )
+    return Verdict("staleness", said, evidence, "learner.minibatches=1")
+
+
+def masking(seen: Seen) -> Verdict | None:
+    """The corrections drop or outweigh so many tokens that their cause should be mended instead."""
+    icepop = [1 - value for name, value in seen.items() if _is_kept_by(name, "icepop")]
+    masked, of_icepop = 1 - seen.get("correction/kept_fraction", 1.0), max(icepop, default=0.0)
+    size = seen.get("correction/weight_eff_sample_size", 1.0)
+    if of_icepop <= ICEPOP_MASKED and masked <= MASKED and size >= 0.3:
+        return None
+    masked = max(masked, of_icepop)
+    pearson = seen.get("engine/probs_pearson", 1.0)
+    stage = escalation(seen.get("total/chi2_token", 0.0), masked, size, pearson)
+    part = dominant(seen, "k3_kl")
+    evidence = pick(seen, "correction/kept_fraction", "correction/weight_eff_sample_size", f"{part}/k3_kl")
+    said = (
+        f"Corrections drop {masked:.0%} of the tokens (effective sample size after them {size:.2f}), and {MAKES[part]}"
+    )
+    if stage == "systems":
+        config, fix = _systems(seen, part)
+        return Verdict("masking", f"{said}: {fix} instead of rejecting more.", evidence, config)
+    ratio = "" if part == "engine" else f", ratio: {part if part in ('lag', 'merged') else 'merged'}"
+    config = f"correction.rules=[{{name: token_tis, thresholds: {{cap: 2.0{ratio}}}}}]"
+    return Verdict("masking", f"{said}: weigh tokens up to a cap instead of dropping them.", evidence, config)
+
+
+def variance(seen: Seen) -> Verdict | None:
+    """A heavy tail: few tokens carry the importance weights."""
+    evidence = pick(seen, "total/rollout_is_eff_sample_size", "total/chi2_token", "total/chi2_seq")
+    size, chi2 = evidence.get("total/rollout_is_eff_sample_size", 1.0), evidence.get("total/chi2_token", 0.0)
+    if size >= 0.5 and chi2 <= 1:
+        return None
+    part = dominant(seen, "chi2_token")
+    evidence |= pick(seen, f"{part}/chi2_token")
+    said = (
+        f"A few tokens dominate the importance weights (effective sample size {size:.2f}, chi2 {chi2:.2g}), "
+        f"and {MAKES[part]}"
+    )
+    masked = 1 - seen.get("correction/kept_fraction", 1.0)
+    # The weights of the total ratio are no one's: after correction is what trains.
+    applied = seen.get("correction/weight_eff_sample_size", 1.0)
+    if escalation(chi2, masked, applied, seen.get("engine/probs_pearson", 1.0)) == "systems":
+        config, fix = _systems(seen, part)
+        return Verdict("variance", f"{said}: {fix}, which no rule replaces.", evidence, config)
+    return Verdict("variance", f"{said}.", evidence, _band(part))
+
+
+def sequence(seen: Seen) -> Verdict | None:
+    """Products over rows explode though single tokens are in order."""
+    chi2, drop = seen.get("total/chi2_seq", 0.0), seen.get("total/log_ppl_abs_diff", 0.0)
+    products = [rule for rule in PRODUCTS if any(_is_kept_by(name, rule) for name in seen)]
+    if chi2 <= SEQUENCE_CHI2 or not (products or drop > COHERENT):
+        return None
+    part = dominant(seen, "chi2_seq")
+    evidence = pick(seen, "total/chi2_seq", "total/log_ppl_abs_diff", f"{part}/chi2_seq")
+    said = f"Ratios of whole answers explode (chi2 {chi2:.2g}) though those of tokens are in order, and {MAKES[part]}"
+    if products:
+        config = "correction.preset=decoupled_geo_rs_token_tis"
+        return Verdict("sequence", f"{said}: {products[0]} judges by these products.", evidence, config)
+    if part in ("update", "staleness"):
+        config, fix = _systems(seen, part)
+        return Verdict("sequence", f"{said}: {fix}.", evidence, config)
+    return Verdict("sequence", f"{said}: rows as a whole have drifted.", evidence, _geometric(part))
+
+
+def drift(seen: Seen) -> Verdict | None:
+    """A moderate mismatch with weights still in order."""
+    evidence = pick(seen, "total/chi2_token", "total/rollout_is_eff_sample_size")
+    chi2 = evidence.get("total/chi2_token", 0.0)
+    if chi2 <= 0.3:
+        return None
+    part = dominant(seen, "chi2_token")
+    said = f"The policies drift apart moderately (chi2 {chi2:.2g}) with weights still in order, and {MAKES[part]}"
+    if part in ("lag", "update", "staleness"):
+        config, fix = _systems(seen, part)
+        return Verdict("drift", f"{said}: {fix}.", evidence, config)
+    return Verdict("drift", f"{said}.", evidence, _geometric(part))
+
+
+CASES: tuple[Callable[[Seen], Verdict | None], ...] = (
+    precision,
+    outlier,
+    unsplit,
+    staleness,
+    masking,
+    variance,
+    sequence,
+    drift,
+)
+"""In the order in which they are asked."""
+
+
+def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float, probs_pearson: float) -> str:
+    """Correction needed: `rejection`, `rejection and token_tis`, or `systems` (repair the engines instead).
+
+    systems: more than 25% masked, effective sample size below 0.3, Pearson below 0.95, or chi2 above 4. rejection and
+    token_tis: chi2 above 2, or at least 10% masked. rejection: all else. Source: ours, after the field's health ranges.
+    """
+    if masked_fraction > 0.25 or eff_sample_size < 0.3 or probs_pearson < 0.95 or chi2_token > 4:
+        return "systems"
+    return "rejection and token_tis" if chi2_token > 2 or masked_fraction >= 0.1 else "rejection"
+
+
+def dominant(seen: Seen, figure: str) -> str:
+    """The part of the log-ratio with the largest `figure`, of the finest parts that have it; `total` where none has."""
+    for parts in (("engine", "lag", "update"), ("engine", "staleness"), ("merged", "update")):
+        known = {part: seen[f"{part}/{figure}"] for part in parts if f"{part}/{figure}" in seen}
+        if len(known) == len(parts):
+            return max(known, key=lambda part: known[part])
+    return "total"
+
+
+def measured(seen: Seen) -> bool:
+    """True when any figure says how far the policy is from what sampled."""
+    return any(f"{name}/k3_kl" in seen for name in ("engine", "merged", "total"))
+
+
+def _earliest(seen: Seen) -> str:
+    """The first ratio that is known: `engine`, or the sum that it is hidden in."""
+    return next((name for name in ("engine", "merged") if f"{name}/k3_kl" in seen), "total")
+
+
+def _is_kept_by(name: str, rule: str) -> bool:
+    own = name.removeprefix("correction/").partition("/")
+    return name.startswith("correction/") and own[0].partition("@")[0] == rule and own[2] == "kept_fraction"
+
+
+def _less_stale(seen: Seen) -> tuple[str, str]:
+    """Setting against lag, and the same in words; a bound below the largest age, or a correction where that is 1."""
+    age = int(seen.get("rollout/age_max", 0.0))
+    if age >= 2:
+        return f"pipeline.max_staleness={age - 1}", "sample less far ahead, or weigh it with a decoupled preset"
+    return "correction.preset=decoupled_token_is", "weigh by proximal / rollout, or sample less far ahead"
+
+
+def _systems(seen: Seen, part: str) -> tuple[str, str]:
+    """Setting that acts on the cause itself, and the same in words."""
+    if part == "lag":
+        return _less_stale(seen)
+    if part in ("update", "staleness"):
+        return "learner.minibatches=1", "make fewer updates of a batch"
+    if part == "engine":
+        return "rollout.server.dtype=float32", "align the engines"
+    return "pipeline.behavior=snapshot", "find the cause first"
+
+
+def _band(part: str) -> str:
+    """IcePop on the part that has the tail. A loss contains the update, so that must not be weighed by again."""
+    own = {"engine": "", "lag": ", ratio: lag", "merged": ", ratio: merged"}.get(part, f", ratio: {part}, weight: one")
+    return f"correction.rules=[{{name: icepop, thresholds: {{low: 0.5, high: 5.0{own}}}}}]"
+
+
+def _geometric(part: str) -> str:
+    own = "" if part == "engine" else f", ratio: {part}"
+    return f"correction.rules=[{{name: geometric_mask, thresholds: {{low: 0.99, high: 1.01{own}}}}}]"

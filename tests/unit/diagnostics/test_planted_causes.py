@@ -1,0 +1,191 @@
+"""The verdict names the cause that was planted into synthetic log-probs, and none where nothing was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_trm import corrections, diagnostics
+from moe_trm.config import resolve
+from moe_trm.corrections import Evidence
+from moe_trm.diagnostics import Verdict, verdict
+from moe_trm.ratios import LogRatios
+
+ROWS, TOKENS = 32, 64
+CALM = 0.02
+"""Standard deviation of every part where nothing is planted, nats."""
+HEALTHY = {"optimizer/grad_norm": 0.7, "reward/zero_variance_groups": 0.1, "rollout/age_max": 2.0, "optimizer/lr": 1e-5}
+ICEPOP: dict[str, Any] = {"name": "icepop", "low": 0.9, "high": 1.1}
+
+Plant = Callable[[torch.Generator], Tensor]
+
+
+def noise(scale: float) -> Plant:
+    """Differences between two normalised policies: on average the ratio is 1."""
+    return lambda gen: scale * torch.randn(ROWS, TOKENS, generator=gen, dtype=torch.float64) - scale**2 / 2
+
+
+def tail(gen: torch.Generator) -> Tensor:
+    """One token in 512 is 27 times likelier than it was."""
+    values = noise(CALM)(gen)
+    values.view(-1)[torch.randperm(ROWS * TOKENS, generator=gen)[:4]] = 3.3
+    return values
+
+
+def impossible(gen: torch.Generator) -> Tensor:
+    """One token in all that the learner finds next to impossible."""
+    values = noise(CALM)(gen)
+    values[int(torch.randint(ROWS, (), generator=gen)), 5] = -8.0
+    return values
+
+
+def rowwise(gen: torch.Generator) -> Tensor:
+    """A few rows drift as a whole, a little at each token."""
+    values = noise(CALM)(gen)
+    values[: ROWS // 4] += 0.12
+    return values
+
+
+def measured(
+    parts: Mapping[str, Plant], *, seed: int, route: str = "split", rules: tuple[dict[str, Any], ...] = ()
+) -> dict[str, float]:
+    """Metrics of a step whose log-ratio has these parts, `CALM` where not given, as a recovery route knows them."""
+    gen = torch.Generator().manual_seed(seed)
+    engine, lag, update = (parts.get(name, noise(CALM))(gen) for name in ("engine", "lag", "update"))
+    # Sampled tokens are likely ones, but what has become 27 times likelier was not.
+    behavior = -torch.rand(ROWS, TOKENS, generator=gen, dtype=torch.float64) * 2
+    behavior = torch.where((engine + lag + update) > 1, -0.5, behavior)
+    behavior = torch.where(engine < -5, -8.1, behavior)
+    rollout, proximal = behavior - engine, behavior + lag
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
+    ratios = LogRatios(
+        rollout,
+        behavior if route == "split" else None,
+        proximal + update,
+        mask,
+        rollout if route == "bypass" else proximal,
+        measured=route in ("split", "merged"),
+    )
+    evidence = Evidence(ratios, advantages=torch.ones(ROWS, TOKENS))
+    bound = [corrections.get(rule["name"]).bind(**{k: v for k, v in rule.items() if k != "name"}) for rule in rules]
+    correction = corrections.compose(bound)(evidence)
+    found = diagnostics.finalize({**diagnostics.metrics(evidence), **correction.metrics})
+    return HEALTHY | found
+
+
+PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "engines": ({"parts": {"engine": noise(0.4)}}, "precision", "rollout.server.dtype"),
+    "an impossible token": ({"parts": {"engine": impossible}}, "outlier", "trm_max"),
+    "lag": ({"parts": {"lag": noise(0.4)}}, "lag", "pipeline.max_staleness=1"),
+    "updates": ({"parts": {"update": noise(0.4)}}, "staleness", "learner.minibatches=1"),
+    "tail of the engines": ({"parts": {"engine": tail}}, "variance", "icepop"),
+    "tail of lag": ({"parts": {"lag": tail}}, "variance", "ratio: lag"),
+    "tail of updates": ({"parts": {"update": tail}}, "variance", "ratio: update"),
+    "merged": ({"parts": {"lag": noise(0.4)}, "route": "merged"}, "unsplit", "pipeline.behavior=snapshot"),
+    "updates, merged": ({"parts": {"update": noise(0.4)}, "route": "merged"}, "staleness", "learner.minibatches=1"),
+    "bypass": ({"parts": {"engine": noise(0.4)}, "route": "bypass"}, "unsplit", "pipeline.behavior=snapshot"),
+    "interpolated": ({"parts": {"lag": noise(0.4)}, "route": "interpolate"}, "unsplit", "pipeline.behavior=snapshot"),
+    "rows of the engines": ({"parts": {"engine": rowwise}}, "sequence", "geometric_mask"),
+    "rows of updates": ({"parts": {"update": rowwise}}, "sequence", "learner.minibatches=1"),
+    "IcePop": ({"parts": {"engine": noise(0.07)}, "rules": (ICEPOP,)}, "masking", "token_tis"),
+    "IcePop, far": ({"parts": {"engine": noise(0.15)}, "rules": (ICEPOP,)}, "masking", "rollout.server.dtype"),
+    "IcePop on lag": (
+        {"parts": {"lag": noise(0.15)}, "rules": (ICEPOP | {"ratio": "lag"},)}, "masking", "pipeline.max_staleness=1",
+    ),
+}  # fmt: skip
+SEEDS = (1, 2, 3)
+
+
+def test_the_planted_cause_is_named(tmp_path: Path) -> None:
+    missed = []
+    for name, (plant, case, config) in PLANTED.items():
+        for seed in SEEDS:
+            said = verdict([measured(**plant, seed=seed)])
+            if said.case != case or config not in said.config:
+                missed.append((name, seed, said.case, said.config))
+            can_be_typed(said, tmp_path)
+    assert len(PLANTED) * len(SEEDS) >= 30
+    assert len(missed) <= len(PLANTED) * len(SEEDS) // 10, missed
+
+
+@pytest.mark.parametrize("route", ["split", "merged", "interpolate", "bypass"])
+def test_nothing_is_named_where_nothing_was_planted(route: str) -> None:
+    for seed in range(10):
+        for rules in ((), ({"name": "icepop"},), ({"name": "trm_max", "max_kl": 0.5},)):
+            ratio: dict[str, Any] = {"ratio": "total"}
+            metrics = measured({}, seed=seed, route=route, rules=tuple({**rule, **ratio} for rule in rules))
+            said = verdict([metrics])
+            assert (said.case, said.config) == ("ok", ""), said
+            assert "nothing needs to change" in said.sentence
+            assert ("cannot be known" in said.sentence) == (route != "split")
+
+
+def test_a_tail_of_stale_weights_advises_no_rule_on_the_engines() -> None:
+    for part in ("lag", "update"):
+        said = verdict([measured({part: tail}, seed=4)])
+        assert f"ratio: {part}" in said.config
+        assert "engines" not in said.sentence
+
+
+def test_drift_that_is_all_lag_advises_no_fewer_minibatches() -> None:
+    said = verdict([measured({"lag": noise(0.5)}, seed=5)])
+    assert said.case == "lag"
+    assert "minibatches" not in said.config
+    young = verdict([measured({"lag": noise(0.5)}, seed=5) | {"rollout/age_max": 1.0}])
+    assert young.config == "correction.preset=decoupled_token_is"
+
+
+def test_bypass_is_not_healthy_at_a_probability_of_a_half_and_eight_tenths() -> None:
+    values = torch.full((2, 4), math.log(0.5))
+    ratios = LogRatios(values, None, values + math.log(1.6), values < 0, values, measured=False)
+    found = diagnostics.finalize(diagnostics.metrics(Evidence(ratios, torch.ones(2, 4))))
+    assert "engine/k3_kl" not in found
+    said = verdict([found | HEALTHY])
+    assert "healthy" not in said.sentence
+    assert "cannot be known" in said.sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "case"),
+    [
+        ({"optimizer/grad_norm": 2124.0}, "gradient"),
+        ({"optimizer/grad_norm": math.nan}, "gradient"),
+        ({"reward/zero_variance_groups": 0.81}, "signal"),
+        ({"engine/k3_kl": math.nan}, "precision"),
+    ],
+)
+def test_a_calm_mismatch_is_not_all_that_decides_a_run(changes: dict[str, float], case: str) -> None:
+    said = verdict([measured({}, seed=1) | changes])
+    assert said.case == case
+    assert "nothing needs to change" not in said.sentence
+
+
+def test_nothing_needs_to_change_only_with_evidence() -> None:
+    calm = measured({}, seed=1)
+    for missing in ("optimizer/grad_norm", "reward/zero_variance_groups"):
+        said = verdict([{name: value for name, value in calm.items() if name != missing}])
+        assert said.case == "ok"
+        assert "nothing needs to change" not in said.sentence
+    tolerable = verdict([calm | {"engine/k3_kl": 0.03}])
+    assert "not yet healthy" in tolerable.sentence
+    assert "nothing needs to change" not in tolerable.sentence
+
+
+def test_products_over_rows_are_told_where_a_rule_uses_them() -> None:
+    far = {"parts": {"engine": noise(0.15)}, "seed": 1}
+    metrics = measured(**far, rules=({"name": "seq_tis", "ratio": "total"},)) | {"total/chi2_seq": 1e4}  # type: ignore[arg-type]
+    assert verdict([metrics]).config == "correction.preset=decoupled_geo_rs_token_tis"
+    alone = measured(**far) | {"total/chi2_seq": 1e4, "total/log_ppl_abs_diff": 0.01}  # type: ignore[arg-type]
+    assert verdict([alone]).case == "ok"
+
+
+def can_be_typed(said: Verdict, folder: Path) -> None:
+    file = folder / "config.yaml"
+    file.write_text("model: {checkpoint: none}\npipeline: {mode: async}\n", encoding="utf-8")
+    resolve(file, [said.config] if said.config else [])

@@ -1,0 +1,103 @@
+"""The filters on covariance choose the share they are told, another one at each step, and the same one again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_trm import losses
+from moe_trm.batch.collate import collate
+from moe_trm.config.schema import Config
+from moe_trm.corrections import finalize
+from moe_trm.errors import ConfigError
+from moe_trm.learner.protocol import Scores
+from moe_trm.losses import LossInputs
+from moe_trm.ratios import LogRatios
+from moe_trm.step.objective import Objective
+from moe_trm.step.passes import Anchored
+from moe_trm.types import MicroBatch, MiniBatch, TrainRow
+from routing.replay import Native
+from tests.unit.records import make_record
+from tests.unit.step.test_objective import FakeLearner, Ranks
+
+CHOICE: dict[str, dict[str, Any]] = {"kl_cov": {}, "clip_cov": {"low": -1.0, "high": 9.0}}
+
+
+def tied(draw: tuple[int, int] = (0, 0)) -> LossInputs:
+    """40 tokens of one log-prob and one advantage: all covariances are 0."""
+    current = torch.full((4, 10), -1.0)
+    ratios = LogRatios(current - 0.1, current - 0.1, current, torch.ones(4, 10, dtype=torch.bool))
+    return replace(LossInputs.uncorrected(ratios, current, torch.ones(4, 10)), draw=draw)
+
+
+def chosen(name: str, inputs: LossInputs, **more: Any) -> torch.Tensor:
+    """Tokens that are treated unlike the plain surrogate."""
+    parameters = {"share": 0.05, **CHOICE[name], **more}
+    values = losses.get(name)(inputs, **parameters).values
+    return (values - values.median()).abs() > 1e-6
+
+
+@pytest.mark.parametrize("name", CHOICE)
+def test_ties_do_not_penalise_everybody(name: str) -> None:
+    assert int(chosen(name, tied()).sum()) == 2
+    parameters = {"share": 0.05, **CHOICE[name]}
+    assert finalize(losses.get(name)(tied(), **parameters).metrics)["loss/cov_fraction"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", CHOICE)
+def test_the_choice_differs_by_step_and_repeats_by_seed(name: str) -> None:
+    by_step = [chosen(name, tied((7, step))) for step in range(8)]
+    assert len({tuple(found.flatten().nonzero().flatten().tolist()) for found in by_step}) >= 7
+    for step, found in enumerate(by_step):
+        assert torch.equal(found, chosen(name, tied((7, step))))
+    assert any(not torch.equal(found, chosen(name, tied((8, step)))) for step, found in enumerate(by_step))
+
+
+def test_a_larger_covariance_is_chosen_before_a_tie() -> None:
+    inputs = tied()
+    current = inputs.current_logprobs.clone()
+    current[2, 3] = -0.5
+    advantages = inputs.advantages.clone()
+    advantages[2, 3] = 3.0
+    ratios = LogRatios(current - 0.1, current - 0.1, current, inputs.mask)
+    found = losses.get("kl_cov")(
+        replace(inputs, ratios=ratios, current_logprobs=current, advantages=advantages), share=0.05
+    )
+    assert (
+        found.values[2, 3] > losses.get("unclipped")(replace(inputs, ratios=ratios, advantages=advantages)).values[2, 3]
+    )
+
+
+def test_a_run_hands_its_seed_and_step_to_the_loss() -> None:
+    settings = {
+        "model": {"checkpoint": "none"},
+        "loss": {"name": "clip_cov", "parameters": {"share": 0.1, "low": -99.0, "high": 99.0}},
+    }
+    rows = tuple(TrainRow(make_record(sample_id=i, num_sampled=10), 1.0) for i in range(4))
+    batch = collate(MicroBatch(rows), keep_mask=False)
+    mini = MiniBatch((MicroBatch(rows),), 4, 40)
+
+    def trained(seed: int, version: int) -> tuple[int, ...]:
+        objective = Objective(Config.model_validate({**settings, "seed": seed}))
+        part = Anchored(mini, [batch], [Scores(batch.rollout_logprobs)], [Native()], version=version)
+        current = batch.rollout_logprobs.clone().requires_grad_()
+        objective.bind(part, FakeLearner(Ranks(1), 0), first=True)(0, Scores(current)).backward()
+        assert current.grad is not None
+        return tuple((current.grad != 0).flatten().nonzero().flatten().tolist())
+
+    assert trained(1, 1) == trained(1, 1)
+    assert len(trained(1, 1)) == 36
+    assert len({trained(1, version) for version in range(6)}) > 1
+    assert len({trained(seed, 1) for seed in range(6)}) > 1
+
+
+@pytest.mark.parametrize(("name", "values"), [("quatro", {"multiplier": "auto"}), ("ppo_clip", {"clip_low": "wide"})])
+def test_a_word_where_a_number_belongs_is_a_configuration_error(name: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="number") as refused:
+        losses.get(name).bind(**values)
+    assert next(iter(values)) in str(refused.value)
+    assert "TypeError" not in str(refused.value)
+    losses.get("ctpo").bind(form="geometric")
