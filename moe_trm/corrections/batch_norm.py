@@ -1,4 +1,7 @@
-"""Batch normalisation of correction weights: divide by their mean over the minibatch. Shape letters: B sequences, T tokens."""
+"""Batch normalisation of correction weights: divide by their mean over the minibatch.
+
+Shape letters: B sequences, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ Level = Literal["token", "sequence"]
 
 
 def weight_sums(correction: Correction, mask: Tensor, level: Level) -> summable.Summable:
-    """What the normalising factor is made of, to be added over micro-batches and ranks: `mean` over tokens, or over rows with tokens."""
+    """Sums that the normalising factor is made of, to be added over micro-batches and ranks: `mean` over tokens, or
+    over rows with tokens.
+    """
     if level == "token":
         return summable.mean("weight", correction.weights, mask)
     return summable.mean("weight", row_mean(correction.weights, mask), mask.any(dim=1))

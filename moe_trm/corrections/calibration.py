@@ -1,4 +1,4 @@
-"""Thresholds from a target: the rate at which a rule would have rejected over a window in which nothing was corrected."""
+"""Thresholds from a target: the rate at which a rule would have rejected over a window without correction."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from moe_trm.errors import ConfigError
 
 
 def scores(rule: RegisteredRule, evidence: Evidence, **fixed: float | str) -> Tensor:
-    """The statistic of `rule` for each unit it would judge, tokens or rows: rejected (or truncated) iff above the threshold.
+    """The statistic of `rule` for each unit it would judge, tokens or rows: rejected (or truncated) iff above the
+    threshold.
 
-    `[units]`, or `[units, D]` for a rule with D thresholds. `fixed` are thresholds that are not calibrated, such as `delta` of
-    LN-TRM or `divergence`.
+    `[units]`, or `[units, D]` for a rule with D thresholds. `fixed` are thresholds that are not calibrated, such as
+    `delta` of LN-TRM or `divergence`.
     """
     correction = _at(rule, [1.0] * rule.num_statistics, fixed)(evidence)
     statistics = correction.score if correction.statistics is None else correction.statistics
@@ -31,12 +32,14 @@ def scores(rule: RegisteredRule, evidence: Evidence, **fixed: float | str) -> Te
 def calibrate(
     rule: RegisteredRule, window: Iterable[Tensor], target_reject_rate: float, **fixed: float | str
 ) -> BoundRule:
-    """`rule` with the threshold that would have rejected `target_reject_rate` of the units in `window` (a list of `scores`).
+    """`rule` with the threshold that would have rejected `target_reject_rate` of the units in `window` (a list of
+    `scores`).
 
-    The threshold is the empirical quantile 1 - rate, a score that occurred, so at most that share was above it. Freeze, log
-    and save it: one that follows the batch would hide a growing mismatch behind a constant reject rate. Symmetric bands and
-    floors take the quantile of the absolute or negated log-ratio, caps the share that would have been truncated. Several
-    thresholds are put at one common quantile of their statistics, the one at which together they reject the target.
+    The threshold is the empirical quantile 1 - rate, a score that occurred, so at most that share was above it. Freeze,
+    log and save it: one that follows the batch would hide a growing mismatch behind a constant reject rate. Symmetric
+    bands and floors take the quantile of the absolute or negated log-ratio, caps the share that would have been
+    truncated. Several thresholds are put at one common quantile of their statistics, the one at which together they
+    reject the target.
 
     Raises:
         ConfigError: a rate outside (0, 1), a rule that cannot be calibrated, an empty window.
@@ -59,7 +62,7 @@ def calibrate(
         )
     statistics = collected.nan_to_num(nan=torch.inf).reshape(-1, rule.num_statistics)
     ascending, order = statistics.sort(dim=0, stable=True)
-    # A unit is rejected when any of its statistics is above its threshold: what counts is its highest place in any column.
+    # A unit is rejected when any of its statistics is above its threshold: its highest place in any column counts.
     place = order.argsort(dim=0).amax(dim=1).sort().values
     chosen = ascending[place[math.ceil((len(place) - 1) * (1 - target_reject_rate))]]
     return _at(rule, [max(value, 1e-12) for value in chosen.tolist()], fixed)

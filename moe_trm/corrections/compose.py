@@ -19,12 +19,14 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
 
     weights = prod_k weights_k,  keep = mask and keep_1 and keep_2 ...
 
-    A rule may be there several times, on another ratio each (`labelled`). Without rules every sampled token is kept with weight 1. Metrics: `correction/<rule>/...` of each rule and
-    `correction/kept_fraction`, `correction/kept_sequence_fraction` and `correction/weight_{mean,std,eff_sample_size}` (0 for
-    what was dropped) of all together, in summable form.
+    A rule may be there several times, on another ratio each (`labelled`). Without rules every sampled token is kept
+    with weight 1. Metrics: `correction/<rule>/...` of each rule and `correction/kept_fraction`,
+    `correction/kept_sequence_fraction` and `correction/weight_{mean,std,eff_sample_size}` (0 for what was dropped) of
+    all together, in summable form.
 
     Raises:
-        ConfigError: a rule named twice on one ratio, or one of batch scope unless `whole_minibatch` says that evidence is of all micro-batches
+        ConfigError: a rule named twice on one ratio, or one of batch scope unless `whole_minibatch` says that evidence
+        is of all micro-batches
             and ranks together.
     """
     rules = labelled(rules)

@@ -1,7 +1,8 @@
-"""How a rule states its decision: a weight for each token, or which tokens or rows stay. Shape letters: B sequences, T tokens.
+"""Forms of a rule's decision: a weight for each token, or which tokens or rows stay. Shape letters: B sequences, T
+tokens.
 
-A weight that is not finite cannot be trusted: its token is dropped, and weights are 0 wherever a token is dropped, so no
-`inf * 0` can arise later.
+A weight that is not finite cannot be trusted: its token is dropped, and weights are 0 wherever a token is dropped, so
+no `inf * 0` can arise later.
 """
 
 from __future__ import annotations

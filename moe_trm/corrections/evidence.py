@@ -1,4 +1,4 @@
-"""What a correction reads and what it returns. Shape letters: B sequences, T tokens."""
+"""Evidence that a correction reads, and its decision. Shape letters: B sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Evidence:
         turn_ids: turn of each token, or None for single-turn data.
         versions: weight version that sampled each token, or None.
         rewards: `[B]` reward of each row, or None: who was right, for the strata of acceptance.
-        exact_kl: KL(mu || pi_theta) of each context over the recorded support, or None when only sampled tokens are known.
+        exact_kl: KL(mu || pi_theta) of each context over the recorded support, or None when only sampled tokens are
+            known.
     """
 
     ratios: LogRatios
@@ -45,8 +46,8 @@ class Correction:
         keep: `[B, T]` bool: False removes the token from the gradient. Denominators never change.
         metrics: scalars (0-d tensors, not synchronised with the host).
         score: `[B]` or `[B, T]` statistic that the rule thresholds from above, or None.
-        statistics: what calibration takes quantiles of where that is not the score: `[B]`, `[B, T]`, or `[B, D]` for a rule on
-            rows with D thresholds.
+        statistics: what calibration takes quantiles of where that is not the score: `[B]`, `[B, T]`, or `[B, D]` for a
+            rule on rows with D thresholds.
         judged: rows or tokens, shaped as `score`, that the threshold can reject; None: all.
     """
 

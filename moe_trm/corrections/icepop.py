@@ -26,8 +26,9 @@ def icepop(
 ) -> Correction:
     """IcePop: M(k_t) = k_t if low <= k_t <= high, else 0, for the engine ratio k_t. Both bounds belong to the band.
 
-    The default band is Ring-1T's, which masks 1-2 per mille of tokens; above 10% look for the cause instead. `weight="one"`
-    is the 0/1 form (no calibration). With `ratio="total"` and the `reinforce` loss it is the form that bands the full ratio.
+    The default band is Ring-1T's, which masks 1-2 per mille of tokens; above 10% look for the cause instead.
+    `weight="one"` is the 0/1 form (no calibration). With `ratio="total"` and the `reinforce` loss it is the form that
+    bands the full ratio.
     Source: IcePop (Ring-1T, arXiv 2510.18855); the total-ratio form is prime-rl's.
 
     When: an MoE policy has isolated tokens that routing or precision threw far off; cheap, and the usual first choice

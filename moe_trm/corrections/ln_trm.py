@@ -21,10 +21,11 @@ def ln_trm(evidence: Evidence, log_ratio: Tensor, *, delta: float, max_score: fl
     S_i = sum_t omega_t |w_t - 1|,  W_i = sum_t omega_t,  omega_t = min(1, sqrt(delta (T_i - t) / 2)),
     t = 1..T_i counts sampled tokens and `delta` (nats) is the assumed bound of the token KL.
 
-    An early deviation shifts every later context, so it weighs more. The last token weighs nothing and late ones little:
-    pair the rule with `trm_max`, `token_veto` or `ser`. One-token rows have W = 0; they score 0, are kept, and are counted
-    in `unscored_fraction`. Whether the published score carries a factor 2 is unknown; without it `max_score` is on the scale
-    of `ser`. Neither threshold has a published value or a default. Source: length-neutral Trust Region Masking (arXiv 2512.23075).
+    An early deviation shifts every later context, so it weighs more. The last token weighs nothing and late ones
+    little: pair the rule with `trm_max`, `token_veto` or `ser`. One-token rows have W = 0; they score 0, are kept, and
+    are counted in `unscored_fraction`. Whether the published score carries a factor 2 is unknown; without it
+    `max_score` is on the scale of `ser`. Neither threshold has a published value or a default. Source: length-neutral
+    Trust Region Masking (arXiv 2512.23075).
 
     When: answers are long and errors at their beginning matter more than at their end.
     """

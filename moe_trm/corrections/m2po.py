@@ -14,12 +14,14 @@ from moe_trm.ratios import clamp_log_ratio
 
 @rule(ratio="total", scope="batch")
 def m2po(evidence: Evidence, log_ratio: Tensor, *, budget: float = 0.04) -> Correction:
-    """Among harmful tokens, A > 0 with w > 1 or A < 0 with w < 1, drop the largest (log w)^2 until the mean of the rest is below `budget`.
+    """Among harmful tokens, A > 0 with w > 1 or A < 0 with w < 1, drop the largest (log w)^2 until the mean of the rest
+    is below `budget`.
 
-    If no subset reaches it, the one harmful token with the smallest (log w)^2 stays. Other tokens are never dropped. The
-    statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. NaN counts as the
-    largest. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official code's. Budget 0.04 is the
-    paper's. It bounds a mean over what is kept, so no token has a score of its own: `target_reject_rate` cannot choose it. Source: M2PO (arXiv 2510.01161).
+    If no subset reaches it, the one harmful token with the smallest (log w)^2 stays. Other tokens are never dropped.
+    The statistic is of the whole minibatch, so it must be computed before the batch is cut into micro-batches. NaN
+    counts as the largest. The paper reads the ratio to the behaviour policy; `ratio="staleness"` is the official
+    code's. Budget 0.04 is the paper's. It bounds a mean over what is kept, so no token has a score of its own:
+    `target_reject_rate` cannot choose it. Source: M2PO (arXiv 2510.01161).
 
     When: rollouts are tens of versions old and a fixed clip would drop most of what can be learned.
     """

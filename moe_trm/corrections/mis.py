@@ -23,7 +23,8 @@ from moe_trm.ratios import clamp_log_ratio
 def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> Correction:
     """Token-level masked importance sampling: w_t = rho_t if low <= rho_t <= high, else the token is dropped.
 
-    IcePop is the same function with the wider band 0.5-5. Source: masked importance sampling and geometric mask of verl and slime.
+    IcePop is the same function with the wider band 0.5-5. Source: masked importance sampling and geometric mask of verl
+    and slime.
 
     When: single tokens are far off and should not train at all, the rest reweighted.
     """
@@ -40,9 +41,11 @@ def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: 
     weighs=True,
 )
 def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> RowDecision:
-    """Sequence-level masked importance sampling: w_i = rho_i if low <= rho_i <= high, else row i is dropped; rho_i = prod_t rho_t.
+    """Sequence-level masked importance sampling: w_i = rho_i if low <= rho_i <= high, else row i is dropped; rho_i =
+    prod_t rho_t.
 
-    `low=0` gives the one-sided form. Biased against long rows, as every product is. Source: masked importance sampling and geometric mask of verl and slime.
+    `low=0` gives the one-sided form. Biased against long rows, as every product is. Source: masked importance sampling
+    and geometric mask of verl and slime.
 
     When: as `seq_tis`, but where rows that would be capped should not train.
     """

@@ -19,8 +19,8 @@ from moe_trm.ratios import clamp_log_ratio
 def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
 
-    Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows of
-    one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
+    Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows
+    of one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
     log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use.
     Source: off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
 

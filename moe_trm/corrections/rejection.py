@@ -1,8 +1,8 @@
 """The eleven rejection modes that other frameworks call `token_k1` ... `seq_max_k3`.
 
-Each mode is an estimator of the divergence, k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, taken per token or as
-the sum, mean or maximum of a row. Every mode looks at all sampled tokens, never at a mask that another mode has thinned.
-Shape letters: B sequences, T tokens.
+Each mode is an estimator of the divergence, k1 = -log rho, k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho, taken per
+token or as the sum, mean or maximum of a row. Every mode looks at all sampled tokens, never at a mask that another mode
+has thinned. Shape letters: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def _band(level: str) -> RegisteredRule:
     function.__name__ = f"{level}_k1"
     function.__doc__ = f"""{_subject(level)} iff log low <= s <= log high, s = {_statistic(level)} of k1 = -log rho.
 
-    With `orientation="verl"` (the field's) s is -log rho, so what stays has rho in [1/high, 1/low]: a mirrored band unless
-    low = 1/high. `orientation="ratio"` tests log rho itself. No default thresholds; a `target_reject_rate` chooses a band
-    with low = 1/high.{_bias(level)} Source: rejection modes of verl's rollout correction.
+    With `orientation="verl"` (the field's) s is -log rho, so what stays has rho in [1/high, 1/low]: a mirrored band
+    unless low = 1/high. `orientation="ratio"` tests log rho itself. No default thresholds; a `target_reject_rate`
+    chooses a band with low = 1/high.{_bias(level)} Source: rejection modes of verl's rollout correction.
 
     When: {_when(level, "k1")}
     """

@@ -39,7 +39,9 @@ def row_min(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_rank(mask: Tensor) -> Tensor:
-    """Position 1..T_i of each sampled token among the sampled tokens of its row, `[B, T]` int64; arbitrary off the mask."""
+    """Position 1..T_i of each sampled token among the sampled tokens of its row, `[B, T]` int64; arbitrary off the
+    mask.
+    """
     return mask.cumsum(dim=1)
 
 

@@ -1,7 +1,8 @@
 """Correction rules: functions that declare their ratio, their scope and their thresholds, and are checked and counted.
 
-A rule is written as `f(evidence, log_ratio, *, thresholds...) -> Correction` and decorated with `@rule(ratio=..., scope=...)`.
-It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are prefixed `correction/<name>/`.
+A rule is written as `f(evidence, log_ratio, *, thresholds...) -> Correction` and decorated with `@rule(ratio=...,
+scope=...)`. It receives its ratio `[B, T]` detached and 0 off-mask. Metrics it returns are prefixed
+`correction/<name>/`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class RegisteredRule:
         scope: `token`: each token alone; `sequence`: needs whole rows; `batch`: needs the whole minibatch.
         defaults: thresholds that may be left out, with their values.
         required: thresholds without a default, because no value is right for every model.
-        calibrate: the thresholds at which given statistics are just kept, or None if no threshold stands for a reject rate.
+        calibrate: the thresholds at which given statistics are just kept, or None if no threshold stands for a reject
+            rate.
         weighs: it gives weights other than 0 and 1, which `correction.batch_normalize` may normalise.
     """
 
@@ -56,7 +58,7 @@ class RegisteredRule:
 
     @property
     def num_statistics(self) -> int:
-        """How many statistics of a row or token `calibrate` takes a quantile of each of."""
+        """Number of statistics of a row or token that `calibrate` takes quantiles of."""
         return len(signature(self.calibrate).parameters) if self.calibrate else 0
 
     def __call__(self, evidence: Evidence, **thresholds: Parameter) -> Correction:

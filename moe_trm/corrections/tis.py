@@ -34,7 +34,8 @@ def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0) -> RowDe
     """Sequence-level truncated importance sampling: w_i = min(exp(sum_t log rho_t), cap) on every token of row i.
 
     Unbiased below the cap, but the product leaves 1 exponentially with length: expect it to saturate on long rows.
-    The sum, not its terms, is clamped to +-20 nats. A `target_reject_rate` chooses the cap that truncates this share of rows.
+    The sum, not its terms, is clamped to +-20 nats. A `target_reject_rate` chooses the cap that truncates this share of
+    rows.
     Source: truncated importance sampling as in verl, slime and AReaL.
 
     When: answers are short (some hundred tokens) and the gradient should be that of whole answers; on long ones see

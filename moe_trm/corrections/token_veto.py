@@ -18,10 +18,11 @@ from moe_trm.corrections.rule import rule
 def token_veto(evidence: Evidence, log_ratio: Tensor, *, min_ratio: float = 1e-4) -> RowDecision:
     """Keep row i iff min_t rho_t >= min_ratio (WTRS). One-sided: large ratios never veto.
 
-    Compared as logarithms, before any clamp. Defaults in use: 1e-4 (verl, slime), 1e-5 (INTELLECT-3). Source: token veto of verl and slime; WTRS (INTELLECT-3).
+    Compared as logarithms, before any clamp. Defaults in use: 1e-4 (verl, slime), 1e-5 (INTELLECT-3). Source: token
+    veto of verl and slime; WTRS (INTELLECT-3).
 
-    When: a single impossible token means that the record is broken (another template, a wrong weight version); beside any
-    other rule.
+    When: a single impossible token means that the record is broken (another template, a wrong weight version); beside
+    any other rule.
     """
     check_positive("token_veto", "min_ratio", min_ratio)
     lowest = row_min(log_ratio, evidence.mask)

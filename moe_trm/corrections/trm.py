@@ -1,7 +1,7 @@
 """Trust-region masking: a row trains only if the policies stayed close on it, by its worst token, its average, or both.
 
-Where the evidence holds the exact KL, every rule also reports `only_exact_keeps` and `only_sampled_keeps`: the share of rows on
-which the exact and the sampled divergence decide differently at the same thresholds.
+Where the evidence holds the exact KL, every rule also reports `only_exact_keeps` and `only_sampled_keeps`: the share of
+rows on which the exact and the sampled divergence decide differently at the same thresholds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
 
     `divergence="sampled"`: d = k2 = (log w)^2 / 2, symmetric in w and 1/w, from the sampled token alone.
     `divergence="exact"`: d = KL(mu || pi_theta) of each context; only then does the guarantee max_t KL <= max_kl hold.
-    The threshold does not depend on length, the chance to pass does: (1 - p)^T. `max_kl` in nats has no published value and
-    no default. Source: Trust Region Masking (arXiv 2512.23075).
+    The threshold does not depend on length, the chance to pass does: (1 - p)^T. `max_kl` in nats has no published value
+    and no default. Source: Trust Region Masking (arXiv 2512.23075).
 
-    When: every token of what trains must be close, as the bounds assume; expect long answers to be rejected more and look
-    at `acceptance/length_*`.
+    When: every token of what trains must be close, as the bounds assume; expect long answers to be rejected more and
+    look at `acceptance/length_*`.
     """
     check_positive("trm_max", "max_kl", max_kl)
 
@@ -48,8 +48,8 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
     """TRM-Avg: keep row i iff mean_t d_t <= mean_kl.
 
     `divergence="sampled"`: d = k3 = w - 1 - log w, never negative and unbiased, E_mu[k3] = KL(mu || pi_theta).
-    `divergence="exact"`: d = KL(mu || pi_theta) of each context. Neutral to length. `mean_kl` in nats has no published value
-    and no default. Source: Trust Region Masking (arXiv 2512.23075).
+    `divergence="exact"`: d = KL(mu || pi_theta) of each context. Neutral to length. `mean_kl` in nats has no published
+    value and no default. Source: Trust Region Masking (arXiv 2512.23075).
 
     When: answers as a whole must be close and lengths differ; one bad token in a long answer passes, so pair it with
     `token_veto` or `trm_max`.
@@ -75,8 +75,8 @@ def trm_max_avg(
     """TRM-Max&Avg: keep row i iff TRM-Max and TRM-Avg both keep it, which allows looser thresholds for each.
 
     The score reported is the larger of the two statistics, each divided by its threshold: above 1 the row is dropped.
-    A `target_reject_rate` puts both thresholds at one quantile of their statistics, at which together they reject this share.
-    Divergences and units as in `trm_max` and `trm_avg`. Source: Trust Region Masking (arXiv 2512.23075).
+    A `target_reject_rate` puts both thresholds at one quantile of their statistics, at which together they reject this
+    share. Divergences and units as in `trm_max` and `trm_avg`. Source: Trust Region Masking (arXiv 2512.23075).
 
     When: both are wanted at once with looser thresholds for each; the usual way to run trust-region masking.
     """

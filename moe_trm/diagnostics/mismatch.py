@@ -43,11 +43,12 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
     | `rollout_is_seq_{mean,std,eff_sample_size,max,min}` | of e^{sum x} over rows |
     | `rollout_is_high_fraction`, `rollout_is_low_fraction` | share of tokens with e^x above 2, below 1/2 |
 
-    The parts of staleness, `lag/` and `update/` beside it, have those of single tokens alone. `engine/` (or `merged/`) and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}),
-    `probs_pearson` and `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other
-    policy's. When the rollout's distribution on its kept support is recorded, `total/exact_kl` is the exact mean
-    KL(rollout || current) on it. Rows without sampled tokens are not counted. Log-ratios are clamped to +-20 nats
-    before any exponential. Source: verl's rollout correction, whose names are kept.
+    The parts of staleness, `lag/` and `update/` beside it, have those of single tokens alone. `engine/` (or `merged/`)
+    and `total/` also have `rollout_ppl`, `training_ppl` (means over rows of e^{mean(-log p)}), `probs_pearson` and
+    `probs_diff_{mean,std,max}` (of abs(p - q)), each of the rollout's log-probs against the other policy's. When the
+    rollout's distribution on its kept support is recorded, `total/exact_kl` is the exact mean KL(rollout || current) on
+    it. Rows without sampled tokens are not counted. Log-ratios are clamped to +-20 nats before any exponential.
+    Source: verl's rollout correction, whose names are kept.
     """
     ratios = evidence.ratios
     known, parts = ratios.known, PARTS if ratios.split else ()

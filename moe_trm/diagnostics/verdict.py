@@ -83,7 +83,8 @@ def _calm(seen: Mapping[str, float]) -> Verdict:
         and abs(evidence.get(f"{name}/ppl_ratio", 1.0) - 1) < 0.01
     )
     what = {"engine": "engine", "merged": "engine and lag in one", "total": "total"}[name]
-    said = f"The mismatch is {'healthy' if healthy else 'tolerable, not yet healthy'} ({what} k3 {evidence[f'{name}/k3_kl']:.2g})"
+    state = "healthy" if healthy else "tolerable, not yet healthy"
+    said = f"The mismatch is {state} ({what} k3 {evidence[f'{name}/k3_kl']:.2g})"
     if healthy and all(one in seen for one in DECISIVE):
         said = f"{said}; nothing needs to change"
     if name != "engine":

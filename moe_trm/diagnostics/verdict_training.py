@@ -1,4 +1,6 @@
-"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, and what there is to learn from."""
+"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, and what there is to learn
+from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How token losses become one number. Shape letters: B sequences, T tokens; N sequences and M tokens of the global minibatch."""
+"""Aggregation of token losses into one number.
+
+Shape letters: B sequences, T tokens; N sequences and M tokens of the global minibatch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def aggregate(
     num_tokens: int,
     horizon: int | None = None,
 ) -> Tensor:
-    """This micro-batch's share of the loss: the plain sum of shares over micro-batches and ranks is the loss of the minibatch.
+    """This micro-batch's share of the loss: the plain sum of shares over micro-batches and ranks is the loss of the
+    minibatch.
 
     | mode | loss | known as |
     |---|---|---|
@@ -32,8 +36,8 @@ def aggregate(
     | `seq-mean-token-sum` | sum_i sum_t X keep / N | TRM, REINFORCE |
     | `seq-mean-token-sum-norm` | sum_i sum_t X keep / (N H) | Dr.GRPO |
 
-    N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else weigh
-    more. Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
+    N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else
+    weigh more. Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
 
     Args:
         values: `[B, T]` token losses; where `keep` is False they may be anything.

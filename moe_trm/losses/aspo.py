@@ -17,8 +17,9 @@ def aspo(
 ) -> TokenLoss:
     """ASPO: A < 0 as PPO with the lower clip; A > 0: X = -W A (r' / sg[r']) / sg[r'], r' = min(r, 1 + clip_high).
 
-    The coefficient of a positive token is A / r, so those that became less likely are pushed harder; 0 above the clip. Where
-    the weight exceeds `dual_clip` c, X = -W c A log pi_theta: a bounded weight that keeps a gradient. Source: ASPO (arXiv 2510.06062), as in Archer2.0.
+    The coefficient of a positive token is A / r, so those that became less likely are pushed harder; 0 above the clip.
+    Where the weight exceeds `dual_clip` c, X = -W c A log pi_theta: a bounded weight that keeps a gradient.
+    Source: ASPO (arXiv 2510.06062), as in Archer2.0.
 
     When: tokens that are already likely take the whole positive gradient and entropy falls; its weights favour unlikely
     right tokens.

@@ -23,7 +23,8 @@ def cispo(
     """CISPO: X = -W sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi_theta.
 
     Every token keeps a gradient; there is no trust region. `clip_low >= 1` is no lower bound, the published form. With
-    `cap_is_absolute` the upper bound is `clip_high` itself (ScaleRL uses 5). Source: CISPO (MiniMax-M1, arXiv 2506.13585).
+    `cap_is_absolute` the upper bound is `clip_high` itself (ScaleRL uses 5). Source: CISPO (MiniMax-M1, arXiv
+    2506.13585).
 
     When: rare tokens ("wait", "however") are clipped away by `ppo_clip` although they carry the learning.
     """

@@ -18,8 +18,9 @@ from moe_trm.ratios import clamp_log_ratio
 def kl_cov(inputs: LossInputs, log_ratio: Tensor, *, share: float = 2e-4, beta: float = 1.0) -> TokenLoss:
     """KL-cov: X = -W A r, plus beta |log r| on the `share` of tokens (at least one) with the largest covariance.
 
-    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Of equal ones, some are drawn by the
-    run's seed and step, so that the share is never exceeded. Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
+    cov = (A - mean A)(log pi - mean log pi) over the minibatch, detached. Unclipped. Of equal ones, some are drawn by
+    the run's seed and step, so that the share is never exceeded. Source: KL-cov and clip-cov (arXiv 2505.22617), as in
+    verl.
 
     When: entropy collapses early; holds back the tokens that drive it with a penalty.
     """
@@ -47,10 +48,11 @@ def clip_cov(
     clip_high: float = 0.2,
     seed: float = 0,
 ) -> TokenLoss:
-    """Clip-cov: PPO clip, with no loss on a random `share` of all tokens (at least one) among those with low < cov < high.
+    """Clip-cov: PPO clip, with no loss on a random `share` of all tokens (at least one) among those with low < cov <
+    high.
 
-    Tokens that PPO clips already are no candidates. The choice is drawn by the run's seed, the step and `seed`: another one
-    at each step, and the same one again.
+    Tokens that PPO clips already are no candidates. The choice is drawn by the run's seed, the step and `seed`: another
+    one at each step, and the same one again.
     Source: KL-cov and clip-cov (arXiv 2505.22617), as in verl.
 
     When: entropy collapses early; drops a few tokens that drive it. Milder than `kl_cov`.

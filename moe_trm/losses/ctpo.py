@@ -25,10 +25,12 @@ def ctpo(
     power: float = 0.5,
     form: str = "cumulative",
 ) -> TokenLoss:
-    """CTPO: X = W max(-A e^l, -A e^{clip(l, -low n^p, high n^p)}), l = sg[c_t] + log pi - sg[log pi], c_t = sum_{u <= t} log r_u.
+    """CTPO: X = W max(-A e^l, -A e^{clip(l, -low n^p, high n^p)}), l = sg[c_t] + log pi - sg[log pi], c_t = sum_{u <=
+    t} log r_u.
 
-    n = 1..T_i is the token's rank among the sampled tokens, kept or not; for A < 0 the loss is capped at -A e^{dual n^p}. `form="geometric"` uses c_t / n, usually
-    with `power=-0.5`. The gradient passes through the current token alone; l is capped at 10. Source: CTPO, as in horizon-llm/CTPO.
+    n = 1..T_i is the token's rank among the sampled tokens, kept or not; for A < 0 the loss is capped at -A e^{dual
+    n^p}. `form="geometric"` uses c_t / n, usually with `power=-0.5`. The gradient passes through the current token
+    alone; l is capped at 10. Source: CTPO, as in horizon-llm/CTPO.
 
     When: long answers, where a token's clip should depend on all that came before it.
     """

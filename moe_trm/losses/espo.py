@@ -22,8 +22,8 @@ def espo(
     """ESPO: PPO clip on sigma_b = exp(mean_{t in b} log r) of entropy bin b, with the clip width scaled by H_b / H.
 
     Bins are quantiles of predictive entropy within the row, H_b and H mean entropies of bin and row. Each token has
-    sigma_b pi / sg[pi], so advantages may differ. One bin is GSPO-token; as many bins as tokens with equal entropies is token
-    PPO. Grouping, number of bins and direction of the scaling are not established. Needs `entropy`. Source: ESPO.
+    sigma_b pi / sg[pi], so advantages may differ. One bin is GSPO-token; as many bins as tokens with equal entropies is
+    token PPO. Grouping, number of bins and direction of the scaling are not established. Needs `entropy`. Source: ESPO.
 
     When: a row mixes certain and uncertain tokens and one sequence ratio is too coarse. Research.
     """
@@ -53,7 +53,9 @@ def espo(
 
 
 def entropy_bins(entropy: Tensor, mask: Tensor, num_bins: int) -> Tensor:
-    """`[B, T]` int64: bin 0..num_bins-1 of each token of `mask` by rank of its entropy within the row; arbitrary elsewhere."""
+    """`[B, T]` int64: bin 0..num_bins-1 of each token of `mask` by rank of its entropy within the row; arbitrary
+    elsewhere.
+    """
     rank = torch.where(mask, entropy, torch.inf).argsort(dim=1, stable=True).argsort(dim=1)
     return (rank * num_bins // num_tokens(mask).clamp(min=1)[:, None]).clamp(max=num_bins - 1)
 

@@ -15,9 +15,11 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gmpo(inputs: LossInputs, log_ratio: Tensor, *, log_clip: float = 0.4) -> TokenLoss:
-    """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x = log_update.
+    """GMPO: X_i = -A_i exp(mean_t x'_t), x' = sgn(A) min(sgn(A) x, sgn(A) clip(x, -log_clip, log_clip)), x =
+    log_update.
 
-    The clip is per token and in log space, the mean over all sampled tokens; correction weights enter as their geometric mean over the row's kept tokens.
+    The clip is per token and in log space, the mean over all sampled tokens; correction weights enter as their
+    geometric mean over the row's kept tokens.
     Source: GMPO (arXiv 2507.20673).
 
     When: outlier tokens dominate the mean of `ppo_clip`; steadier, at a narrower step.

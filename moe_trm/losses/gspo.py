@@ -15,10 +15,11 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t log_update)
-    over all sampled tokens of the row, kept or not.
+    """GSPO: X_i = W max(-A_i sigma_i, -A_i clip(sigma_i, 1 - clip_low, 1 + clip_high)), sigma_i = exp(mean_t
+    log_update) over all sampled tokens of the row, kept or not.
 
-    Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the row.
+    Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the
+    row.
     Source: GSPO (arXiv 2507.18071).
 
     When: MoE policies and long answers, where token ratios are noise and rewards are of whole answers.
@@ -34,9 +35,11 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
 
 @loss(aggregation="seq-mean-token-mean", scope="sequence")
 def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a row.
+    """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a
+    row.
 
-    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: GSPO (arXiv 2507.18071).
+    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: GSPO (arXiv
+    2507.18071).
 
     When: as `gspo`, when advantages differ within an answer.
     """

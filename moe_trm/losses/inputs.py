@@ -1,4 +1,4 @@
-"""What an objective reads and what it returns. Shape letters: B sequences, T tokens."""
+"""Inputs of an objective, and its answer. Shape letters: B sequences, T tokens."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class LossInputs:
         return torch.where(self.keep, values, others)
 
     def kept(self) -> LossInputs:
-        """The same inputs with harmless zeros on tokens that do not count: neither values nor gradients can leak from there."""
+        """The same inputs with harmless zeros on tokens that do not count: neither values nor gradients can leak from
+        there.
+        """
         advantages = torch.where(self.counted, self.advantages.detach(), 0.0)
         current = torch.where(self.keep, self.current_logprobs, 0.0)
         return replace(self, advantages=advantages, current_logprobs=current.to(self.ratios.update.dtype))
@@ -86,10 +88,11 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What an objective says of a micro-batch.
+    """Answer of an objective on a micro-batch.
 
     Attributes:
-        values: `[B, T]` loss of each token, to be minimised, already multiplied by the correction weights; read where `keep` is True.
+        values: `[B, T]` loss of each token, to be minimised, already multiplied by the correction weights; read where
+            `keep` is True.
         metrics: summable metrics (see `moe_trm.summable`).
     """
 

@@ -14,7 +14,8 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="token-mean", ratio="total")
 def ipo_tv(inputs: LossInputs, log_ratio: Tensor, *, max_tv: float = 0.1, penalty: float = 1e-3) -> TokenLoss:
-    """X = -W m A w + penalty (log w)^2, m = 1 iff |p - q| <= max_tv for the token's probabilities p now and q at rollout.
+    """X = -W m A w + penalty (log w)^2, m = 1 iff |p - q| <= max_tv for the token's probabilities p now and q at
+    rollout.
 
     Source: prime-rl's IPO-style loss.
 

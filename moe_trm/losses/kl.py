@@ -1,7 +1,8 @@
-"""Estimators of KL(pi_theta || pi_ref) from sampled tokens, and what sets their coefficient. Shape letters: B sequences, T tokens.
+"""Estimators of KL(pi_theta || pi_ref) from sampled tokens, and what sets their coefficient. Shape letters: B
+sequences, T tokens.
 
-x = log pi_theta - log pi_ref on tokens sampled from pi_theta. Which estimator may be differentiated is not obvious: the gradient
-of the mean of k1 is zero, that of k3 belongs to KL(pi_ref || pi_theta), that of k2 is right.
+x = log pi_theta - log pi_ref on tokens sampled from pi_theta. Which estimator may be differentiated is not obvious: the
+gradient of the mean of k1 is zero, that of k3 belongs to KL(pi_ref || pi_theta), that of k2 is right.
 Source: KL estimators k1, k2, k3 (J. Schulman, Approximating KL Divergence).
 """
 
@@ -49,15 +50,18 @@ def importance_corrected_k3(
 ) -> Tensor:
     """k3 weighted by the *differentiated* ratio to the policy that sampled: w k3, `[B, T]`.
 
-    With tokens from another policy its mean has the exact gradient of KL(pi_theta || pi_ref); with a detached ratio it has not.
-    `log_ratio` `[B, T]` carries the gradient: total, or update if the proximal policy stands for the one that sampled.
+    With tokens from another policy its mean has the exact gradient of KL(pi_theta || pi_ref); with a detached ratio it
+    has not. `log_ratio` `[B, T]` carries the gradient: total, or update if the proximal policy stands for the one that
+    sampled.
     """
     k3 = kl_estimate("k3", current_logprobs, reference_logprobs, mask)
     return torch.where(mask, clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp() * k3, 0.0)
 
 
 def kl_term(name: str, ratios: LogRatios, current_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` on the total ratio."""
+    """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` on the total
+    ratio.
+    """
     if name == CORRECTED:
         return importance_corrected_k3(ratios.total, current_logprobs, reference_logprobs, ratios.mask)
     return kl_estimate(name, current_logprobs, reference_logprobs, ratios.mask)
@@ -65,7 +69,8 @@ def kl_term(name: str, ratios: LogRatios, current_logprobs: Tensor, reference_lo
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """Coefficient that steers the measured KL to a target: beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon).
+    """Coefficient that steers the measured KL to a target: beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n /
+    horizon).
 
     A fixed coefficient is `horizon = inf`. Values, not state: `next` returns the controller of the next step.
     """

@@ -1,7 +1,8 @@
 """Policy losses: functions `f(inputs, log_ratio, *, parameters...) -> TokenLoss` under `@loss(...)`.
 
-Such a function receives its log-ratio `[B, T]` with gradient on tokens that train. With scope `token` it is 0 on others;
-else it has values without gradient there, so that statistics of rows are over `inputs.counted`, every sampled token.
+Such a function receives its log-ratio `[B, T]` with gradient on tokens that train. With scope `token` it is 0 on
+others; else it has values without gradient there, so that statistics of rows are over `inputs.counted`, every sampled
+token.
 """
 
 from __future__ import annotations

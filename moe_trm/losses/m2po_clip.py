@@ -18,10 +18,11 @@ from moe_trm.ratios import clamp_log_ratio
 def m2po_clip(
     inputs: LossInputs, log_ratio: Tensor, *, budget: float = 0.04, min_low: float = 0.3, min_high: float = 0.5
 ) -> TokenLoss:
-    """M2PO, clipping form: PPO clip with the bounds e^{-t}, e^{t} at which capping |log r| at t brings its second moment to `budget`.
+    """M2PO, clipping form: PPO clip with the bounds e^{-t}, e^{t} at which capping |log r| at t brings its second
+    moment to `budget`.
 
-    The moment is taken over harmful tokens (A > 0 and r > 1, or A < 0 and r < 1) of the minibatch; the clip is never tighter
-    than 1 - min_low, 1 + min_high. The masking form is the correction `m2po` with the loss `unclipped`.
+    The moment is taken over harmful tokens (A > 0 and r > 1, or A < 0 and r < 1) of the minibatch; the clip is never
+    tighter than 1 - min_low, 1 + min_high. The masking form is the correction `m2po` with the loss `unclipped`.
     Source: M2PO (arXiv 2510.01161).
 
     When: as the rule `m2po`, when tokens should be clipped rather than dropped.

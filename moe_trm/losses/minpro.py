@@ -14,10 +14,11 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="token-mean", scope="sequence", experimental=True)
 def minpro(inputs: LossInputs, log_ratio: Tensor, *, cap: float = 5.0) -> TokenLoss:
-    """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier sampled tokens, rbar_1 = 1.
+    """MinPRO: X = -W sg[min(rbar_t r_t, cap)] A log pi_theta, rbar_t = min_{s < t} r_s over earlier sampled tokens,
+    rbar_1 = 1.
 
-    The weight is published; the form of the loss and its clip are not established, so a capped, detached weight is used.
-    Use `ratio="total"` without a proximal policy. Source: MinPRO.
+    The weight is published; the form of the loss and its clip are not established, so a capped, detached weight is
+    used. Use `ratio="total"` without a proximal policy. Source: MinPRO.
 
     When: prefix ratios without their explosion on long answers. Research.
     """

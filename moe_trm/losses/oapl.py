@@ -17,9 +17,9 @@ from moe_trm.methods.losses import LOSSES
 def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value: float = 1.0) -> TokenLoss:
     """OAPL: X_i = W (beta sum_t log w - (R_i - V_g))^2, V_g = beta_value log mean_{j in g} exp(R_j / beta_value).
 
-    A regression towards pi proportional to mu exp(R / beta): no ratio, no clip, and the on-policy gradient is not the policy
-    gradient. V_g compares the samples of a prompt, which are planned into one minibatch; beta_value -> infinity makes it the mean.
-    How the paper estimates V_g is not certain. Needs rewards and group ids. Source: OAPL.
+    A regression towards pi proportional to mu exp(R / beta): no ratio, no clip, and the on-policy gradient is not the
+    policy gradient. V_g compares the samples of a prompt, which are planned into one minibatch; beta_value -> infinity
+    makes it the mean. How the paper estimates V_g is not certain. Needs rewards and group ids. Source: OAPL.
 
     When: rollouts may be arbitrarily old, and rewards are dense enough for a regression.
     """

@@ -13,12 +13,15 @@ from moe_trm.errors import ConfigError
 
 
 def ess_ratio(sequence_weights: Tensor) -> Tensor:
-    """(sum w)^2 / (N sum w^2) of raw sequence ratios `[N]`, in (0, 1]; 1 for equal weights. Source: VCPO (arXiv 2602.17616)."""
+    """(sum w)^2 / (N sum w^2) of raw sequence ratios `[N]`, in (0, 1].
+
+    It is 1 for equal weights. Source: VCPO (arXiv 2602.17616).
+    """
     return sequence_weights.sum() ** 2 / (len(sequence_weights) * (sequence_weights**2).sum()).clamp(min=1e-30)
 
 
 def ess_lr_scale(ratio: float, *, base: float = 1.0, form: str = "sqrt") -> float:
-    """VCPO's learning-rate factor for one step: min(1, ratio / base)^(1/2), or without the root with `form="linear"`."""
+    """VCPO's learning-rate factor for a step: min(1, ratio / base)^(1/2), or without the root with `form="linear"`."""
     if form not in ("sqrt", "linear"):
         raise ConfigError("unknown form", where="ess_lr_scale", got=form, expected="sqrt, linear")
     capped = min(1.0, ratio / base)
@@ -26,13 +29,17 @@ def ess_lr_scale(ratio: float, *, base: float = 1.0, form: str = "sqrt") -> floa
 
 
 def off_policy_baseline(sequence_weights: Tensor, score_norms: Tensor, rewards: Tensor) -> Tensor:
-    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score. Source: VCPO (arXiv 2602.17616)."""
+    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score.
+
+    Source: VCPO (arXiv 2602.17616).
+    """
     energy = sequence_weights**2 * score_norms**2
     return (energy * rewards).sum() / (energy.sum() + 1e-8)
 
 
 def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -> Tensor:
-    """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds `max_cosine`.
+    """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds
+    `max_cosine`.
 
     g <- g - (1 - max_cosine / c) (<g, g'> / |g'|^2) g'. No-op without a previous gradient. Published thresholds are not
     established; 0.05-0.1 are suggested, synchronous runs are near 0. Source: GAC.
@@ -45,7 +52,8 @@ def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -
 
 
 def surge_lr(lr: float, length: float, earlier_length: float, *, initial_lr: float, surge: float = 1.2) -> float:
-    """Halve the learning rate when answers grew by more than `surge`, down to a tenth of `initial_lr`; call once per cool-down.
+    """Halve the learning rate when answers grew by more than `surge`, down to a tenth of `initial_lr`; call once per
+    cool-down.
 
     The rule is published, floor and cool-down are ours.
     """

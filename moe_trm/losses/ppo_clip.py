@@ -24,10 +24,11 @@ def ppo_clip(
     """PPO clip: X = W max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(log_update), or the total ratio
     with `ratio="total"` (bypass mode).
 
-    The gradient vanishes where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. With `dual_clip` c > 1 and A < 0,
-    X = W min(-A c, X), which bounds the loss of tokens that became likelier. W are the correction weights: with a correction
-    on the merged ratio this is decoupled PPO. `clip_high=0.28` is DAPO's clip-higher; the aggregation makes it GRPO or
-    Dr.GRPO. Metrics: `pg_clipfrac`, `pg_clipfrac_lower` (dual clip), `ppo_kl` = mean of -log r, over kept tokens.
+    The gradient vanishes where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low. With `dual_clip` c > 1 and A
+    < 0, X = W min(-A c, X), which bounds the loss of tokens that became likelier. W are the correction weights: with a
+    correction on the merged ratio this is decoupled PPO. `clip_high=0.28` is DAPO's clip-higher; the aggregation makes
+    it GRPO or Dr.GRPO. Metrics: `pg_clipfrac`, `pg_clipfrac_lower` (dual clip), `ppo_kl` = mean of -log r, over kept
+    tokens.
     Source: PPO (arXiv 1707.06347); dual clip (1912.09729); clip-higher of DAPO (2503.14476).
 
     When: the default; with rules on the merged ratio it is decoupled PPO.

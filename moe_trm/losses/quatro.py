@@ -17,8 +17,9 @@ from moe_trm.ratios import clamp_log_ratio
 def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) -> TokenLoss:
     """QUATRO: X = -W sg[r (A - multiplier log r)] log pi_theta.
 
-    `multiplier` is the dual variable of max E[A] subject to KL <= budget (`optimal_multiplier` solves it for one prompt). The
-    published sampled estimator, and whether it is per token or per sequence, are not established. Source: QUATRO.
+    `multiplier` is the dual variable of max E[A] subject to KL <= budget (`optimal_multiplier` solves it for one
+    prompt). The published sampled estimator, and whether it is per token or per sequence, are not established.
+    Source: QUATRO.
 
     When: the trust region should be the same for every prompt whatever its reward spread. Research.
     """
@@ -30,7 +31,8 @@ def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) ->
 def optimal_multiplier(advantages: Sequence[float], budget: float) -> float:
     """lambda* of one prompt: KL(softmax(A / lambda) || uniform) = budget, by bisection; 0 for equal advantages.
 
-    For a small budget about sqrt(Var(A) / (2 budget)). A budget that even the best sample alone does not use up gives 0.
+    For a small budget about sqrt(Var(A) / (2 budget)). A budget that even the best sample alone does not use up gives
+    0.
     """
     spread = max(advantages) - min(advantages)
     if spread == 0:

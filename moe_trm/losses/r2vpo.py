@@ -15,9 +15,9 @@ from moe_trm.ratios import clamp_log_ratio
 def r2vpo(inputs: LossInputs, log_ratio: Tensor, *, penalty: float = 0.5) -> TokenLoss:
     """R2VPO: X = -W A r + penalty (r - 1)^2.
 
-    The published form is not established: the abstract describes a variance constraint by a primal-dual method, which is
-    this penalty with `penalty` following `next_penalty`; another source describes a clip range that follows the variance of
-    each group. Source: R2VPO.
+    The published form is not established: the abstract describes a variance constraint by a primal-dual method, which
+    is this penalty with `penalty` following `next_penalty`; another source describes a clip range that follows the
+    variance of each group. Source: R2VPO.
 
     When: a soft bound on ratios is wanted in place of a clip. Research.
     """

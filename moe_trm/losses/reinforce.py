@@ -23,7 +23,8 @@ def reinforce(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
 
 @loss(aggregation="token-mean", ratio="total", holds=LOSSES["gpg"].holds)
 def gpg(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
-    """GPG: X = -W A log pi_theta averaged over tokens, to be used with the GPG advantage. Source: GPG (arXiv 2504.02546).
+    """GPG: X = -W A log pi_theta averaged over tokens, to be used with the GPG advantage. Source: GPG (arXiv
+    2504.02546).
 
     When: a baseline without any clip, strictly on-policy.
     """

@@ -16,7 +16,8 @@ from moe_trm.ratios import clamp_log_ratio
 def tbpo(
     inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_high: float = 4e-4
 ) -> TokenLoss:
-    """TBPO: GSPO's loss on sigma_i, and for A < 0 also X <= -A (1 + dual_high): rows far above the band get no gradient either.
+    """TBPO: GSPO's loss on sigma_i, and for A < 0 also X <= -A (1 + dual_high): rows far above the band get no gradient
+    either.
 
     The published bounds are not established; the defaults are GSPO's. Source: TBPO.
 

@@ -19,8 +19,8 @@ def topr(
 ) -> TokenLoss:
     """TOPR: X = -W c A log pi_theta; c = 1 where A > 0, else clip(ratio, low, high), detached.
 
-    The ratio is the trajectory's, exp(sum_t log w), or each token's with `level="token"`. The advantage stands for the reward
-    minus a baseline. Source: TOPR (arXiv 2503.14286).
+    The ratio is the trajectory's, exp(sum_t log w), or each token's with `level="token"`. The advantage stands for the
+    reward minus a baseline. Source: TOPR (arXiv 2503.14286).
 
     When: rewards are sparse and many answers wrong or old: right ones are imitated, wrong ones tapered off.
     """

@@ -14,10 +14,12 @@ from moe_trm.ratios import clamp_log_ratio
 
 @loss(aggregation="token-mean", scope="sequence", experimental=True)
 def turn_ppo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """Turn-level PPO: X = W max(-A_k sigma_k, -A_k clip(sigma_k, 1 - clip_low, 1 + clip_high)), sigma_k = exp(mean_{t in k} log r).
+    """Turn-level PPO: X = W max(-A_k sigma_k, -A_k clip(sigma_k, 1 - clip_low, 1 + clip_high)), sigma_k = exp(mean_{t
+    in k} log r).
 
-    A_k is the turn's mean advantage; each of its tokens carries X, so turns count by their tokens. Without turn ids a row is
-    one turn. The normalisation that ST-PPO adds when clipping sets in is not established and left out. Source: ST-PPO, turn-level PPO.
+    A_k is the turn's mean advantage; each of its tokens carries X, so turns count by their tokens. Without turn ids a
+    row is one turn. The normalisation that ST-PPO adds when clipping sets in is not established and left out.
+    Source: ST-PPO, turn-level PPO.
 
     When: several turns with tools; one ratio for each turn.
     """

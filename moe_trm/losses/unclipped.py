@@ -13,8 +13,8 @@ from moe_trm.ratios import clamp_log_ratio
 def unclipped(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """Unclipped surrogate: X = -W A r, r = exp(log_update).
 
-    With the `m2po` correction it is M2PO, with `trm_max` on `ratio="total"` it is the trust-region masked surrogate: the mask
-    does what a clip would do. Source: Trust Region Masking (arXiv 2512.23075), M2PO (2510.01161).
+    With the `m2po` correction it is M2PO, with `trm_max` on `ratio="total"` it is the trust-region masked surrogate:
+    the mask does what a clip would do. Source: Trust Region Masking (arXiv 2512.23075), M2PO (2510.01161).
 
     When: a rule such as `m2po` or `trm_max` is the trust region already.
     """

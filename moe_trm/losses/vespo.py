@@ -26,9 +26,10 @@ def vespo(
 ) -> TokenLoss:
     """VESPO: X = -sg[phi(W_i)] A log pi_theta, phi(W) = exp(lambda + k log W - lambda W), W_i = exp(sum_t log w).
 
-    phi(1) = 1; its maximum is at k / lambda. (k, lambda) depend on the sign of the row's mean advantage. log W is clamped to
-    [log 1e-8, 20]; a phi that is not finite becomes 0, lambda is at least 1e-4. Correction weights enter through their
-    product over the row, inside log W, and are not multiplied again. Source: VESPO, as in its released code.
+    phi(1) = 1; its maximum is at k / lambda. (k, lambda) depend on the sign of the row's mean advantage. log W is
+    clamped to [log 1e-8, 20]; a phi that is not finite becomes 0, lambda is at least 1e-4. Correction weights enter
+    through their product over the row, inside log W, and are not multiplied again. Source: VESPO, as in its released
+    code.
 
     When: rollouts are stale and sequence weights explode; its smooth weight replaces a clip and a cap.
     """

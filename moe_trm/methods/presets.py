@@ -15,8 +15,8 @@ class Preset:
 
     Attributes:
         bypass: two policies instead of three: rules and loss read the total ratio, recomputed in every update, and the
-            proximal policy plays no part. Otherwise rules read the merged ratio (proximal / rollout, which is the engine
-            ratio where no sample is stale), and the loss clips the update.
+            proximal policy plays no part. Otherwise rules read the merged ratio (proximal / rollout, which is the
+            engine ratio where no sample is stale), and the loss clips the update.
         rules: `(name, thresholds)` of each correction; thresholds name the ratio, `merged` or `total`.
         loss: `(name, parameters)`, or None where any loss fits.
     """

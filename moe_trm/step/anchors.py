@@ -1,4 +1,4 @@
-"""What updates are measured from: log-probs under the weights of the step's start (proximal), and under those that sampled (behaviour).
+"""Anchors of updates: log-probs under the weights of the step's start (proximal), and those that sampled (behaviour).
 
 At age 0 the two are one pass. Older tokens are recovered by one of four routes:
 
@@ -6,13 +6,15 @@ At age 0 the two are one pass. Older tokens are recovered by one of four routes:
 |---|---|---|---|
 | snapshot | a pass under each version that sampled, from host memory | a pass | engine, lag, update |
 | merged | - | a pass | merged (engine and lag in one), update |
-| interpolate | - | rollout + age / (age + 1) (current - rollout), in log-probs | total; merged and update by definition |
+| interpolate | - | rollout + age / (age + 1) (current - rollout) in log-probs | total; by definition, merged, update |
 | bypass | the rollout's | the rollout's | total |
 
-Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same weights, same routes,
-same micro-batches. It is not made twice, but on steps with a probe, where `update/first_nonzero_fraction` shows that the two are equal.
+Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same
+weights, same routes, same micro-batches. It is not made twice, but on steps with a probe, where
+`update/first_nonzero_fraction` shows that the two are equal.
 
-Source of `interpolate`: A-3PO (arXiv 2512.06547); with v_theta = proximal version + 1, alpha = (v_prox - v_b) / (v_theta - v_b).
+Source of `interpolate`: A-3PO (arXiv 2512.06547); with v_theta = proximal version + 1, alpha = (v_prox - v_b) /
+(v_theta - v_b).
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class Anchors:
         self._kept: list[int] = []
 
     def score(self, learner: Learner, batch: TrainBatch) -> list[Anchored]:
-        """The minibatches of a step with their anchors, in exactly the micro-batches that the updates will use. Collective."""
+        """The minibatches of a step with their anchors, in exactly the micro-batches that the updates will use.
+
+        Collective.
+        """
         version = batch.step - 1
         self._keep(learner, version)
         padded = [
@@ -78,7 +83,7 @@ class Anchors:
         return anchored
 
     def state(self) -> list[int]:
-        """Which versions' weights are in the learner's saved state."""
+        """Versions whose weights are in the learner's saved state."""
         return self._kept if self._saved else []
 
     def restore(self, state: list[int]) -> None:
@@ -103,7 +108,10 @@ class Anchors:
         padded: Sequence[list[TokenBatch]],
         proximal: Sequence[list[Scores]],
     ) -> list[Tensor]:
-        """`[B, R]` log-probs of each micro-batch under the weights that sampled each token. Every rank makes the same passes."""
+        """`[B, R]` log-probs of each micro-batch under the weights that sampled each token.
+
+        Every rank makes the same passes.
+        """
         flat = [item for part in padded for item in part]
         found = [scores.logprobs for part in proximal for scores in part]
         for old in [number for number in batch.versions if number != version]:
@@ -114,7 +122,7 @@ class Anchors:
                     where=f"step {batch.step}",
                     got=f"tokens of version {old}",
                     expected=f"one of {[*self._kept]}",
-                    fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged, interpolate or bypass.",
+                    fix="Begin anew with checkpoint.resume=never, or set pipeline.behavior to merged or bypass.",
                 )
             passed = learner.score(flat, sources, weights=snapshot_name(old))
             found = [
@@ -138,7 +146,7 @@ class Anchors:
             raise ConfigError(
                 "the weights of all versions that may have sampled do not fit into the memory given to them",
                 where="pipeline.snapshot_gib",
-                got=f"{self._pipeline.snapshot_gib:g} GiB for {self._pipeline.staleness_limit + 1} versions on this rank",
+                got=f"{self._pipeline.snapshot_gib:g} GiB for {self._pipeline.staleness_limit + 1} versions on a rank",
                 expected=f"{needed:.3g} GiB",
                 fix="raise it, lower pipeline.max_staleness, or set pipeline.behavior to merged, interpolate or bypass",
             )
@@ -147,5 +155,5 @@ class Anchors:
 
 
 def snapshot_name(version: int) -> str:
-    """What the snapshot of the weights of `version` is called."""
+    """Name of the snapshot of the weights of `version`."""
     return f"behavior-{version}"

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 class Best:
-    """Keeps `folder/best` at the weights with the highest `eval.best_metric` so far. Does nothing where `eval.keep_best` is off.
+    """Keeps `folder/best` at the weights with the highest `eval.best_metric` so far. Does nothing where
+    `eval.keep_best` is off.
 
     Every rank makes one, and all are offered the same evaluations.
 
@@ -38,7 +39,9 @@ class Best:
         self._value = state
 
     def offer(self, step: int, evaluation: Mapping[str, float], learner: Learner) -> None:
-        """Take note of an evaluation, and write the weights when it is the best; those of step 0 are the start checkpoint's. Collective."""
+        """Take note of an evaluation, and write the weights when it is the best; those of step 0 are the start
+        checkpoint's. Collective.
+        """
         if not self._settings.keep_best or not evaluation:
             return
         value = evaluation.get(self._settings.best_metric)

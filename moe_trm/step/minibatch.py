@@ -59,12 +59,13 @@ class WholeMinibatch:
 
     @property
     def evidence(self) -> Evidence:
-        """What corrections look at."""
+        """Evidence for corrections."""
         ratios = self.ratios(self.current)
         return Evidence(ratios, self.advantages, turn_ids=self.turn_ids, exact_kl=self.exact_kl, rewards=self.rewards)
 
     def inputs(self, index: int, current_logprobs: Tensor, mask: Tensor, weights: Tensor, keep: Tensor) -> LossInputs:
-        """Loss inputs of all rows, in which those of micro-batch `index` carry the gradient of `current_logprobs` `[B, R]`.
+        """Loss inputs of all rows, in which those of micro-batch `index` carry the gradient of `current_logprobs` `[B,
+        R]`.
 
         `weights`, `keep`: `[N, T]` of the whole minibatch; `mask`: `[B, R]` of the micro-batch.
         """

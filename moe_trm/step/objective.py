@@ -53,7 +53,7 @@ class Objective:
         self._sinks, self._seed = sinks, config.seed
 
     def state(self, learner: Learner) -> dict[str, Any]:
-        """What a checkpoint keeps between two steps, as plain data. Collective."""
+        """State for a checkpoint between two steps, as plain data. Collective."""
         return {"thresholds": self._thresholds.state(learner)}
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
@@ -62,19 +62,19 @@ class Objective:
 
     @property
     def whole(self) -> bool:
-        """Whether rules or loss look at the whole minibatch before its update."""
+        """True when rules or loss look at the whole minibatch before its update."""
         return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the scores of updates have to carry the policy's entropy."""
+        """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
 
     def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
 
-        `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous training their
-        log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
+        `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous
+        training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
         chosen = replace(self._recipe, rules=(*self._recipe.rules, *self._thresholds.rules))
         judge = _judge(chosen, part, learner, first=first, seed=self._seed)
@@ -130,7 +130,8 @@ class Objective:
         return loss_of
 
     def take(self, learner: Learner) -> dict[str, float]:
-        """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step. Collective.
+        """Metrics of all micro-batches since the last call, over all ranks, finished into plain numbers. Ends a step.
+        Collective.
 
         `loss/policy` and the other terms are means over the updates; each micro-batch has only its share of one.
         """
@@ -204,9 +205,10 @@ class WholeJudge:
 
 
 def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, seed: int) -> PartialJudge | WholeJudge:
-    """How this minibatch is judged: by parts, or as a whole at the weights of this update.
+    """Judge of this minibatch: by parts, or as a whole at the weights of this update.
 
-    The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without gradient.
+    The whole is gathered at the anchors' scores where nothing has moved since; otherwise after one more pass without
+    gradient.
     """
     if not (chosen.whole_rules or chosen.whole_loss):
         return PartialJudge(chosen, (seed, part.version))
@@ -217,7 +219,9 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, see
 
 
 def reference_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """`reference/k1_kl` and `reference/k3_kl`: two unbiased estimates of KL(policy || reference) per token, on what the rollout sampled."""
+    """`reference/k1_kl` and `reference/k3_kl`: two unbiased estimates of KL(policy || reference) per token, on what the
+    rollout sampled.
+    """
     estimates = {name: kl_estimate(name, logprobs.detach(), reference, mask) for name in ("k1", "k3")}
     return summable.add(summable.mean(f"reference/{name}_kl", value, mask) for name, value in estimates.items())
 

@@ -30,10 +30,12 @@ UNMEASURED = ("interpolate", "bypass")
 class Anchored:
     """One minibatch with its anchors: padded micro-batches, their proximal scores, and whose routes the updates use.
 
-    `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights that sampled;
-    `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of the learner's weights.
+    `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights
+    that sampled; `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of
+    the learner's weights.
 
-    `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the coefficient in the loss.
+    `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the
+    coefficient in the loss.
     """
 
     mini: MiniBatch
@@ -48,7 +50,7 @@ class Anchored:
 
     @property
     def scored(self) -> bool:
-        """Whether `scores` come from a pass at the learner's weights."""
+        """True when `scores` come from a pass at the learner's weights."""
         return bool(self.scores) and self.recovery not in UNMEASURED
 
     def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
@@ -84,10 +86,11 @@ def decomposed(
 
 
 def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> Tensor:
-    """A-3PO's anchor without a pass: `[B, R]` rollout + alpha (sg[current] - rollout) in log-probs, alpha = age / (age + 1).
+    """A-3PO's anchor without a pass: `[B, R]` rollout + alpha (sg[current] - rollout) in log-probs, alpha = age / (age
+    + 1).
 
-    The age is `version`, that of the learner's weights at the step's start, minus the one that sampled the token: 0 keeps the rollout's
-    log-prob, and the older a token, the nearer its anchor is to the policy in training.
+    The age is `version`, that of the learner's weights at the step's start, minus the one that sampled the token: 0
+    keeps the rollout's log-prob, and the older a token, the nearer its anchor is to the policy in training.
     Source: A-3PO (arXiv 2512.06547).
 
     When: `pipeline.behavior=interpolate`, where no pass under older weights is wanted.

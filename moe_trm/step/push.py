@@ -1,4 +1,4 @@
-"""A learner rank's side of a weight push: through versioned files, or by broadcast from the ranks that own the tensors."""
+"""A learner rank's side of a weight push: by versioned files, or broadcast from the ranks that own the tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from moe_trm.sync.distributed import Sender, announce
 class Pusher(Protocol):
     """Makes the rollout engine serve the learner's weights. Every rank calls it.
 
-    Synchronously nobody returns before the push is proved. Where sampling overlaps training, ranks return when the weights are in
-    files and the push before is proved; nothing is sampled with weights that are not.
+    Synchronously nobody returns before the push is proved. Where sampling overlaps training, ranks return when the
+    weights are in files and the push before is proved; nothing is sampled with weights that are not.
     """
 
     def push(self, version: int) -> None:
@@ -26,7 +26,8 @@ class Pusher(Protocol):
 
 
 class DiskPusher:
-    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and loads it.
+    """Every rank writes the tensors it owns to one file of `root/vNNNNNN`; the controller completes the folder and
+    loads it.
 
     Args:
         learner: owner of the weights.
@@ -47,7 +48,8 @@ class DiskPusher:
 
 
 class BroadcastPusher:
-    """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller proves them.
+    """Every rank broadcasts the tensors it owns to the engine, in a group of its own; a witness beside the controller
+    proves them.
 
     Args:
         learner: owner of the weights.

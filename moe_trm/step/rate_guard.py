@@ -29,7 +29,7 @@ class RateGuard:
         self._surge_factor, self._cool_down = 1.0, 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps between two steps, as plain data."""
+        """State for a checkpoint between two steps, as plain data."""
         return {"lengths": self._lengths, "surge_factor": self._surge_factor, "cool_down": self._cool_down}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -43,7 +43,10 @@ class RateGuard:
     def scale(
         self, learner: Learner, anchored: Sequence[Anchored], length_mean: float
     ) -> tuple[float, dict[str, float]]:
-        """The factor of the step with these minibatches and this mean length of answers, and its metrics. Collective."""
+        """The factor of the step with these minibatches and this mean length of answers, and its metrics.
+
+        Collective.
+        """
         metrics: dict[str, float] = {}
         factor = self._surge(length_mean)
         if self._settings.ess_scale != "off":
@@ -68,7 +71,10 @@ class RateGuard:
 
 
 def sequence_weights(learner: Learner, anchored: Sequence[Anchored]) -> torch.Tensor:
-    """Ratio of each row of the step, policy at its start over rollout, `[N]` of all ranks, divided by the largest. Collective."""
+    """Ratio of each row of the step, policy at its start over rollout, `[N]` of all ranks, divided by the largest.
+
+    Collective.
+    """
     own = [
         float((score.logprobs.cpu() - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
         for part in anchored

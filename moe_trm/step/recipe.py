@@ -1,4 +1,6 @@
-"""From configuration to the mathematics of a run: preset and rules, loss, aggregation, all names and parameters checked."""
+"""From configuration to the mathematics of a run: preset and rules, loss, aggregation, all names and parameters
+checked.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Uncalibrated:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a run computes from log-probs.
+    """Mathematics of a run, from log-probs to the loss.
 
     Attributes:
         rules: corrections with their thresholds.
@@ -67,17 +69,17 @@ class Recipe:
 
     @property
     def whole_rules(self) -> bool:
-        """Whether corrections need the whole minibatch at once."""
+        """True when corrections need the whole minibatch at once."""
         return self.batch_normalize != "off" or any(bound.rule.scope == "batch" for bound in self.rules)
 
     @property
     def whole_loss(self) -> bool:
-        """Whether the loss needs the whole minibatch at once."""
+        """True when the loss needs the whole minibatch at once."""
         return self.loss.loss.scope == "batch"
 
     @property
     def moves(self) -> bool:
-        """Whether what is computed over the whole minibatch changes with the weights in training."""
+        """True when what is computed over the whole minibatch changes with the weights in training."""
         return self.whole_loss or any(bound.ratio not in FROM_ANCHORS for bound in self.rules)
 
 
@@ -149,7 +151,9 @@ def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
 
 
 def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Config) -> None:
-    """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked at."""
+    """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked
+    at.
+    """
     whole = [bound.rule.name for bound in rules if bound.rule.scope == "batch"]
     whole += [f"loss {loss.loss.name}"] if loss.loss.scope == "batch" else []
     whole += ["batch_normalize"] if config.correction.batch_normalize != "off" else []
@@ -163,7 +167,9 @@ def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Con
 
 
 def _check_counted_once(rules: Sequence[BoundRule], loss: BoundLoss) -> None:
-    """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one rule."""
+    """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one
+    rule.
+    """
     held = dict.fromkeys(loss.contains, f"loss {loss.loss.name}")
     for bound in (one for one in rules if one.weighs):
         again = [part for part in ("engine", "lag", "update") if part in PARTS[bound.ratio] and part in held]

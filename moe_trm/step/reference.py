@@ -50,7 +50,7 @@ class Reference:
         return self._controller.beta
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps between two steps, as plain data; the reference itself is the start checkpoint."""
+        """State for a checkpoint between two steps, as plain data; the reference itself is the start checkpoint."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -58,7 +58,9 @@ class Reference:
         self._controller = replace(self._controller, beta=state["coef"])
 
     def score(self, learner: Learner, anchored: Sequence[Anchored]) -> list[Anchored]:
-        """The minibatches of a step with the reference's log-probs, scored under its own routes, and with the advantages that the KL leaves."""
+        """The minibatches of a step with the reference's log-probs, scored under its own routes, and with the
+        advantages that the KL leaves.
+        """
         if not self._wanted:
             return list(anchored)
         flat = [batch for part in anchored for batch in part.batches]
@@ -69,7 +71,10 @@ class Reference:
         return self._rewarded(learner, scored)
 
     def adapt(self, measured: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """End a step of `num_samples` samples with these finished metrics; `kl/coef` is the coefficient that it used."""
+        """End a step of `num_samples` samples with these finished metrics.
+
+        `kl/coef` is the coefficient that it used.
+        """
         if not self._wanted:
             return {}
         used = self.coef

@@ -21,7 +21,8 @@ class ScoreRecorder:
     """Listens to the updates of a run and writes what they saw, step by step.
 
     Args:
-        config: `record.bundle` is the folder; without one nothing is recorded. The configuration is kept beside the scores.
+        config: `record.bundle` is the folder; without one nothing is recorded. The configuration is kept beside the
+            scores.
         data_rank, data_size: this rank's index and the number of ranks that hold different rows.
         leads: whether this rank writes for those that hold the same rows.
     """
@@ -54,7 +55,10 @@ class ScoreRecorder:
         return watched
 
     def write(self, step: int) -> None:
-        """Write what the updates since the last call saw. The first call removes what an earlier run left of later steps."""
+        """Write what the updates since the last call saw.
+
+        The first call removes what an earlier run left of later steps.
+        """
         updates, self._updates = self._updates, []
         if self._folder is None:
             return

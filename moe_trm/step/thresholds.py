@@ -20,8 +20,8 @@ from moe_trm.step.recipe import Uncalibrated
 class Thresholds:
     """Collects the scores of uncalibrated rules and freezes their thresholds after `steps` steps.
 
-    Until then these rules reject nothing. Quantiles are of the tokens (or rows) of all data-parallel ranks, so every rank
-    freezes the same thresholds.
+    Until then these rules reject nothing. Quantiles are of the tokens (or rows) of all data-parallel ranks, so every
+    rank freezes the same thresholds.
 
     Args:
         pending: the rules.
@@ -41,7 +41,9 @@ class Thresholds:
         return self._bound
 
     def state(self, learner: Learner) -> dict[str, Any]:
-        """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to measure. Collective."""
+        """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to
+        measure. Collective.
+        """
         measuring = {} if self._bound else dict(enumerate(self._pending))
         scores_so_far = {item.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
         return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far}
@@ -65,7 +67,10 @@ class Thresholds:
                 window.append(scores(item.rule, evidence, **item.fixed).float().cpu().flatten())
 
     def end_step(self, learner: Learner) -> dict[str, float]:
-        """Count a step, freeze after the last one of the window; returns the chosen thresholds as metrics. Collective."""
+        """Count a step, freeze after the last one of the window; returns the chosen thresholds as metrics.
+
+        Collective.
+        """
         if self._pending and not self._bound:
             self._steps -= 1
             if self._steps == 0:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def test_every_row_is_planned_exactly_once(
     lengths: list[int], minibatches: int, data_size: int, micro_batch_rows: int, step: int
 ) -> None:
     rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
-    sizes = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
+    sizes: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_rows": micro_batch_rows}
     plan = plan_step(rows, seed=0, step=step, **sizes)
     assert len(plan) == data_size
     seen = []
@@ -65,7 +66,7 @@ def test_no_micro_batch_exceeds_the_token_budget_and_no_row_is_lost(
     lengths: list[int], minibatches: int, data_size: int, budget: int
 ) -> None:
     rows = [TrainRow(make_record(sample_id=i, num_sampled=n), float(i)) for i, n in enumerate(lengths)]
-    settings = {"minibatches": minibatches, "data_size": data_size, "micro_batch_tokens": budget}
+    settings: dict[str, Any] = {"minibatches": minibatches, "data_size": data_size, "micro_batch_tokens": budget}
     plan = plan_step(rows, seed=0, step=1, **settings)
     seen = []
     for share in plan:
