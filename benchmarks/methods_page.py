@@ -53,11 +53,12 @@ small and unbiased gradients matter; reject tokens (`token_*`, `icepop`) against
 mean (`trm_avg`, `ser`, `ln_trm`, `geometric_mask`, `seq_mean_*`) against drift; by a maximum (`trm_max`, `token_veto`,
 `seq_max_*`) for guarantees on every token; `opsm` against old negative rows; `m2po` under heavy staleness. Rules with
 `target_reject_rate` choose their threshold themselves. A rule may be listed on several ratios, each with its own
-thresholds: its metrics are then called after both, as in `correction/trm_max@staleness/kept_fraction`. Look at `acceptance/length_*` before you trust any of them.""",
+thresholds: its metrics are then called after both, as in `correction/trm_max@staleness/kept_fraction`. Look at
+`acceptance/length_*` before you trust any of them.""",
     "losses": """\
 Chosen by `loss.name`, parameters in `loss.parameters`. "Contains" names the ratio that the gradient depends on: a rule
-that weighs by any part of it is refused at launch, since it would be counted twice. In short: `ppo_clip` unless there is a reason; sequence ratios
-(`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still
+that weighs by any part of it is refused at launch, since it would be counted twice. In short: `ppo_clip` unless there
+is a reason; sequence ratios (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still
 learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard

@@ -54,7 +54,8 @@ def _batch(config: Config) -> Iterator[Problem]:
     if "groups" in needs(config.loss.name) and config.rollout.prompts_per_step % learner.minibatches:
         yield Problem(
             "learner.minibatches",
-            f"loss {config.loss.name} compares the samples of a prompt, which stay in one minibatch: prompts must split evenly",
+            f"loss {config.loss.name} compares the samples of a prompt, which stay in one minibatch: "
+            "prompts must split evenly",
             got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
             expected=f"a divisor of {config.rollout.prompts_per_step}",
         )

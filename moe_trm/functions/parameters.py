@@ -24,7 +24,10 @@ def declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, P
 def resolve(
     function: Callable[..., Any], given: Mapping[str, Parameter], *, what: str, where: str, missing_fix: str = ""
 ) -> dict[str, Parameter]:
-    """`given` over the defaults of `function`. Unknown names, missing ones, NaN and words for numbers raise `ConfigError`."""
+    """`given` over the defaults of `function`.
+
+    Unknown names, missing ones, NaN and words for numbers raise `ConfigError`.
+    """
     required, defaults = declared(function)
     for name, value in given.items():
         if name not in (*required, *defaults):

@@ -29,7 +29,10 @@ WIDE: dict[str, dict[str, Any]] = {
 
 
 def outcome(loss: str, updates: list[float], far: int | None, *, advantage: float = -1.0) -> tuple[Tensor, Tensor]:
-    """Values of each token, and their derivatives by each log-prob; IcePop drops token `far`, which the engine finds 100 times likelier."""
+    """Values of each token, and their derivatives by each log-prob.
+
+    IcePop drops token `far`, which the engine finds 100 times likelier.
+    """
     update = torch.tensor([updates], dtype=torch.float64)
     mask = torch.ones(1, len(updates), dtype=torch.bool)
     current = torch.full_like(update, -1.0).requires_grad_()
