@@ -17,6 +17,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses.oapl import _log_mean_exp
 from moe_trm.types import MiniBatch, TrainRow
 from tests.unit.records import make_record
+from tests.unit.rollout.test_controller import CONFIG, FakeEngine, plan
 
 SETTINGS = "model: {checkpoint: none}\n"
 
@@ -93,3 +94,14 @@ def test_fewer_groups_than_minibatches_are_refused_at_launch(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="compares the samples of a prompt"):
         resolve(file, [*few, "loss.name=oapl"])
     resolve(file, ["rollout.prompts_per_step=4", "learner.minibatches=4", "loss.name=oapl"])
+
+
+@pytest.mark.parametrize(("loss", "whole"), [("oapl", True), ("ppo_clip", False)])
+def test_the_controller_plans_them(loss: str, whole: bool) -> None:
+    settings = Config.model_validate({**CONFIG.model_dump(), "loss": {"name": loss}})
+    shares = plan(FakeEngine(), settings)
+    groups = [
+        {row.record.group_id for mini in minis for micro in mini.micro_batches for row in micro.rows}
+        for minis in zip(*(share.mini_batches for share in shares), strict=True)
+    ]
+    assert (sum(map(len, groups)) == len(set.union(*groups))) == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +102,27 @@ def test_a_word_where_a_number_belongs_is_a_configuration_error(name: str, value
     assert next(iter(values)) in str(refused.value)
     assert "TypeError" not in str(refused.value)
     losses.get("ctpo").bind(form="geometric")
+
+
+def test_a_loss_on_parts_of_the_minibatch_is_told_too(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from moe_trm.losses import TokenLoss\n"
+        "from moe_trm.losses.loss import loss\n"
+        "@loss(aggregation='token-mean')\n"
+        "def mine(inputs, log_ratio):\n"
+        "    return TokenLoss(log_ratio * (100 * inputs.draw[0] + inputs.draw[1]), {})\n",
+        encoding="utf-8",
+    )
+    rows = (TrainRow(make_record(num_sampled=4), 1.0),)
+    batch = collate(MicroBatch(rows), keep_mask=False)
+    settings = {"model": {"checkpoint": "none"}, "loss": {"name": f"{own}:mine"}, "seed": 3}
+    part = Anchored(
+        MiniBatch((MicroBatch(rows),), 1, 4), [batch], [Scores(batch.rollout_logprobs)], [Native()], version=5
+    )
+    current = batch.rollout_logprobs.clone().requires_grad_()
+    Objective(Config.model_validate(settings)).bind(part, FakeLearner(Ranks(1), 0), first=True)(
+        0, Scores(current)
+    ).backward()
+    assert current.grad is not None
+    assert float(current.grad.sum()) == pytest.approx(305.0)
