@@ -58,8 +58,9 @@ thresholds: its metrics are then called after both, as in `correction/trm_max@st
     "losses": """\
 Chosen by `loss.name`, parameters in `loss.parameters`. "Contains" names the ratio that the gradient depends on: a rule
 that weighs by any part of it is refused at launch, since it would be counted twice. In short: `ppo_clip` unless there
-is a reason; sequence ratios (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where clipped tokens should still
-learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no established published form.""",
+is a reason; sequence ratios (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where
+clipped tokens should still learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no
+established published form.""",     "advantages": """\
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
 deviation; `opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k
