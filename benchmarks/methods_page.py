@@ -60,7 +60,7 @@ Chosen by `loss.name`, parameters in `loss.parameters`. "Contains" names the rat
 that weighs by any part of it is refused at launch, since it would be counted twice. In short: `ppo_clip` unless there
 is a reason; sequence ratios (`gspo`, `gmpo`) for long MoE answers; detached weights (`cispo`, `minirl`, `topr`) where
 clipped tokens should still learn; `vespo`, `m2po_clip`, `oapl` for old data. Those marked *experimental* have no
-established published form.""",     "advantages": """\
+established published form.""",
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
 deviation; `opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k
