@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ GATHERED = "a few numbers of each sampled token are gathered from all ranks once
 AGAIN = "; every update of a step but the first needs one more forward pass without gradient."
 ENTROPY = " The entropy takes one more pass of the output layer over the vocabulary."
 
+WIDTH = 118
 WHEN = {
     "corrections": """\
 Listed in `correction.rules`, or by `correction.preset`. In short: reweight (`*_tis`, `icepop`) when the mismatch is
@@ -70,28 +72,34 @@ objectives.""",
 
 def page() -> str:
     """The whole page."""
-    return "\n".join(
-        [
-            INTRO,
-            "## Corrections\n",
-            WHEN["corrections"] + "\n",
-            *(_correction(name) for name in corrections.names()),
-            _presets(),
-            "## Losses\n",
-            WHEN["losses"] + "\n",
-            *(_loss(name) for name in losses.names()),
-            *_functions("Aggregation", [aggregate]),
-            "## Advantages\n",
-            WHEN["advantages"] + "\n",
-            f"Usable by name: {', '.join(f'`{name}`' for name in (*OUTCOME, GDPO))}.\n",
-            *_functions("", _of_module(advantages) + _of_module(token_advantages)),
-            *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
-            *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
-            *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
-            *_functions("Bounds", _of_module(bounds)),
-            _length_bias(),
-        ]
-    )
+    parts = [
+        INTRO,
+        "## Corrections\n",
+        WHEN["corrections"] + "\n",
+        *(_correction(name) for name in corrections.names()),
+        _presets(),
+        "## Losses\n",
+        WHEN["losses"] + "\n",
+        *(_loss(name) for name in losses.names()),
+        *_functions("Aggregation", [aggregate]),
+        "## Advantages\n",
+        WHEN["advantages"] + "\n",
+        f"Usable by name: {', '.join(f'`{name}`' for name in (*OUTCOME, GDPO))}.\n",
+        *_functions("", _of_module(advantages) + _of_module(token_advantages)),
+        *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
+        *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
+        *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
+        *_functions("Bounds", _of_module(bounds)),
+        _length_bias(),
+    ]
+    return "\n".join(_narrow(line) for line in "\n".join(parts).split("\n"))
+
+
+def _narrow(line: str) -> str:
+    """A line of prose in lines of the width of the other pages; rows of tables stay whole."""
+    if len(line) <= WIDTH or line.startswith("|"):
+        return line
+    return textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _correction(name: str) -> str:

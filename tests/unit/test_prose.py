@@ -11,11 +11,6 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs").glob("*.md"))]
-WRITTEN = [page for page in PAGES if page != "docs/methods.md"]
-"""Pages whose lines are set by hand.
-
-`docs/methods.md` is generated from docstrings, and each of its facts is one line.
-"""
 WIDEST = 120
 LARGEST_MEDIAN, LARGEST_P90 = 16, 28
 """Words per sentence that a reader whose first language is another one takes in at once."""
@@ -64,7 +59,7 @@ def test_sentences_are_short(page: str) -> None:
     assert quantiles(lengths, n=10, method="inclusive")[-1] <= LARGEST_P90
 
 
-@pytest.mark.parametrize("page", WRITTEN)
+@pytest.mark.parametrize("page", PAGES)
 def test_lines_fit_on_a_screen(page: str) -> None:
     """Rows of tables cannot be broken and may be longer."""
     lines = (REPOSITORY / page).read_text(encoding="utf-8").splitlines()
