@@ -27,6 +27,7 @@ class MoeTrmError(Exception):
         lines = [what + (f" ({where})" if where else "")]
         if got is not None or expected is not None:
             lines.append(f"  got:      {got}")
+        if expected is not None:
             lines.append(f"  expected: {expected}")
         if fix:
             lines.append(f"  do:       {fix}")

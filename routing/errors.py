@@ -16,7 +16,9 @@ class RouteError(ValueError):
         self.reason, self.what, self.where, self.got, self.expected, self.fix = reason, what, where, got, expected, fix
         text = what + (f" ({where})" if where else "")
         if got is not None or expected is not None:
-            text += f": got {got}, expected {expected}"
+            text += f": got {got}"
+        if expected is not None:
+            text += f", expected {expected}"
         if fix:
             text += f". {fix}"
         super().__init__(text)

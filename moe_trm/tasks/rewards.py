@@ -95,8 +95,9 @@ def _number(value: object, where: str, prefix: str) -> float:
 def _not_a_number(value: object, where: str, prefix: str) -> RecordRejected:
     return RecordRejected(
         f"{prefix}_type",
-        "the reward is not a number",
+        f"your {prefix} function returned {type(value).__name__}",
         where=where,
-        got=f"{value!r} ({type(value).__name__})",
+        got=repr(value),
         expected="a float, or a dict of named floats",
+        fix="return a number on every path of the function",
     )

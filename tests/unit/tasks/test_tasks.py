@@ -185,6 +185,13 @@ def test_what_is_no_number_rejects_the_sample(value: object, reason: str) -> Non
     assert "p7" in str(caught.value)
 
 
+def test_a_reward_function_that_forgets_to_return_is_told_so() -> None:
+    with pytest.raises(RecordRejected) as caught:
+        read_reward(None, {}, "prompt p7")
+    assert "your reward function returned NoneType" in str(caught.value)
+    assert "return a number" in caught.value.fix
+
+
 def test_numbers_of_other_libraries_and_booleans_are_rewards() -> None:
     for value in (np.float32(0.5), True, 1):
         assert read_reward(value, {}, "").total == float(value)
