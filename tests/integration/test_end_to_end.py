@@ -301,10 +301,14 @@ def judged(bundle: Path, *arguments: str) -> list[dict[str, Any]]:
 def assert_same_metrics(offline: dict[str, Any], logged: dict[str, Any]) -> None:
     """Everything the objective computes comes out again.
 
-    The kept tokens are the same; other sums are taken in another order.
+    The kept tokens are the same; other sums are taken in another order. A recording has no gradient norms, so its
+    verdict claims less.
     """
     assert "correction/kept_fraction" in offline
     for name, value in offline.items():
+        if name == "verdict":
+            assert logged[name].startswith(value.removesuffix("."))
+            continue
         exact = isinstance(value, str) or name.endswith(("kept_fraction", "kept_sequence_fraction"))
         assert logged[name] == (value if exact else pytest.approx(value, rel=1e-9, abs=1e-12)), name
 
@@ -317,7 +321,7 @@ def test_whatif_says_what_training_logged_and_what_another_rule_would_have(
     rows = metrics_of(live)
     for step in range(1, STEPS + 1):
         assert_same_metrics(own["steps"][str(step)], rows[step])
-    assert own["verdict"] == rows[-1]["verdict"]
+    assert str(rows[-1]["verdict"]).startswith(own["verdict"].removesuffix("."))
     assert sum(own["histogram"].values()) == pytest.approx(1.0)
 
     rules = f"[{tight}, {{name: m2po}}, {{name: trm_max, target_reject_rate: 0.2}}]"

@@ -33,6 +33,7 @@ VOCAB = 250
 T = TypeVar("T")
 PARAMS = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=24)
 EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+ROUNDING = 1e-5
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 0.2)
 """Delays tried in turn until a push comes in the middle of a sample: a busy machine is slower to its first token."""
 EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
@@ -87,7 +88,10 @@ def sample(
 
 
 def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
-    """Log-probs within 1e-4, masks and routes exactly, of Hugging Face's forward over the same tokens."""
+    """Log-probs within 1e-4, masks and routes of Hugging Face's forward over the same tokens.
+
+    An id whose place is decided by less than `ROUNDING` may be on either side: two engines add in another order.
+    """
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -101,15 +105,17 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     assert mask is not None
     for row, kept in enumerate(np.split(mask.ids, mask.offsets[1:-1])):
         ordered, ids = logprobs[row].exp().sort(descending=True)
-        keep = ordered.cumsum(0) - ordered <= PARAMS.top_p
-        assert set(kept.tolist()) == set(ids[keep].tolist())
-        log_mass = ordered[keep].sum().log().item()
+        mass_before = ordered.cumsum(0) - ordered
+        sure, possible = (ids[mass_before <= PARAMS.top_p + sign * ROUNDING] for sign in (-1, 1))
+        assert set(sure.tolist()) <= set(kept.tolist()) <= set(possible.tolist())
+        log_mass = logprobs[row][torch.from_numpy(kept.astype(np.int64))].exp().sum().log().item()
         assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
     assert record.routes is not None
     record.routes.check_tokens(record.tokens)
-    expected = np.stack([layer.topk(2, -1).indices.numpy() for layer in output.router_logits], 1)[:-1]
-    expected = expected[-record.routes.num_rows :]
-    assert np.array_equal(np.sort(record.routes.experts, -1), np.sort(expected, -1))
+    scores = np.stack([layer.float().numpy() for layer in output.router_logits], 1)[:-1][-record.routes.num_rows :]
+    ranked, best = -np.sort(-scores, -1), np.argsort(-scores, -1)[..., :2]
+    same = (np.sort(record.routes.experts, -1) == np.sort(best, -1)).all(-1)
+    assert (same | (ranked[..., 1] - ranked[..., 2] < ROUNDING)).all()
 
 
 def test_sixty_four_requests_at_once_agree_with_hf(
