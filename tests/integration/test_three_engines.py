@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from moe_trm.models.tiny.checkpoint import PAD
 from moe_trm.recording.bundle import BundleReader
 from tests.integration.jobs import metrics_of, run_job, write_config
 
@@ -23,7 +24,7 @@ PLAIN_STEP = [
     "optimizer.lr=1.0",
     "optimizer.eps=1.0",
     "optimizer.warmup_steps=0",
-    "optimizer.max_grad_norm=1000",
+    "optimizer.max_grad_norm=1000000",
 ]
 
 
@@ -48,6 +49,7 @@ def test_sglang_and_megatron_agree(run: Path) -> None:
 
 
 def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
+    """Where the text has the padding id, Megatron-Core trains its embedding and transformers does not."""
     overrides = [*PLAIN_STEP, "name=deepspeed", "learner.backend=deepspeed", "learner.parallel.expert=1"]
     overrides += ["learner.deepspeed.zero_stage=3", "rollout.engine=bundle", f"rollout.bundle={run / 'bundle'}"]
     assert run_job(str(run / "config.yaml"), overrides, 2) == 0
@@ -65,7 +67,11 @@ def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoin
         for kind in ("native", "replayed"):
             torch.testing.assert_close(deepspeed[kind], megatron[kind], atol=1e-4, rtol=0)
     assert norms[0] > 0.01
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    if any((record.tokens == PAD).any() for record in BundleReader(str(run / "bundle")).read(1)):
+        for step in steps:
+            step["model.embed_tokens.weight"][PAD] = 0.0
+    else:
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     error, size = (
         torch.cat([value.flatten() for value in values]).norm()
         for values in ([steps[1][key] - steps[0][key] for key in start], steps[0].values())
