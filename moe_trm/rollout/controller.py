@@ -174,16 +174,22 @@ class RolloutController:
 
     def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
         settings, groups = self._config.advantage, np.array([record.group_id for record in records])
+        num_tokens = np.array([record.num_sampled for record in records])
         if settings.name == GDPO:
             return advantages_by_part(
-                [record.reward_parts for record in records], groups, self._config.task.reward_weights
+                [record.reward_parts for record in records],
+                groups,
+                self._config.task.reward_weights,
+                num_tokens,
+                lone=settings.lone_sample,
             )
         return outcome_advantages(
             settings.name,
             np.array([record.reward for record in records], np.float64),
             groups,
-            np.array([record.num_sampled for record in records]),
+            num_tokens,
             normalize_std=settings.normalize_std,
+            lone=settings.lone_sample,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:

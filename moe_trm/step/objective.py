@@ -96,7 +96,7 @@ class Objective:
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if part.reference is not None:
                 reference = part.reference[index]
-                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference)
+                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference, ratio=chosen.kl_ratio)
                 terms["loss/kl"] = kl, ratios.mask, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
             shares = {
