@@ -153,9 +153,7 @@ def pass_at_k(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -
     return result / (groups.std(rewards) + EPSILON) if normalize_std else result
 
 
-def gdpo(
-    rewards_ND: Array, group_ids: Array, weights_D: Array, num_tokens: Array, *, lone: Lone = "reward"
-) -> Array:
+def gdpo(rewards_ND: Array, group_ids: Array, weights_D: Array, num_tokens: Array, *, lone: Lone = "reward") -> Array:
     """GDPO: GRPO of each reward dimension, weighted sum, then whitened over the sampled tokens of the batch.
 
     Long answers count more in mean and variance than short ones (`whiten_rows`), as in verl.

@@ -82,9 +82,23 @@ def advantages_by_part(
         len(parts), len(names)
     )
     chosen = np.array([weights.get(name, 1.0) for name in names])
-    return estimators.gdpo(
-        rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or LONE[GDPO]
-    )
+    return estimators.gdpo(rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or LONE[GDPO])
+
+
+def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:
+    """`reward/explained_variance` = 1 - Var(R - b) / Var(R), b the mean reward of the others of a sample's group.
+
+    The share of the rewards' spread that a group's baseline takes away, as `vf_explained_var` is a critic's: near 1,
+    prompts differ and their samples hardly do; 0, the baseline says nothing; below 0, it adds noise. Samples alone in
+    their group are left out. Empty where no others are left, or rewards are all the same.
+    """
+    groups = Groups(group_ids)
+    several = groups.size > 1
+    chosen = np.asarray(rewards, np.float64)[several]
+    if not len(chosen) or np.ptp(chosen) == 0:
+        return {}
+    left = estimators.rloo(chosen, np.asarray(group_ids)[several])
+    return {"reward/explained_variance": float(1 - left.var() / chosen.var())}
 
 
 def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool, _lone: Lone) -> Array:

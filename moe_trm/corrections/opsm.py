@@ -21,8 +21,8 @@ def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
 
     Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows
     of one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
-    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use. slime and miles compare
-    current with proximal, which is `ratio: update`, unless told to take the rollout's log-probs.
+    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use. slime and miles
+    compare current with proximal (`ratio: update` here) unless told to take the rollout's log-probs.
     Source: off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
 
     When: rollouts are old: wrong answers that the policy no longer gives stop pushing it. Leaves right answers alone.

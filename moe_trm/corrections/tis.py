@@ -20,7 +20,8 @@ def token_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor:
 
     rho_t is the ratio read (default: engine). Keeps every token; biased by truncation, low variance. Neutral to length.
     `cap` 1.5-5 is usual, 2 the field's default. A `target_reject_rate` chooses the cap that truncates this share.
-    Reports `truncated_fraction` and `raised_fraction`, the shares of tokens above the cap and below the floor. Source: truncated importance sampling as in verl, slime and AReaL.
+    Reports `truncated_fraction` and `raised_fraction`, the shares of tokens above the cap and below the floor.
+    Source: truncated importance sampling as in verl, slime and AReaL.
 
     When: the engines agree up to small noise and a gradient with little bias matters more than a guarantee; the first
     correction to try.

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError
@@ -220,6 +220,7 @@ class RolloutController:
         return {
             "reward/mean": float(rewards.mean()),
             "reward/zero_variance_groups": float(np.mean(np.array(spread) == 0)),
+            **explained_variance(rewards, groups),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),

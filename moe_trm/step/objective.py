@@ -122,6 +122,7 @@ class Objective:
                     **diagnostics.metrics(evidence),
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
+                    **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }
             )
