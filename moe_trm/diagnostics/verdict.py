@@ -10,17 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, escalation, measured
-from moe_trm.diagnostics.verdict_training import (
-    LENGTH_WINDOW,
-    RISING_STEPS,
-    clipping,
-    gradient,
-    length,
-    rising,
-    series,
-    signal,
-)
+from moe_trm.diagnostics.verdict_training import clipping, gradient, length, signal
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
+from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 
 __all__ = ["LENGTH_WINDOW", "RISING_STEPS", "Case", "Verdict", "escalation", "mask_hides_gap", "rising", "verdict"]
 

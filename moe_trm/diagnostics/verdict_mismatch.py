@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from moe_trm.diagnostics.verdict_types import Verdict, pick
+from moe_trm.methods.limits import OUTLIER
 
 Seen = Mapping[str, float]
 
 PPL_TOLERANCE = 0.05
-OUTLIER = 0.8
-"""Difference of a token's probability between two engines that noise does not make."""
 SEQUENCE_CHI2 = 100.0
 COHERENT = 0.02
 """Mean absolute log-ratio per token of a row, nats, that independent noise does not make."""

@@ -4,14 +4,11 @@ from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from moe_trm.diagnostics.verdict_types import Verdict
+from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
 
-RISING_STEPS = 20
-LENGTH_SURGE = 1.2
-LENGTH_WINDOW = 100
 GRADIENT_NORM = 100.0
 """Above it the clip of the gradient leaves a direction without a size."""
 WITHOUT_SIGNAL = 0.5
@@ -21,7 +18,7 @@ WITHOUT_SIGNAL = 0.5
 def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     """The clip holds a high and rising share of tokens."""
     clipped = series(history, "loss/pg_clipfrac")
-    if not clipped or clipped[-1] <= 0.2 or not rising(clipped):
+    if not clipped or clipped[-1] <= CLIPPED or not rising(clipped):
         return None
     sentence = f"The clip cuts more and more of the gradient ({clipped[-1]:.0%} of tokens)."
     return Verdict("clipping", sentence, {"loss/pg_clipfrac": clipped[-1]}, "learner.minibatches=1")
@@ -29,13 +26,11 @@ def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
 
 def length(history: Sequence[Mapping[str, float]], key: str) -> Verdict | None:
     """Answers grew by a fifth within a hundred steps."""
-    if len(history) <= LENGTH_WINDOW or key not in history[-1] or key not in history[-1 - LENGTH_WINDOW]:
+    growth = surged(history, key)
+    if growth is None:
         return None
-    now, before = history[-1][key], history[-1 - LENGTH_WINDOW][key]
-    if before <= 0 or now / before <= LENGTH_SURGE:
-        return None
-    sentence = f"Answers grew by {now / before - 1:.0%} in {LENGTH_WINDOW} steps, which amplifies every mismatch."
-    return Verdict("length", sentence, {key: now}, _half_lr(history[-1]))
+    sentence = f"Answers grew by {growth - 1:.0%} in {LENGTH_WINDOW} steps, which amplifies every mismatch."
+    return Verdict("length", sentence, {key: history[-1][key]}, _half_lr(history[-1]))
 
 
 def gradient(seen: Mapping[str, float]) -> Verdict | None:
@@ -57,24 +52,6 @@ def signal(seen: Mapping[str, float]) -> Verdict | None:
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing: their prompts are too easy or too hard."
     return Verdict("signal", said, {name: share}, "batch.zero_variance=drop")
-
-
-def rising(values: Sequence[float]) -> bool:
-    """True when the last `RISING_STEPS` values have a least-squares slope more than two standard errors above 0."""
-    values = [value for value in values[-RISING_STEPS:] if math.isfinite(value)]
-    n = len(values)
-    if n < 5:
-        return False
-    center, average = (n - 1) / 2, math.fsum(values) / n
-    spread = math.fsum((i - center) ** 2 for i in range(n))
-    slope = math.fsum((i - center) * (v - average) for i, v in enumerate(values)) / spread
-    residual = math.fsum((v - average - slope * (i - center)) ** 2 for i, v in enumerate(values))
-    return slope > 2 * math.sqrt(residual / (n - 2) / spread)
-
-
-def series(history: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    """A metric of the steps that measured it."""
-    return [step[name] for step in history if name in step]
 
 
 def _half_lr(seen: Mapping[str, float]) -> str:

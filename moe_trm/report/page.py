@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from moe_trm.report import words
+from moe_trm.report import lint, words
 from moe_trm.report.cards import Cards
 from moe_trm.report.html import document
 from moe_trm.report.run import Run
@@ -21,6 +21,7 @@ def render(runs: Sequence[Run]) -> str:
         *(words.verdict_now(run, many=len(runs) > 1) for run in runs),
         cards.tiles(),
         *(words.proofs(run, many=len(runs) > 1) for run in runs),
+        *(lint.section(run, many=len(runs) > 1) for run in runs),
         *cards.sections(),
         words.verdicts(runs),
         *(words.transcripts(run) for run in runs),

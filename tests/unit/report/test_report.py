@@ -126,6 +126,22 @@ def test_proofs_that_fail_are_marked(tmp_path: Path) -> None:
     assert "First step whose sample ledger does not balance" in html
 
 
+def test_anti_patterns_are_those_of_settings_and_of_metrics(tmp_path: Path) -> None:
+    assert "Anti-patterns" not in page_of(make_run(tmp_path / "calm")).text
+    run = make_run(tmp_path / "one", pipeline={"mode": "async", "max_staleness": 4})
+    rows = rows_of(run)
+    for step, row in enumerate(rows):
+        row["engine/probs_diff_max"] = 0.95 if step == 5 else 0.2 if step else None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page_of(run).text
+    for told in ("Anti-patterns", "far ahead, uncorrected", "maximum averaged away", "moe-trm doctor"):
+        assert told in text
+    assert "replay at one step" not in text
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"of_another_version": 1}))
+    assert "Not looked for: this version" in page_of(run).text
+
+
 def test_two_runs_side_by_side_differing_settings_first(tmp_path: Path) -> None:
     one = make_run(tmp_path / "one", replay={"mode": "R3"})
     other = make_run(tmp_path / "other", done=5, replay={"mode": "R2"}, optimizer={"lr": 3e-5})
