@@ -66,6 +66,11 @@ class Objective:
         return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
 
     @property
+    def measuring(self) -> bool:
+        """True while a rule with a target has no threshold yet: what is kept now says nothing about it."""
+        return self._thresholds.measuring
+
+    @property
     def needs_entropy(self) -> bool:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy

@@ -40,6 +40,11 @@ class Thresholds:
         """The calibrated rules; none while they still measure."""
         return self._bound
 
+    @property
+    def measuring(self) -> bool:
+        """True while there are rules without a threshold, which reject nothing yet."""
+        return bool(self._pending) and not self._bound
+
     def state(self, learner: Learner) -> dict[str, Any]:
         """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to
         measure. Collective.

@@ -103,6 +103,8 @@ def table(recording: Recording, outcomes: Sequence[RuleOutcome]) -> str:
         lines.append(
             f"{outcome.name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>13}" for c in cells)
         )
+        if outcome.uncalibrated:
+            lines.append(f"  {outcome.uncalibrated}")
     first = outcomes[0]
     if first.histogram:
         lines += ["", f"effective gradient weights, {first.name}:"]
