@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, escalation, measured
-from moe_trm.diagnostics.verdict_training import clipping, gradient, length, signal
+from moe_trm.diagnostics.verdict_training import clipping, gradient, length, reward, signal
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
 from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 
@@ -35,6 +35,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     | `drift` | chi2 above 0.3 | the part |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
+    | `reward` | the mean of 10 steps is 30% below the best such mean, by over four standard errors | lr |
 
     The order is that of the table. A step is not judged on a metric that it did not measure, and a sentence says which
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
@@ -49,7 +50,14 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         found = judge(seen)
         if found:
             return found
-    return clipping(history) or length(history, length_key) or gradient(seen) or signal(seen) or _calm(seen)
+    return (
+        clipping(history)
+        or length(history, length_key)
+        or gradient(seen)
+        or signal(seen)
+        or reward(history)
+        or _calm(seen)
+    )
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:

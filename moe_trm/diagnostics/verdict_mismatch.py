@@ -204,11 +204,17 @@ def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float
 
 
 def dominant(seen: Seen, figure: str) -> str:
-    """The part of the log-ratio with the largest `figure`, of the finest parts that have it; `total` where none has."""
+    """The part of the log-ratio with the largest `figure`, of the finest parts that have it; `total` where none has.
+
+    Figures of rows are not measured of lag and update: where staleness has the largest, the larger k3 of the two tells.
+    """
     for parts in (("engine", "lag", "update"), ("engine", "staleness"), ("merged", "update")):
         known = {part: seen[f"{part}/{figure}"] for part in parts if f"{part}/{figure}" in seen}
         if len(known) == len(parts):
-            return max(known, key=lambda part: known[part])
+            largest = max(known, key=lambda part: known[part])
+            finer = {part: seen[f"{part}/k3_kl"] for part in ("lag", "update") if f"{part}/k3_kl" in seen}
+            split = largest == "staleness" and len(finer) == 2
+            return max(finer, key=lambda part: finer[part]) if split else largest
     return "total"
 
 

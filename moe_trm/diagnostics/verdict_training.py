@@ -4,7 +4,9 @@ from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, pvariance
 
 from moe_trm.diagnostics.verdict_types import Verdict
 from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
@@ -13,6 +15,8 @@ GRADIENT_NORM = 100.0
 """Above it the clip of the gradient leaves a direction without a size."""
 WITHOUT_SIGNAL = 0.5
 """Share of groups that may have equal rewards."""
+REWARD_WINDOW, REWARD_DROP = 10, 0.3
+"""Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
 
 
 def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -52,6 +56,21 @@ def signal(seen: Mapping[str, float]) -> Verdict | None:
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing: their prompts are too easy or too hard."
     return Verdict("signal", said, {name: share}, "batch.zero_variance=drop")
+
+
+def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """The mean reward fell by nearly a third from its best, and not by chance: what was learned is being lost."""
+    values = [value for value in series(history, "reward/mean") if math.isfinite(value)]
+    if len(values) < 2 * REWARD_WINDOW:
+        return None
+    *earlier, latest = [values[i - REWARD_WINDOW : i] for i in range(REWARD_WINDOW, len(values) + 1)]
+    best = max(earlier, key=math.fsum)
+    high, now = fmean(best), fmean(latest)
+    chance = math.sqrt((pvariance(best) + pvariance(latest)) / REWARD_WINDOW)
+    if high <= 0 or now >= (1 - REWARD_DROP) * high or high - now <= 4 * chance:
+        return None
+    said = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps): what was learned is being lost."
+    return Verdict("reward", said, {"reward/mean": values[-1]}, _half_lr(history[-1]))
 
 
 def _half_lr(seen: Mapping[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,29 @@ def test_length_surge_over_a_hundred_steps() -> None:
     assert verdict(surge).case == "length"
     assert verdict(surge[1:]).case == "ok"
     assert verdict([HEALTHY] * 100 + [HEALTHY | {"response/length_mean": 119.0}]).case == "ok"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.6] * 20 + [0.4] * 10, True),
+        ([0.6] * 20 + [0.43] * 10, False),
+        ([0.6] * 20 + [0.4] * 5, False),
+        ([0.6] * 9 + [0.1] * 10, False),
+        ([0.1, 0.9] * 10 + [0.2, 0.4] * 5, False),
+        ([-0.2] * 20 + [-0.5] * 10, False),
+        ([0.6] * 20 + [math.nan] * 3 + [0.3] * 10, True),
+        ([0.2] * 20 + [0.6] * 10, False),
+    ],
+)
+def test_a_reward_that_falls_is_told(rewards: list[float], told: bool) -> None:
+    """By 30% from the best ten steps, and by more than chance; a step without a reward says nothing."""
+    history = [HEALTHY | {"reward/mean": value, "optimizer/lr": 2e-4} for value in rewards]
+    found = verdict([*history[:12], HEALTHY, *history[12:]])
+    assert (found.case == "reward") is told
+    if told:
+        assert found.config == "optimizer.lr=0.0001"
+        assert "fell from 0.6 to " in found.sentence
 
 
 def test_nothing_measured_nothing_said() -> None:

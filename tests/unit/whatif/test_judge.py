@@ -99,9 +99,7 @@ def test_a_rule_that_only_measured_has_no_figures(num_steps: int) -> None:
     """Two steps are measured: figures are of the steps after them, and there are none without such a step."""
     config = CONFIG.model_copy(update={"correction": CorrectionConfig(calibration_steps=2)})
     chosen = CorrectionConfig.model_validate({**TARGET, "calibration_steps": 2})
-    found = judge(
-        Candidate("it", chosen, LossConfig()), config, {1 + step: [recorded()] for step in range(num_steps)}
-    )
+    found = judge(Candidate("it", chosen, LossConfig()), config, {1 + step: [recorded()] for step in range(num_steps)})
     assert found.pooled is not None
     if num_steps <= 2:
         assert found.pooled == found.histogram == {}
