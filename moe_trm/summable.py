@@ -11,8 +11,9 @@ A metric is a set of 0-d float64 tensors under `NAME:ROLE`. The roles of one nam
 | `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
 | `bin0`, `bin1`, ... | `NAME_p95`, the 95th percentile of a histogram |
 
-Bins of a histogram are an eighth of a decade wide, from 1e-6 up; a percentile is interpolated within its bin, so it is
-right to about 5%. What is below 1e-6 counts as 0, what is beyond the last bin as its edge.
+A histogram has two bins for each power of two, from 2^-20 (about 1e-6) up. A percentile is interpolated within its
+bin, so it is right to a few per cent where values lie densely. What is below the first bin counts as 0, what is beyond
+the last as its edge.
 
 The names depend on configuration and shapes, never on values: every rank has the same keys, an empty micro-batch
 included. A name with count 0 is left out of the result.
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 
 Summable = dict[str, Tensor]
-LOWEST, PER_DECADE, PERCENTILE = -6, 8, 0.95
-"""Power of ten at which histograms begin, bins for each decade, and what is read from them."""
+LOWEST, PERCENTILE = -20, 0.95
+"""Power of two at which histograms begin, and what is read from them."""
 
 
 def mean(name: str, values: Tensor, mask: Tensor) -> Summable:
@@ -69,10 +70,13 @@ def lowest(values: Tensor) -> Tensor:
 
 
 def bins(values: Tensor, top: int) -> Tensor:
-    """Number of `values` in each bin of a histogram that ends at 10^`top`, `[bins]` float64. NaN is in the last one."""
-    num = (top - LOWEST) * PER_DECADE + 2
-    place = (values.detach().double().clamp(min=0).log10() - LOWEST) * PER_DECADE
-    index = place.floor().nan_to_num(nan=num, neginf=-1, posinf=num).clamp(-1, num - 2).long() + 1
+    """Number of `values` in each bin of a histogram that ends at 2^`top`, `[bins]` float64. NaN is in the last one.
+
+    The upper bits of a float32, its exponent and the first bit of its mantissa, are the number of its bin.
+    """
+    num = 2 * (top - LOWEST) + 2
+    bits = values.detach().float().clamp(min=0).abs().view(torch.int32) >> 22
+    index = (bits - (2 * (LOWEST + 127) - 1)).clamp_(0, num - 1)
     return torch.bincount(index, minlength=num).double()
 
 
@@ -144,7 +148,7 @@ def _finish(name: str, parts: dict[str, float]) -> dict[str, float]:
 
 
 def _finish_percentile(name: str, counts: Sequence[float]) -> dict[str, float]:
-    wanted, below = PERCENTILE * math.fsum(counts), 0.0
+    wanted = PERCENTILE * math.fsum(counts)
     if not wanted:
         return {}
     place = next(i for i in range(len(counts)) if math.fsum(counts[: i + 1]) >= wanted)
@@ -152,7 +156,8 @@ def _finish_percentile(name: str, counts: Sequence[float]) -> dict[str, float]:
     if place == 0:
         return {f"{name}_p95": 0.0}
     within = (wanted - below) / counts[place] if place < len(counts) - 1 else 0.0
-    return {f"{name}_p95": 10 ** (LOWEST + (place - 1 + within) / PER_DECADE)}
+    low, high = (2.0 ** (LOWEST + bound // 2) * (1 + bound % 2 / 2) for bound in (place - 1, place))
+    return {f"{name}_p95": low + within * (high - low)}
 
 
 def _finish_correlation(name: str, parts: Mapping[str, float], count: float) -> dict[str, float]:

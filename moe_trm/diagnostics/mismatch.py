@@ -21,8 +21,8 @@ from moe_trm.ratios import LOG_RATIO_LIMIT, clamp_log_ratio
 HIGH_RATIO = 2.0
 PARTS = ("lag", "update")
 """Parts of staleness: where it is known, they are measured by tokens alone."""
-PROBABILITY_TOP, CHI2_TOP = 0, 6
-"""Powers of ten that end the histograms: differences of probabilities are at most 1."""
+PROBABILITY_TOP, CHI2_TOP = 0, 20
+"""Powers of two that end the histograms: differences of probabilities are at most 1."""
 BLOCK = 1 << 15
 """Tokens worked on together: what they need stays in a core's cache."""
 
@@ -76,12 +76,13 @@ def metrics(evidence: Evidence, names: Sequence[str] | None = None) -> summable.
             log_ratio = ratios.get(name).detach()
             log_ratio_N = packing.pack(log_ratio)
             moved, span = log_ratio.sum(dim=1), Span.of(log_ratio_N)
-            result |= _token_metrics(name, log_ratio_N, span)
+            compared = name in (known[0], "total")
+            result |= _token_metrics(name, log_ratio_N, span, packing if compared else None)
             if name not in parts:
                 result |= _row_metrics(name, log_ratio, moved, lengths, span)
-            if name in (known[0], "total"):
+            if compared:
                 result |= _policy_metrics(name, rollout_N, log_ratio_N)
-                result |= _perplexities(name, surprise, moved, lengths) | _row_variance(name, log_ratio_N, packing)
+                result |= _perplexities(name, surprise, moved, lengths)
     if evidence.exact_kl is not None and (names is None or "total" in names):
         result |= summable.mean("total/exact_kl", evidence.exact_kl, ratios.mask)
     return result
@@ -110,15 +111,18 @@ class Span:
         }
 
 
-def _token_metrics(name: str, log_ratio_N: Tensor, span: Span) -> summable.Summable:
+def _token_metrics(name: str, log_ratio_N: Tensor, span: Span, packing: Packing | None) -> summable.Summable:
+    """Figures of single tokens; with `packing` those of a row's excess of squares too."""
     limit = math.log(HIGH_RATIO)
     far, wide = span.beyond(LOG_RATIO_LIMIT), span.beyond(limit)
     sums = torch.zeros(4, dtype=torch.float64, device=log_ratio_N.device)
     num_high, num_low = sums.new_zeros(()), sums.new_zeros(())
-    for block in torch.split(log_ratio_N, BLOCK):
+    excess_N = torch.empty_like(log_ratio_N)
+    for block, excess in zip(torch.split(log_ratio_N, BLOCK), torch.split(excess_N, BLOCK), strict=True):
         x = clamp_log_ratio(block) if far else block
         less = x.expm1()
-        sums += torch.stack([_sum(x), _sum(x.abs()), _sum(less), _sum(less.mul_(less + 2))])
+        torch.mul(less, less + 2, out=excess)  # e^{2x} - 1
+        sums += torch.stack([_sum(x), _sum(x.abs()), _sum(less), _sum(excess)])
         if wide:
             num_high, num_low = num_high + summable.count(x > limit), num_low + summable.count(x < -limit)
     sum_x, sum_abs, sum_expm1, sum_expm1_twice = sums.unbind()
@@ -135,6 +139,9 @@ def _token_metrics(name: str, log_ratio_N: Tensor, span: Span) -> summable.Summa
     metrics = {f"{name}/{key}:sum": value for key, value in per_token.items()}
     metrics |= {f"{name}/{key}:count": tokens for key in per_token}
     metrics[f"{name}/rollout_is:square"] = sum_expm1_twice + tokens
+    if packing is not None:
+        of_rows = packing.row_sums(excess_N)[packing.lengths > 0] / packing.lengths[packing.lengths > 0]
+        metrics |= summable.histogram(f"{name}/chi2_token", summable.bins(of_rows, CHI2_TOP))
     return metrics | span.ratios(f"{name}/rollout_is")
 
 
@@ -179,12 +186,6 @@ def _policy_metrics(name: str, rollout_N: Tensor, log_ratio_N: Tensor) -> summab
         **widest,
         **summable.histogram(f"{name}/probs_diff", counts),
     }
-
-
-def _row_variance(name: str, log_ratio_N: Tensor, packing: Packing) -> summable.Summable:
-    lengths = packing.lengths
-    excess = packing.row_sums((2 * clamp_log_ratio(log_ratio_N)).expm1()) / lengths.clamp(min=1)
-    return summable.histogram(f"{name}/chi2_token", summable.bins(excess[lengths > 0], CHI2_TOP))
 
 
 def _perplexities(name: str, surprise: Tensor, moved: Tensor, lengths: Tensor) -> summable.Summable:

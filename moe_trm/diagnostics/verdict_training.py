@@ -69,7 +69,8 @@ def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     chance = math.sqrt((pvariance(best) + pvariance(latest)) / REWARD_WINDOW)
     if high <= 0 or now >= (1 - REWARD_DROP) * high or high - now <= 4 * chance:
         return None
-    said = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps): what was learned is being lost."
+    fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
+    said = f"{fell}: what was learned is being lost."
     return Verdict("reward", said, {"reward/mean": values[-1]}, _half_lr(history[-1]))
 
 

@@ -65,7 +65,9 @@ def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
         ([1.0] * 5, 1.0),
         ([0.01] * 94 + [0.5] * 6, 0.5),
         ([0.01] * 96 + [0.5] * 4, 0.01),
-        ([1e9, torch.inf, torch.nan], 10.0),
+        ([1e9, torch.inf, torch.nan], 2.0),
+        ([-torch.nan] * 3, 2.0),
+        ([0.1] * 5 + [-1.0, -1e-30, 1e-40], 0.1),
         ([3e-6, 3e-6], 3e-6),
     ],
 )
@@ -77,7 +79,7 @@ def test_a_percentile_is_right_to_its_bin(values: list[float], expected: float |
     got = finalize(summed)
     assert ("h_p95" in got) == ("h" in got) == (expected is not None)
     if expected is not None:
-        assert got["h_p95"] == pytest.approx(expected, rel=0.34)
+        assert got["h_p95"] == pytest.approx(expected, rel=0.5)
 
 
 def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moe_trm.config.engines import EngineTraits
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, Config
 from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
@@ -154,6 +154,40 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
             assert [row.advantage > 0 for row in own] == [reward == max(rewards) for reward in rewards]
             uneven += 1
     assert uneven
+
+
+@pytest.mark.parametrize("lone", [None, "reward", "zero"])
+def test_a_sample_whose_group_was_rejected_gets_what_the_setting_says(lone: str | None) -> None:
+    """The first sample of each prompt is the only one that is left."""
+    config = CONFIG.model_copy(update={"advantage": advantage(name="rloo", lone_sample=lone)})
+    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(16) if i % 4)), config))
+    assert len({row.record.group_id for row in rows}) == len(rows) > 1
+    assert any(row.record.reward for row in rows)
+    for row in rows:
+        assert row.advantage == (row.record.reward if lone == "reward" else 0.0)
+
+
+def test_gdpo_whitens_over_the_tokens_of_the_step() -> None:
+    class Parts(FakeTask):
+        async def reward(self, sample: RewardInput) -> object:
+            return {"odd": float(sum(sample.completion_ids) % 2), "long": len(sample.completion_ids) / 10}
+
+    async def go() -> list[TrainBatch]:
+        config = CONFIG.model_copy(update={"advantage": advantage(name="gdpo")})
+        controller = RolloutController(config, FakeEngine(), Parts(), SamplingParams())
+        await controller.load_weights(WeightPush(0, "", ()))
+        return await controller.plan(1, data_size=2)
+
+    rows = rows_of(asyncio.run(go()))
+    lengths = np.array([row.record.num_sampled for row in rows])
+    assert len(set(lengths)) > 1
+    tokens = np.repeat([row.advantage for row in rows], lengths)
+    assert tokens.mean() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-4)
+
+
+def advantage(**settings: str | None) -> AdvantageConfig:
+    return AdvantageConfig.model_validate(settings)
 
 
 def test_the_same_step_is_planned_the_same_way_twice() -> None:
