@@ -160,7 +160,7 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
 def test_a_sample_whose_group_was_rejected_gets_what_the_setting_says(lone: str | None) -> None:
     """The first sample of each prompt is the only one that is left."""
     config = CONFIG.model_copy(update={"advantage": advantage(name="rloo", lone_sample=lone)})
-    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(16) if i % 4)), config))
+    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(99) if i % 4)), config))
     assert len({row.record.group_id for row in rows}) == len(rows) > 1
     assert any(row.record.reward for row in rows)
     for row in rows:
