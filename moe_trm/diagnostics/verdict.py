@@ -50,14 +50,8 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         found = judge(seen)
         if found:
             return found
-    return (
-        clipping(history)
-        or length(history, length_key)
-        or gradient(seen)
-        or signal(seen)
-        or reward(history)
-        or _calm(seen)
-    )
+    of_training = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
+    return of_training or reward(history) or _calm(seen)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:

@@ -182,6 +182,8 @@ def test_what_guards_is_not_told() -> None:
     assert names(found(config({"loss": {"clip_low": 0.3}}), clipped)) == {"wide clip"}
     noisy = MEASURED["products of long rows"][1]
     assert found(config(), noisy) == []
+    effective = [step | {"correction/weight_eff_sample_size": 0.6} for step in noisy]
+    assert found(config({"correction": {"rules": [{"name": "seq_tis"}]}}), effective) == []
     assert found(config(PLANTED["products of long rows"], {"rollout": {"max_new_tokens": 64}}), noisy[:3]) == []
     for alone in ({"learner": {"epochs": 2, "minibatches": 1}}, {"learner": {"minibatches": 2}}):
         assert names(planned(config(PLANTED["replay at one step"], alone))) <= {"replay at one step"}
