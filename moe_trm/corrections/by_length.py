@@ -27,9 +27,8 @@ ROWS_TO_JUDGE, ROWS_TO_KEEP = 10, 20
 """An octave is judged from that many rows expected above its threshold; steps are forgotten while that many remain."""
 GAIN, MOST = 0.5, 10.0
 """Step of an octave's offset per relative error of its rejected share, and its largest size, in spreads."""
-
-HUGE = 1e300
-"""Stands for scores that are not finite: they count as above any threshold that can be made."""
+LEAST, HUGE = 1e-12, 1e300
+"""The least threshold, and what stands for scores that are not finite: they are above any threshold that is in use."""
 
 
 def octave_of(lengths: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class LengthThresholds:
     def at(self, lengths: Tensor) -> Tensor:
         """`[B, D]` float64; infinite for rows that cannot be judged."""
         octave, log_length = octave_of(lengths), lengths.clamp(min=1).double().log2()
-        quantile = self.line(octave.clamp(min=0), log_length).clamp(min=1e-12)
+        quantile = self.line(octave.clamp(min=0), log_length).clamp(min=LEAST)
         return quantile.where((octave >= 0)[:, None] & quantile.isfinite(), math.inf)
 
     def line(self, octave: Tensor | int, log_length: Tensor) -> Tensor:
@@ -103,8 +102,9 @@ class LengthTracker:
             if num_rows:
                 error = float(rejected[here].double().mean()) / self._target - 1
                 weight = min(1.0, num_rows * self._target / ROWS_TO_KEEP)
+                at_least = bool((self.thresholds.value[number] <= LEAST).all())
                 # A broken batch must not lift the threshold at once: an error counts at most as the target itself.
-                self._offset[number] += GAIN * weight * min(error, 1.0)
+                self._offset[number] += GAIN * weight * min(max(error, 0.0) if at_least else error, 1.0)
         self._offset.clamp_(-MOST, MOST)
         stamp = torch.full((len(lengths_N), 1), float(self.num_steps), dtype=torch.float64)
         new = torch.cat([statistics_ND, lengths_N[:, None].double(), stamp], dim=1)
@@ -167,7 +167,8 @@ def _slopes(position: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Slopes below and above each knot: towards its neighbour, else as on its other side, else 0."""
     rise = (value[1:] - value[:-1]) / (position[1:] - position[:-1])[:, None]
     unknown = torch.full_like(value[:1], math.nan)
-    rise = rise.where(value[1:].isfinite() & value[:-1].isfinite(), math.nan)
+    known = value.abs() < HUGE / 1e100
+    rise = rise.where(known[1:] & known[:-1], math.nan)
     below, above = torch.cat([unknown, rise]), torch.cat([rise, unknown])
     below, above = below.where(below.isfinite(), above), above.where(above.isfinite(), below)
     return below.nan_to_num(nan=0.0), above.nan_to_num(nan=0.0)

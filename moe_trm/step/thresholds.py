@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.corrections import BoundRule, Evidence, calibrate, scores
-from moe_trm.corrections.by_length import LengthTracker, octave_name
+from moe_trm.corrections.by_length import LEAST, LengthTracker, octave_name
 from moe_trm.corrections.calibration import scores_and_lengths
 from moe_trm.learner.protocol import Learner
 from moe_trm.step.recipe import Uncalibrated, placeholder
@@ -53,7 +53,7 @@ class Following:
         return {
             f"correction/{self.item.name}/threshold_{name}_length_{octave_name(octave)}": float(threshold)
             for octave in values.judged().nonzero()[:, 0].tolist()
-            for name, threshold in calibrate(*values.value[octave].clamp(min=1e-12).tolist()).items()
+            for name, threshold in calibrate(*values.value[octave].clamp(min=LEAST).tolist()).items()
         }
 
 
@@ -94,15 +94,16 @@ class Thresholds:
         """
         measuring = {} if self._bound else dict(enumerate(self._pending))
         scores_so_far = {item.name: self._collected(learner, i).numpy().tobytes() for i, item in measuring.items()}
-        following = {one.item.name: one.tracker.state() for one in self._following}
+        following = {one.item.name: {**one.tracker.state(), "of": dict(one.item.fixed)} for one in self._following}
         return {"chosen": self._chosen, "steps": self._steps, "scores": scores_so_far, "by_length": following}
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
         """Go on after `state`. Rules that it does not know begin to measure anew, all of them; of those by length each
-        that it does not know.
+        that it does not know with the same other thresholds.
         """
         for one in self._following:
-            if (known := state.get("by_length", {}).get(one.item.name)) is not None:
+            known = state.get("by_length", {}).get(one.item.name)
+            if known is not None and known["of"] == dict(one.item.fixed):
                 one.tracker.restore(known)
         names, chosen, measured = [item.name for item in self._pending], state["chosen"], state["scores"]
         if names and set(names) <= set(chosen):

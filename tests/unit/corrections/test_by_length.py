@@ -152,6 +152,25 @@ def test_not_finite_scores_never_lift_a_threshold_out_of_reach() -> None:
     assert (torch.tensor([math.inf]) > tracker.thresholds.at(torch.tensor([8]))[:, 0]).all()
 
 
+def test_an_octave_of_broken_scores_leaves_its_neighbours_alone() -> None:
+    rng, tracker = np.random.default_rng(0), LengthTracker(TARGET, 1)
+    lengths = torch.tensor([8, 16, 20, 24, 31]).repeat(400)
+    scores = mean_scores(rng, lengths, 0.1)
+    scores[lengths == 8] = math.nan
+    tracker.add(scores[:, None], lengths)
+    rejected = scores > tracker.thresholds.at(lengths)[:, 0]
+    assert float(rejected[lengths > 8].float().mean()) == pytest.approx(TARGET, abs=0.01)
+
+
+def test_scores_that_no_threshold_can_reject_leave_no_trace_for_later() -> None:
+    """Rows that all became likelier: nothing to reject, and no offset below all scores that later rows would meet."""
+    rng, tracker = np.random.default_rng(0), LengthTracker(TARGET, 1)
+    for _ in range(20):
+        lengths = lengths_of(rng)
+        tracker.add(-1 - mean_scores(rng, lengths, 0.1)[:, None], lengths)
+    assert not torch.frombuffer(bytearray(tracker.state()["offset"]), dtype=torch.float64).any()
+
+
 def test_a_restored_tracker_goes_on_alike() -> None:
     rng, one, other = np.random.default_rng(0), LengthTracker(TARGET, 2), LengthTracker(TARGET, 2)
     other.restore(one.state())

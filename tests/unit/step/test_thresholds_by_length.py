@@ -68,6 +68,20 @@ def test_a_checkpoint_without_them_begins_to_measure() -> None:
     assert updates(after, learner, 1)[0]["correction/kept_fraction"] == 1.0
 
 
+def test_a_score_that_was_changed_begins_to_measure() -> None:
+    def with_score(score: str) -> Objective:
+        thresholds = {"score": score}
+        rule = {"name": "trm", "target_reject_rate": 0.5, "by_length": True, "thresholds": thresholds}
+        return Objective(config(correction={"calibration_steps": 2, "rules": [rule]}))
+
+    learner, before, after = FakeLearner(Ranks(1), 0), with_score("max"), with_score("mean")
+    updates(before, learner, 5)
+    after.restore(before.state(learner), learner)
+    first, second, third = updates(after, learner, 3)
+    assert first["correction/kept_fraction"] == second["correction/kept_fraction"] == 1.0
+    assert "correction/trm/unjudged_fraction" in third
+
+
 def test_ranks_have_the_same_thresholds() -> None:
     one = outcome(config(**BY_LENGTH), ranks=1, micro_batch_rows=100, steps=6)
     two = outcome(config(**BY_LENGTH), ranks=2, micro_batch_rows=2, steps=6)
