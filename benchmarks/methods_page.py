@@ -40,10 +40,10 @@ are `[B]`. Only sampled tokens count: prompts, tool outputs and padding change n
 **Calibration.** Where `target_reject_rate` is possible, it takes the place of the thresholds: the rule measures for
 `correction.calibration_steps` steps, and then rejects what would have been that share.
 
-**Scores.** A rule on rows compares one number of the row with its threshold. `score` chooses the number, and is the same
-idea for every rule that has it, on any ratio: `max` (the worst token), `mean`, `sum`, `ln` (the mean with weights that
-fall towards the end of the row; needs `ln_delta`) or `ser` (the mean of abs(w - 1)). Rules on a band of ratios and the
-veto refuse `ser`, which has no sign.
+**Scores.** A rule on rows compares one number of the row with its threshold. `score` chooses the number, alike in every
+rule that has it and on any ratio: `max` (the worst token), `mean`, `sum`, `ln` (the mean with weights that fall towards
+the end of the row; needs `ln_delta`) or `ser` (the mean of abs(w - 1)). Rules on a band of ratios and the veto refuse
+`ser`, which has no sign.
 
 **By length.** One threshold is never neutral to length: maxima and sums reject long rows more, means short ones. With
 `by_length: true` beside `target_reject_rate` each octave of length (8 to 15 tokens, 16 to 31, ...) has its own
@@ -203,8 +203,8 @@ def _length_bias() -> str:
         lines.append(f"| `{found.rule}` | {found.slope:+.1f} ({found.low:+.1f} to {found.high:+.1f}) | {rates} |")
     lines.append(
         "\nMaxima and sums reject long rows more. Means reject short rows more, because their spread shrinks with\n"
-        "length. With `by_length` every octave is rejected alike, while the noise doubles too: the figures of every rule\n"
-        "are in `benchmarks/RESULTS.md`.\n"
+        "length. With `by_length` every octave is rejected alike, while the noise doubles too. The figures of every\n"
+        "rule are in `benchmarks/RESULTS.md`.\n"
     )
     return "\n".join(lines)
 
