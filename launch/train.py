@@ -40,6 +40,7 @@ from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
+from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
 
@@ -98,7 +99,7 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
             for choice in choices:
                 print(f"  {choice.key}: {choice}", flush=True)
         learner = build_learner(config)
-        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host))
+        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host, sinks))
         pusher = build_pusher(config, store, rank, learner, rollouts, run_dir, host)
         stack.callback(pusher.close)
         stack.callback(checkpoints.close)
@@ -109,7 +110,13 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
 
 
 def connect(
-    config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path, host: Host
+    config: Config,
+    store: Store,
+    ranks: tuple[int, int],
+    learner: Learner,
+    run_dir: Path,
+    host: Host,
+    sinks: Sequence[Sink],
 ) -> RolloutClient:
     """Start the controller on the first rank and tell the others its address.
 
@@ -122,7 +129,20 @@ def connect(
         store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
     key, endpoint, public_key = store.get("moe-trm/controller").decode().split(" ")
     data = (learner.data_rank, learner.data_size)
-    return RolloutClient(endpoint, key, ranks=ranks, data=data, process=process, public_key=public_key)
+
+    def watch(states: Sequence[ServerState]) -> None:
+        for sink in sinks:
+            sink.servers(states)
+
+    return RolloutClient(
+        endpoint,
+        key,
+        ranks=ranks,
+        data=data,
+        process=process,
+        public_key=public_key,
+        watch=watch if sinks else None,
+    )
 
 
 def build_pusher(

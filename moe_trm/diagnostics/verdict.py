@@ -18,6 +18,7 @@ from moe_trm.diagnostics.verdict_training import (
     length,
     rising,
     series,
+    servers,
     signal,
 )
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
@@ -43,6 +44,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     | `drift` | chi2 above 0.3 | the part |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
+    | `servers` | a rollout server is out of service, or was during this step | its log |
 
     The order is that of the table. A step is not judged on a metric that it did not measure, and a sentence says which
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
@@ -57,7 +59,8 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         found = judge(seen)
         if found:
             return found
-    return clipping(history) or length(history, length_key) or gradient(seen) or signal(seen) or _calm(seen)
+    of_training = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
+    return of_training or servers(history) or _calm(seen)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:

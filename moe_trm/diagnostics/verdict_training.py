@@ -1,5 +1,5 @@
-"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, and what there is to learn
-from.
+"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, what there is to learn from,
+and the rollout servers.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from moe_trm.diagnostics.verdict_types import Verdict
+from moe_trm.diagnostics.verdict_types import Verdict, pick
 
 RISING_STEPS = 20
 LENGTH_SURGE = 1.2
@@ -57,6 +57,25 @@ def signal(seen: Mapping[str, float]) -> Verdict | None:
         return None
     said = f"{share:.0%} of the groups have equal rewards and teach nothing: their prompts are too easy or too hard."
     return Verdict("signal", said, {name: share}, "batch.zero_variance=drop")
+
+
+def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """A rollout server is out of service, or was during this step."""
+    seen = history[-1]
+    lost, evidence = seen.get("rollout/servers_lost", 0.0), pick(seen, "rollout/servers_lost", "rollout/losses")
+    if lost:
+        total = lost + seen.get("rollout/servers", 0.0)
+        said = f"{lost:.0f} of {total:.0f} rollout servers are out of service: rollout.log says why."
+        return Verdict("servers", said, evidence, "")
+    before = series(history[:-1], "rollout/losses")
+    now = seen.get("rollout/losses", 0.0)
+    if now <= (before[-1] if before else 0.0):
+        return None
+    said = (
+        f"A rollout server was lost and came back ({now:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s out of "
+        "service since the start): rollout.log says why."
+    )
+    return Verdict("servers", said, evidence, "")
 
 
 def rising(values: Sequence[float]) -> bool:

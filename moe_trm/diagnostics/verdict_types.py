@@ -21,6 +21,7 @@ Case = Literal[
     "length",
     "gradient",
     "signal",
+    "servers",
     "unclear",
 ]
 

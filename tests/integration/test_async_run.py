@@ -38,10 +38,13 @@ WATCHED = {
     "rollout/reissued",
     "rollout/recoveries",
     "rollout/servers",
+    "rollout/servers_lost",
+    "rollout/losses",
+    "rollout/lost_s",
     "records/dropped/age",
 }
 """The metrics that docs/pipeline.md names."""
-TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "eval/")
+TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "rollout/los", "eval/")
 
 
 @pytest.fixture(scope="module")

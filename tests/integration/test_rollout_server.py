@@ -413,7 +413,9 @@ def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> 
     )
 
 
-def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(rollout_config: Config, tmp_path: Path) -> None:
+def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
+    rollout_config: Config, tmp_path: Path
+) -> None:
     server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
     with pytest.raises(EngineError, match="--no-such-option") as caught:
