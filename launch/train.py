@@ -29,6 +29,7 @@ from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import Config
 from moe_trm.doctor.preflight import check_launch, load_here
+from moe_trm.doctor.trial import try_task
 from moe_trm.errors import REFUSED, MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         config, choices = load_here(args.config, args.overrides)
         restarted = args.restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
+        if first and not restarted:
+            try_task(config)
         run(config, interruption, choices, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from moe_trm.doctor.environment import environment
 from moe_trm.doctor.preflight import check_launch
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached
+from moe_trm.doctor.trial import try_task
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import ProbeTokens, pooled
 from moe_trm.tasks.tokens import Tokens
@@ -95,6 +96,7 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
 
 def _launch(config: Config, world_size: int) -> str:
     check_launch(config, world_size=world_size)
+    try_task(config)
     return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
 
 

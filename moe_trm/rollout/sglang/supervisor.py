@@ -111,7 +111,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             expected="a folder with config.json",
         )
     settings = config.rollout.server
-    port = _claim_port(settings.host, settings.port)
+    port = claim_port(settings.host, settings.port)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
         # A file only this user can read: arguments are visible to everyone on the machine.
@@ -284,8 +284,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0).
+def claim_port(host: str, port: int) -> int:
+    """The port itself when it is free (any free one for 0). Raises `EngineError`.
 
     A taken port would let another server answer our health check.
     """
