@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,9 @@ from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
+REFUSAL_S = 5.0
+"""Time in which a rank that refuses is ended by torchrun where the first one refused as well."""
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -67,9 +71,24 @@ def main(argv: list[str] | None = None) -> int:
             try_task(config)
         run(config, interruption, choices, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return error.exit_status if isinstance(error, MoeTrmError) else REFUSED
+        status = error.exit_status if isinstance(error, MoeTrmError) else REFUSED
+        if not (status == REFUSED and told_by_another(interruption)):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return status
     return 0
+
+
+def told_by_another(interruption: Interruption) -> bool:
+    """True when torchrun ends this rank because another one has refused, which then has said why.
+
+    All ranks refuse the same configuration. The first of each machine says so at once; the others wait a little.
+    """
+    if not dist.is_torchelastic_launched() or os.environ.get("LOCAL_RANK", "0") == "0":
+        return False
+    deadline = time.monotonic() + REFUSAL_S
+    while not interruption.requested and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(interruption.requested)
 
 
 def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = (), *, restarted: bool = False) -> None:
