@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,7 @@ from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
+from moe_trm.report.run import CHOICES
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
@@ -116,6 +118,7 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
+            (run_dir / CHOICES).write_text(json.dumps([asdict(choice) for choice in choices], indent=2) + "\n")
             sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
             for choice in choices:
