@@ -112,7 +112,7 @@ class RolloutController:
                 where=f"step {step}",
                 got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
-                fix="The reasons above say what the engine sent; `rollout.log` in the run directory has its side.",
+                fix="\n".join(["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]),
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
