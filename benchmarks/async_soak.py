@@ -7,7 +7,8 @@ long requests that nobody waits for. Weights are pushed after every step, so pus
 
 A run holds when it does all its steps, its books balance at every step, no sample is older than eta, no answer was
 malformed, and the engine ratio is rounding at every step. The last shows that what was trained on came from the weights
-of its label: a server that comes back serves those of the checkpoint. The exit status is 1 when a run does not hold.
+of its label: a server that comes back serves those of the checkpoint. `stale k3` shows what other weights would do. The
+exit status is 1 when a run does not hold.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ def judged(metrics: Sequence[Mapping[str, Any]], code: int, steps: int, eta: int
         "dropped": int(last.get("ledger/dropped", 0.0)),
         "oldest": int(age),
         "engine k3": max(ratios, default=0.0),
+        "stale k3": max((row.get("staleness/k3_kl") or 0.0 for row in trained), default=0.0),
         "verdict": "; ".join(fault for fault, holds in faults.items() if holds) or "holds",
     }
 

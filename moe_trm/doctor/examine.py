@@ -50,10 +50,11 @@ def examine(
     tell: Callable[[Check], None],
     *,
     probe: bool = True,
+    kept: bool = True,
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
-    The probe runs in `folder`, and only when nothing failed before it.
+    The probe runs in `folder`, and only when nothing failed before it. `kept`: the folder is there afterwards.
     """
     found = Examination()
 
@@ -75,7 +76,10 @@ def examine(
     try:
         probed = zero_update(config_path, overrides, config, folder)
     except ProbeFailed as error:
-        add(Check("zero-update probe", "fail", str(error.got), f"the whole log: {error.where}"))
+        said, log = str(error.got), f"the whole log: {error.where}"
+        if not kept:  # no path that is gone when it is read
+            said, log = said.replace(str(folder), "FOLDER"), "--keep FOLDER keeps the whole log and the server's"
+        add(Check("zero-update probe", "fail", said, log))
         return found
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))

@@ -47,7 +47,7 @@ def check_prompts(config: Config) -> None:
     task = config.task
     if task.reads_prompts:
         sources = [task.prompts, task.eval_prompts, *task.eval_sets.values()]
-        refuse_together(*(lambda source=source: check_source(source) for source in sources if source))  # type: ignore[misc]
+        refuse_together(*(lambda source=source: check_source(source) for source in sources if source))
 
 
 def check_folders(config: Config) -> None:
@@ -58,7 +58,7 @@ def check_folders(config: Config) -> None:
         "record.bundle": config.record.bundle,
         "sync.dir": config.sync.dir,
     }
-    refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))  # type: ignore[misc]
+    refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))
 
 
 def check_server(config: Config) -> None:

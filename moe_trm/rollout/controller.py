@@ -112,7 +112,9 @@ class RolloutController:
                 where=f"step {step}",
                 got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
-                fix="\n".join(["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]),
+                fix="\n".join(
+                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
+                ),
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)

@@ -63,7 +63,7 @@ class Noted(Disturber):
 def test_all_disturbances_come_in_an_order_that_the_seed_fixes() -> None:
     runs = []
     for _ in range(2):
-        disturber = Noted(servers=[type("Server", (), {"url": "u"})()], every_s=1e-4, seed=3)  # type: ignore[list-item]
+        disturber = Noted(servers=[type("Server", (), {"url": "u"})()], every_s=1e-4, seed=3)
         disturber.run()
         runs.append(disturber.faults)
         assert sum(disturber.done.values()) == 40

@@ -115,7 +115,7 @@ async def outcomes(reward: FunctionReward, texts: list[str]) -> list[object]:
     ("source", "bad"),
     [
         (PLAIN, {"raise": "reward_error", "exit": "reward_error", "crash": "reward_crash", "hang": "reward_timeout"}),
-        (PLAIN, {"regex": "reward_timeout", "object": "reward_type", "none": None}),
+        (PLAIN, {"regex": "reward_timeout", "object": "reward_type", "none": "reward_type"}),
         (BATCHED, {"raise": "reward_error", "short": "reward_shape", "object": "reward_type", "crash": "reward_crash"}),
         (BATCHED, {"hang": "reward_timeout"}),
         (ASYNC, {"raise": "reward_error", "crash": "reward_crash", "wait": "reward_timeout", "object": "reward_type"}),

@@ -136,6 +136,12 @@ def test_rejected_records_are_counted_and_the_rest_trains() -> None:
     assert not {1, 7} & {row.record.sample_id for row in rows_of(shares)}
 
 
+def test_a_step_without_a_record_says_why_the_first_was_rejected() -> None:
+    with pytest.raises(ControllerError, match="no record of this step was accepted") as caught:
+        plan(FakeEngine(reject=frozenset(range(10_000))))
+    assert "payload cut short" in str(caught.value)
+
+
 def test_a_reward_that_raises_rejects_its_record_only() -> None:
     shares = plan(FakeEngine())
     with_bad_token = [i for i in range(16) if 31 in make_record(sample_id=i, num_sampled=3 + i % 5).tokens[4:]]
