@@ -35,6 +35,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class ServerState:
+    """A rollout server at this moment.
+
+    Attributes:
+        url: its address.
+        lost_s: seconds that it has been out of service; None while it is in service.
+        why: what took it out of service; empty while it is in service.
+    """
+
+    url: str
+    lost_s: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One task instance.
 

@@ -1,5 +1,5 @@
-"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, and what there is to learn
-from.
+"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, what there is to learn from,
+and the rollout servers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance
 
-from moe_trm.diagnostics.verdict_types import Verdict
+from moe_trm.diagnostics.verdict_types import Verdict, pick
 from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
 
 GRADIENT_NORM = 100.0
@@ -72,6 +72,25 @@ def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
     said = f"{fell}: what was learned is being lost."
     return Verdict("reward", said, {"reward/mean": values[-1]}, _half_lr(history[-1]))
+
+
+def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """A rollout server is out of service, or was during this step."""
+    seen = history[-1]
+    lost, evidence = seen.get("rollout/servers_lost", 0.0), pick(seen, "rollout/servers_lost", "rollout/losses")
+    if lost:
+        total = lost + seen.get("rollout/servers", 0.0)
+        said = f"{lost:.0f} of {total:.0f} rollout servers are out of service: rollout.log says why."
+        return Verdict("servers", said, evidence, "")
+    before = series(history[:-1], "rollout/losses")
+    now = seen.get("rollout/losses", 0.0)
+    if now <= (before[-1] if before else 0.0):
+        return None
+    said = (
+        f"A rollout server was lost and came back ({now:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s out of "
+        "service since the start): rollout.log says why."
+    )
+    return Verdict("servers", said, evidence, "")
 
 
 def _half_lr(seen: Mapping[str, float]) -> str:

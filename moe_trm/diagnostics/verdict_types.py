@@ -22,6 +22,7 @@ Case = Literal[
     "gradient",
     "signal",
     "reward",
+    "servers",
     "unclear",
 ]
 

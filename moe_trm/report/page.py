@@ -9,6 +9,7 @@ from moe_trm.report import lint, words
 from moe_trm.report.cards import Cards
 from moe_trm.report.html import document
 from moe_trm.report.run import Run
+from moe_trm.report.servers import lost_servers
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -19,6 +20,7 @@ def render(runs: Sequence[Run]) -> str:
         f"<header><h1>{escape(title)}</h1>{''.join(words.state(run, many=len(runs) > 1) for run in runs)}</header>",
         words.compared(runs) if len(runs) > 1 else "",
         *(words.verdict_now(run, many=len(runs) > 1) for run in runs),
+        *(lost_servers(run, many=len(runs) > 1) for run in runs),
         cards.tiles(),
         *(words.proofs(run, many=len(runs) > 1) for run in runs),
         *(lint.section(run, many=len(runs) > 1) for run in runs),

@@ -60,6 +60,7 @@ def checks(run: Run) -> list[ProofCheck]:
         _worst(run, f"Live router against the record, at most {bound:g}",
                "routing/local_flip_rate", max, lambda v: v <= bound),
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
+        _worst(run, "Times that a rollout server was lost", "rollout/losses", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
     if rounding := run.config.get("rollout", {}).get("quantization"):
@@ -139,6 +140,6 @@ def sayings(run: Run) -> list[Saying]:
 
 
 def _state(row: Any) -> State:
-    if row.get("verdict/config"):
+    if row.get("verdict/config") or row.get("verdict/case") == "servers":
         return "bad"
     return "good" if "nothing needs to change" in row["verdict"] else "fair"

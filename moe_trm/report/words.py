@@ -27,6 +27,7 @@ def state(run: Run, *, many: bool) -> str:
     about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
     about += _methods(run.config)
     notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
+    notes += "".join(f'<p class="note">{escape(choice)}</p>' for choice in run.choices)
     whose = f"<strong>{escape(run.name)}</strong> " if many else ""
     return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
 

@@ -32,7 +32,7 @@ from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
-from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, ServerState, TrainBatch, TrainRow
 
 
 class RolloutController:
@@ -112,7 +112,9 @@ class RolloutController:
                 where=f"step {step}",
                 got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
-                fix="The reasons above say what the engine sent; `rollout.log` in the run directory has its side.",
+                fix="\n".join(
+                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
+                ),
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
@@ -135,6 +137,10 @@ class RolloutController:
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """State of each rollout server now; none where the engine asks no servers."""
+        return self._engine.servers() if self._engine.traits.has_servers else ()
 
     async def evaluate(self) -> Mapping[str, float]:
         """Metrics of the engine's present weights on the held-out prompts.

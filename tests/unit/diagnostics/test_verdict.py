@@ -41,6 +41,9 @@ HEALTHY = {
         ({"total/rollout_is_eff_sample_size": 0.4, "total/chi2_token": 0.5}, "variance", "icepop"),
         ({"total/chi2_token": 1.2}, "variance", "icepop"),
         ({"total/chi2_token": 0.4}, "drift", "geometric_mask"),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 1.0, "rollout/losses": 1.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 2.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 0.0}, "ok", ""),
     ],
 )
 def test_cases_in_their_order(changes: dict[str, float], case: str, config: str) -> None:
@@ -141,3 +144,11 @@ def test_every_setting_can_be_typed(tmp_path: Path) -> None:
         assert found is not None
         assert found.config
         resolve(file, [found.config])
+
+
+def test_a_server_that_was_lost_is_told_in_the_step_in_which_it_was_lost() -> None:
+    before, lost = HEALTHY | {"rollout/losses": 1.0}, HEALTHY | {"rollout/losses": 2.0, "rollout/lost_s": 41.0}
+    assert verdict([before]).case == "servers"
+    found = verdict([before, lost])
+    assert (found.case, "2 losses, 41 s" in found.sentence) == ("servers", True)
+    assert verdict([lost, lost]).case == "ok"

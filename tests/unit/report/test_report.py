@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_trm.cli import main
+from moe_trm.config.choices import Choice
 from moe_trm.errors import RunError
 from moe_trm.report.commands import write
 from moe_trm.report.draw import MOST_POINTS, thinned
-from moe_trm.report.run import read_run
+from moe_trm.report.run import CHOICES, read_run
 from moe_trm.report.scale import Scale, short, ticks, value_scale
 from tests.unit.report.made_run import make_run
 from tests.unit.report.page_reader import PageReader
@@ -45,6 +47,15 @@ def test_the_head_names_corrections_and_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", correction=correction, loss={"name": "mine.py:smooth"})
     head = write([run]).read_text().partition("</header>")[0]
     assert "correction decoupled_geo_rs, mine.py:bounded, icepop · loss mine.py:smooth" in head
+
+
+def test_the_head_says_what_auto_became_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    assert "auto -&gt;" not in write([run]).read_text()
+    choice = Choice("replay.mode", "R3", "samples may be 4 versions old; R2 would lose them")
+    (run / CHOICES).write_text(json.dumps([asdict(choice)]))
+    head = write([run]).read_text().partition("</header>")[0]
+    assert "replay.mode: auto -&gt; R3: samples may be 4 versions old; R2 would lose them" in head
 
 
 def test_every_number_in_the_text_is_one_of_the_file(tmp_path: Path) -> None:

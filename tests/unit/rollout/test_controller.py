@@ -25,7 +25,7 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState, TrainBatch, TrainRow
 from tests.unit.doubles import StandInEngine
 from tests.unit.records import LAYERS, make_record
 
@@ -134,6 +134,12 @@ def test_rejected_records_are_counted_and_the_rest_trains() -> None:
     assert metrics["ledger/trained"] == len(rows_of(shares)) == 16 - 2 - rewards
     assert metrics["ledger/queued"] == metrics["ledger/in_flight"] == 0
     assert not {1, 7} & {row.record.sample_id for row in rows_of(shares)}
+
+
+def test_a_step_without_a_record_says_why_the_first_was_rejected() -> None:
+    with pytest.raises(ControllerError, match="no record of this step was accepted") as caught:
+        plan(FakeEngine(reject=frozenset(range(10_000))))
+    assert "payload cut short" in str(caught.value)
 
 
 def test_a_reward_that_raises_rejects_its_record_only() -> None:
@@ -321,6 +327,40 @@ def test_ranks_get_their_shares_over_the_socket(
         )
     assert clients[0].evaluate(0)["eval/accuracy"] == 0.5
     clients[0]._ask("stop")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_waits_is_told_of_the_servers_and_of_their_return(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
+    """Also when the server comes back just before the answer: the last state told is that after it."""
+    lost, free = (ServerState("http://one", 1.0, "gone"),), threading.Event()
+
+    class Waiting(FakeEngine):
+        traits = EngineTraits(has_servers=True)
+
+        def servers(self) -> tuple[ServerState, ...]:
+            return (ServerState("http://one"),) if free.is_set() else lost
+
+        async def load_weights(self, push: WeightPush) -> None:
+            await asyncio.to_thread(free.wait, 20)
+
+    told: list[tuple[ServerState, ...]] = []
+
+    def watch(states: tuple[ServerState, ...]) -> None:
+        told.append(states)
+        if len(told) == 2:
+            free.set()
+
+    endpoint = f"ipc://{tmp_path}/s"
+    thread = serve(Waiting(), endpoint, checkpoint)
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1), watch=watch)
+    entries = write_shard(tmp_path / "push" / "shard-0.safetensors", [("tensor.0", torch.ones(2))], "float32")
+    client.push(0, entries, directory=str(tmp_path / "push"))
+    assert told[:2] == [lost, lost]
+    assert told[-1] == (ServerState("http://one"),)
+    client._ask("stop")
     thread.join(10)
     assert not thread.is_alive()
 
