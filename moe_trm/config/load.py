@@ -27,6 +27,9 @@ from moe_trm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+UNSET = "???"
+"""A value that somebody has yet to decide, as the translations from other frameworks leave it. It is refused."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -82,7 +85,7 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             continue
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources |= dict.fromkeys(_leaves(value, key), "override")
-    problems += _interpolations(data)
+    problems += _interpolations(data) + _undecided(data)
     where = str(path) + (" with overrides" if overrides else "")
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
@@ -245,6 +248,23 @@ def _leaves(data: Any, prefix: str = "") -> list[str]:
     if not items:
         return [prefix] if prefix else []
     return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _undecided(data: dict[str, Any]) -> list[Problem]:
+    """Values that are left open, where nothing else would refuse them: a text may hold anything."""
+    texts = [key for key in _leaves(data) if (setting := lookup(key)) and setting.annotation in (str, str | None)]
+    fix = "the comment beside it says what it was made of"
+    return [
+        Problem(key, "nobody has decided this yet", got=UNSET, expected="a value", fix=fix)
+        for key in texts
+        if _value_at(data, key) == UNSET
+    ]
+
+
+def _value_at(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return data
 
 
 def _interpolations(data: Any, prefix: str = "") -> list[Problem]:
