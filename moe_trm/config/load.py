@@ -85,14 +85,18 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
             continue
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources |= dict.fromkeys(_leaves(value, key), "override")
-    problems += _interpolations(data) + _undecided(data)
+    problems += _interpolations(data)
+    undecided = _undecided(data)
     where = str(path) + (" with overrides" if overrides else "")
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        refuse(where, problems + from_validation(error) + _refusals_of_the_rest(data, error))
+        refuse(
+            where,
+            problems + undecided + from_validation(error) + _decided(_refusals_of_the_rest(data, error), undecided),
+        )
         raise
-    refuse(where, problems + rules.refusals(config))
+    refuse(where, problems + undecided + _decided(rules.refusals(config), undecided))
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 
@@ -259,6 +263,11 @@ def _undecided(data: dict[str, Any]) -> list[Problem]:
         for key in texts
         if _value_at(data, key) == UNSET
     ]
+
+
+def _decided(problems: Sequence[Problem], undecided: Sequence[Problem]) -> list[Problem]:
+    """The problems of settings that somebody has decided."""
+    return [problem for problem in problems if problem.key not in {open_one.key for open_one in undecided}]
 
 
 def _value_at(data: Any, key: str) -> Any:

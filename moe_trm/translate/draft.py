@@ -62,7 +62,7 @@ class Draft:
             if setting is not None:
                 self.translated.setdefault(key, []).append(our_key)
             place = setting.place if setting is not None else f"{self.framework}'s default"
-            notes.append(f"{self._named(key)} ({place})")
+            notes.append(self._named(key) + (f" ({place})" if place else ""))
         self.origins[our_key] = ", ".join(notes)
 
     def same(self, *keys: str) -> None:
@@ -171,7 +171,8 @@ class Draft:
         named = self._named(key)
         if setting is None:
             return f"{named} ({self.framework}'s default)"
-        return f"{named} = {_flat_text(setting.shown)} ({setting.place})"
+        place = f" ({setting.place})" if setting.place else ""
+        return f"{named} = {_flat_text(setting.shown)}{place}"
 
     def _named(self, key: str) -> str:
         return key if key.startswith(("$", "-", "`")) or key == "train.py" else self.dashes + key

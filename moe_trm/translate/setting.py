@@ -13,7 +13,7 @@ class Setting:
     Attributes:
         key: its name there, without leading `+` or dashes.
         value: what it was set to. A flag of an argument list has a tuple of words, empty for a switch.
-        place: `line 12`, `arguments`, or the name of the file.
+        place: `line 12`, `arguments`, or empty for a file of keys.
         shown: the value as it was written.
         unread: why the value cannot be read; empty when `value` is right.
     """

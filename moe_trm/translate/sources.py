@@ -34,7 +34,7 @@ def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
         ConfigError: the file cannot be read.
     """
     if path.suffix in (".yaml", ".yml"):
-        read = [_composed(key, value, path.name) for key, value in _flat(read_plain(path)).items()]
+        read = [_composed(key, value, "") for key, value in _flat(read_plain(path)).items()]
     else:
         read = list(_hydra_words(_words(path, _MAIN)))
     more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]

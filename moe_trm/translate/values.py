@@ -67,11 +67,10 @@ def direct(key: str, ours: str, read: Reader) -> Rule:
     """A setting that is one of ours under another name. Null says nothing."""
 
     def apply(draft: Draft) -> None:
-        value = read(draft, key)
-        if value is not None:
-            draft.put(ours, value, key)
-        else:
+        if draft.take(key) is None:
             draft.miss(key, "null: our default is the same")
+        else:
+            draft.put(ours, read(draft, key), key)
 
     return Rule((key,), (ours,), apply)
 

@@ -59,11 +59,13 @@ def _normalized(draft: Draft) -> None:
 def _weighing(draft: Draft, level: str) -> dict[str, Any]:
     """One number caps the weights; a band drops what lies outside, tokens or whole sequences."""
     value = draft.take(_CAP)
-    low, _, high = ("2.0" if value is None else str(value)).rpartition("_")
+    parts = ("2.0" if value is None else str(value)).split("_")
     try:
-        bounds = [float(part) for part in (low, high) if part]
-    except ValueError as error:
-        raise NeedsDecisionError(_CAP, f"{value}: neither a number nor low_high") from error
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        bounds = []
+    if len(bounds) not in (1, 2):
+        raise NeedsDecisionError(_CAP, f"{value}: neither a number nor low_high")
     if len(bounds) == 2:
         names = {"token": "icepop", "sequence": "seq_mis"}
         return {"name": names[level], "thresholds": {"low": bounds[0], "high": bounds[1]}}

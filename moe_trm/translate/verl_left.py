@@ -13,7 +13,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
     (r".*\.lora(_rank|\.rank|_adapter_path|\.adapter_path)", "adapters (LoRA) are not trained here"),
     (r".*\.(mtp|qat)\.enable(_train|_rollout)?", "not available here"),
     (r"algorithm\.(gamma|lam)", "there is no critic here, and rewards are of whole answers"),
-    (r"algorithm\.use_pf_ppo|distillation\..*enable\w*|trainer\.critic_warmup", "not available here"),
+    (r"algorithm\.use_pf_ppo|distillation\.enabled?|trainer\.critic_warmup", "not available here"),
     (r"(reward\.)?reward_model\.enable(_\w+)?", "a reward model is called by your reward function (docs/tasks.md)"),
     (
         r"(reward\.)?reward_manager.*|reward_model\.(reward_manager|overlong_buffer\..*|reward_kwargs\..*)",
@@ -27,7 +27,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
         r"async_training\..*|rollout\.(nnodes|n_gpus_per_node|total_rollout_steps|n|test_freq)",
         "asynchronous training: choose pipeline.mode and pipeline.max_staleness (docs/pipeline.md)",
     ),
-    (r".*\.freeze_(vision|language|moe)\w*", "only routers can be frozen here: learner.freeze_router"),
+    (r"actor_rollout_ref\.actor\.freeze_\w+", "only routers can be frozen here: learner.freeze_router"),
     (r"data\.gen_batch_size", "prompts are issued as they are needed: batch.refill_limit bounds them"),
     (
         r"algorithm\.rollout_is(_\w+)?|.*\.tis_imp_ratio_cap",
@@ -40,10 +40,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
 """Features that would change the training: they need a decision where they are on."""
 
 _LEFT: Sequence[tuple[str, str]] = (
-    (r".*_target_", "a class of verl's code"),
     (r".*(profil|nsys|torch_memory|precision_debugger).*|trainer\.npu_profile.*", "profiling"),
-    (r"critic\..*", "there is no critic here"),
-    (r"actor_rollout_ref\.ref\..*", "the learner scores the reference itself, in the same layout"),
     (r"(reward|reward_model|custom_reward_function|sandbox_fusion)\..*", "verl's own reward machinery"),
     (r"(ray_kwargs|ray_init|transfer_queue|hydra|skip|distillation|async_training)\..*", "verl's own machinery"),
     (r"model_engine|.*@.*|defaults.*", "the parts of verl that Hydra puts together"),
@@ -68,23 +65,25 @@ _LEFT: Sequence[tuple[str, str]] = (
     (r"global_profiler\..*|\+?ray_init\..*|rollout\..*", "verl's own machinery"),
 )
 
-_KNOWN_SECTIONS = ("actor_rollout_ref.", "algorithm.", "trainer.", "data.")
+_NEVER = r".*_target_|critic\..*|actor_rollout_ref\.ref\..*|distillation\.(?!enabled?$).*|.*profil.*"
+"""Sections that nothing here reads, whatever they say."""
 
 
 def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
     """Why this setting is not translated, and whether somebody has to decide about it."""
+    if re.fullmatch(_NEVER, key):
+        return "the learner scores the reference itself, and there is no critic or teacher here", False
     for pattern, reason in _CHANGES:
         if re.fullmatch(pattern, key):
             if setting.unread:
                 return f"{setting.unread}; {reason}", True
             return (reason, True) if not _harmless(key, setting.value) else ("off, or verl's default", False)
-    if key.startswith("$") or (setting.unread and not key.startswith(_KNOWN_SECTIONS)):
-        own = key in ("$@", "$*", "${@}", "${*}")
-        return setting.unread, not own
+    if key.startswith(("$", "`")):
+        return setting.unread, key not in ("$@", "$*", "${@}", "${*}")
     for pattern, reason in _LEFT:
         if re.fullmatch(pattern, key):
             return reason, False
-    return "unknown to this translator", False
+    return (setting.unread, True) if setting.unread else ("unknown to this translator", False)
 
 
 def _harmless(key: str, value: object) -> bool:

@@ -116,6 +116,8 @@ def _reward(draft: Draft) -> None:
                 f"{place}.path",
                 f"{path}:{name or 'compute_score'} takes other arguments: write it as in docs/tasks.md",
             )
+        for key in (f"{place}.path", f"{place}.name"):
+            draft.miss(key, "null: verl scores by itself")
     raise NeedsDecisionError(
         "data.train_files",
         "verl scores answers by the data's data_source, and keeps them in reward_model.ground_truth: "

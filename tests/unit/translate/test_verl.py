@@ -167,6 +167,7 @@ def test_rollout_correction(settings: dict[str, object], rules: list[tuple[str, 
         ("rollout_is", {"rollout_is": "None"}),
         ("rollout_is", {"rollout_is": True}),
         ("rollout_is_threshold", {"rollout_is": "token", "rollout_is_threshold": "high"}),
+        ("rollout_is_threshold", {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}),
     ],
 )
 def test_thresholds_that_do_not_fit_stay_open(key: str, settings: dict[str, object]) -> None:
