@@ -164,6 +164,16 @@ def _top_k(draft: Draft) -> None:
         draft.put("rollout.top_k", value if value > 0 else None, key)
 
 
+def _support(draft: Draft) -> None:
+    """verl scores over the whole vocabulary, whatever was sampled from."""
+    for key in (f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"):
+        value = number(draft, key)
+        if value is not None and value not in (1, -1, 0):
+            draft.put("sampling_mask.mode", "off", key)
+            draft.remark("sampling_mask.mode=off, as in verl; keep scores over the ids that were sampled from")
+            return
+
+
 def _warmup(draft: Draft) -> None:
     steps, ratio = f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio"
     count, share = integer(draft, steps), number(draft, ratio)
@@ -272,6 +282,7 @@ _RULES: Sequence[Rule] = (
     direct(f"{ROLLOUT}.temperature", "rollout.temperature", number),
     direct(f"{ROLLOUT}.top_p", "rollout.top_p", number),
     Rule((f"{ROLLOUT}.top_k",), ("rollout.top_k",), _top_k),
+    Rule((f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k"), ("sampling_mask.mode",), _support),
     direct(f"{ROLLOUT}.dtype", "rollout.server.dtype", text),
     direct(f"{ROLLOUT}.quantization", "rollout.quantization", text),
     direct(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.server.tensor_parallel", integer),

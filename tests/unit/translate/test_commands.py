@@ -53,6 +53,8 @@ def test_miles_has_a_command_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
         ("model: {checkpoint: m}\nrollout: {group_size: 1}\n", "config show: rollout.group_size"),
         ("model:\n  checkpoint: ???\n", "config show: model.checkpoint: nobody has decided"),
         ("model: {checkpoint: m}\nloss:\n  name: ???\n", r"config show: loss.name.*\?\?\?"),
+        ("model: {checkpoint: m}\nloss: {name: gpg, dual_clip: 3.0}\ntrain:\n  steps: ???\n", "launch: .*dual_clip"),
+        ("model: {checkpoint: m}\nloss: {name: gpg}\ntrain:\n  steps: ???\n", "config show: train.steps"),
         ("model: {checkpoint: none-such}\n", "launch: checkpoint folder not found"),
     ],
 )

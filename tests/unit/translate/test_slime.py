@@ -143,9 +143,7 @@ def test_precision() -> None:
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles"])
-@pytest.mark.parametrize(
-    "flag", ["--mystery 1", "--actor-num-nodes 2", "--sglang-x 0.7", "--use-opd"]
-)
+@pytest.mark.parametrize("flag", ["--mystery 1", "--actor-num-nodes 2", "--sglang-x 0.7", "--use-opd"])
 def test_no_flag_is_lost(framework: str, flag: str) -> None:
     draft = of_slime(flag, framework)
     name = flag.split()[0]

@@ -268,6 +268,15 @@ def test_verls_reward_is_nobodys_default() -> None:
     assert "my.py:compute_score" in of_verl({path: "my.py"}).to_do[path]
 
 
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "mode"), [(1.0, -1, None), (1, 0, None), (0.9, -1, "off"), (1.0, 50, "off")]
+)
+def test_truncated_sampling_is_scored_over_the_vocabulary_as_in_verl(
+    top_p: float, top_k: int, mode: str | None
+) -> None:
+    assert of_verl({f"{ROLLOUT}.top_p": top_p, f"{ROLLOUT}.top_k": top_k}).values.get("sampling_mask.mode") == mode
+
+
 def test_every_setting_that_is_written_exists() -> None:
     settings = {
         f"{ACTOR}.use_dynamic_bsz": True,
