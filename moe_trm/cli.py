@@ -35,8 +35,8 @@ COMMANDS = (
     ),
     Command(
         "config",
-        "moe_trm.config.commands",
-        "show, explain and compare configurations, and translate those of verl and slime",
+        "moe_trm.translate.commands",
+        "show, explain and compare configurations, and translate those of verl, slime and miles",
         (
             "show configs/kl.yaml kl.coef=0.01",
             "explain replay.mode",
