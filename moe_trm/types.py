@@ -108,8 +108,9 @@ class SampledTurn:
         tokens: `[S]` int32 sampled ids, the stop token included.
         routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T
             tokens.
-        recomputed: number of leading sampled tokens whose routes the engine may have recomputed after a change of
-            weights: all before the last version of an answer that was not interrupted.
+        recomputed: number of leading sampled tokens whose routes the engine may have recomputed: all before the last
+            version of an answer that was not interrupted, and all but the last of one that was retracted.
+        retracted: the engine computed routes again under unchanged weights, for want of memory.
     """
 
     tokens: np.ndarray
@@ -120,6 +121,7 @@ class SampledTurn:
     sampling_mask: SamplingMask | None
     finish_reason: str
     recomputed: int = 0
+    retracted: bool = False
 
     @property
     def num_sampled(self) -> int:

@@ -35,7 +35,7 @@ class ReplayConfig(Section):
     this: a sign of misaligned rows."""
     missing: Literal["reject", "native"] = "reject"
     """Samples with tokens that have no trustworthy routes, because weights changed while they were
-    generated: `reject` them, or keep them and leave those tokens to the learner's own routers (`native`),
+    generated, or the engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the learner's own routers (`native`),
     counted as `replay/native_fraction`."""
 
 

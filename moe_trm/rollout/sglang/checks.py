@@ -9,9 +9,10 @@ from moe_trm.errors import EngineError, RecordRejected
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.api import check_can_verify
 from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.sglang.parse import Wanted, decode_answer
+from moe_trm.rollout.sglang.parse import MetaInfo, Wanted, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.types import Prompt, SamplingParams
+from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 
 BAD_REQUEST, SERVICE_UNAVAILABLE = 400, 503
 
@@ -89,16 +90,16 @@ class ServerCheck:
         except RecordRejected as rejection:
             raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
         got = {
-            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row,
+            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row(meta),
             "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
         }
         if lost := [name for name, missing in got.items() if missing]:
             raise _dropped(router, f"an answer without {' and '.join(lost)}")
 
-    @property
-    def _one_row(self) -> int:
-        """Characters of the routes of one token as they travel: base64 of int32."""
-        return (4 * self._model.num_layers * self._model.top_k + 2) // 3 * 4
+    def _one_row(self, meta: MetaInfo) -> int:
+        """Characters of the routes of one token as they travel, in base64."""
+        size = PAYLOAD_BYTES.get(meta.routed_experts_dtype or PAYLOAD_DTYPE, 0)
+        return (size * self._model.num_layers * self._model.top_k + 2) // 3 * 4
 
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
         """Ask the server until it answers.

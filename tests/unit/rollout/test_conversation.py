@@ -169,6 +169,23 @@ def test_routes_of_only_some_answers_are_refused() -> None:
     assert caught.value.reason == "route_missing"
 
 
+def test_a_retracted_answer_among_others_is_rejected_or_loses_its_routes() -> None:
+    engine = CausalEngine(retractions=[0, 2, 0])
+    talk = dialogue(engine, (5, 6, 4))
+    play(talk, [("sample", (4, "")), ("append_ids", [9]), ("sample", (3, "")), ("sample", (2, ""))])
+    with pytest.raises(RecordRejected) as caught:
+        record_of(talk)
+    assert (caught.value.reason, caught.value.where) == ("retracted", "turn 1")
+    assert "max_total_tokens" in caught.value.fix
+    record = record_of(talk, keep_changed=True)
+    assert record.routes is not None
+    ends = 3 + np.cumsum([len(turn.tokens) + appended for turn, appended in zip(talk.conversation.turns, (1, 0, 0))])
+    known = np.arange(record.num_tokens - 1) >= ends[1] - 2
+    assert record.routes.coverage().tolist() == known.tolist()
+    expected = np.array([route_row(record.tokens[: row + 1].tolist())[[0, 2]] for row in np.flatnonzero(known)])
+    assert np.array_equal(record.routes.experts[known], expected)
+
+
 def test_an_evaluation_records_neither_routes_nor_masks() -> None:
     talk = dialogue(CausalEngine(), bare=True)
     play(talk, [("sample", (2, "")), ("append_ids", [9]), ("sample", (2, ""))])
