@@ -179,8 +179,8 @@ def test_a_retracted_answer_among_others_is_rejected_or_loses_its_routes() -> No
     assert "max_total_tokens" in caught.value.fix
     record = record_of(talk, keep_changed=True)
     assert record.routes is not None
-    ends = 3 + np.cumsum([len(turn.tokens) + appended for turn, appended in zip(talk.conversation.turns, (1, 0, 0))])
-    known = np.arange(record.num_tokens - 1) >= ends[1] - 2
+    end = 3 + len(talk.conversation.turns[0].tokens) + 1 + len(talk.conversation.turns[1].tokens)
+    known = np.arange(record.num_tokens - 1) >= end - 2
     assert record.routes.coverage().tolist() == known.tolist()
     expected = np.array([route_row(record.tokens[: row + 1].tolist())[[0, 2]] for row in np.flatnonzero(known)])
     assert np.array_equal(record.routes.experts[known], expected)
