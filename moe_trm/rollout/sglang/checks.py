@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from moe_trm.config.route_defects import defects_of
 from moe_trm.errors import EngineError, RecordRejected
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.api import check_can_verify
@@ -70,6 +72,8 @@ class ServerCheck:
                 expected="on",
                 fix="Start it with --enable-return-routed-experts, as launch.rollout does.",
             )
+        if self._wanted.routes:
+            _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
         await self._probe_model(http)
@@ -179,6 +183,18 @@ class ServerCheck:
                 raise
             return False
         return True
+
+
+def _check_routes(http: EngineHttp, server: Mapping[str, Any]) -> None:
+    """Raise `EngineError` where this server's routes are known to be wrong."""
+    for defect, got in defects_of(server):
+        raise EngineError(
+            f"routes of this rollout server would be wrong: {defect.what} ({defect.source})",
+            where=http.url,
+            got=f"{defect.setting}={got} on SGLang {server.get('version')}",
+            expected=f"{defect.setting}={defect.harmless[0]}",
+            fix=f"{defect.fix} Without routes (replay.mode=none or R2, and probe.every=0) it does not matter.",
+        )
 
 
 def _dropped(router: EngineHttp, got: str) -> EngineError:
