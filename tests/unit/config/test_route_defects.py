@@ -1,4 +1,4 @@
-"""Settings and releases of SGLang whose routes are wrong: refused at launch and at a running server, with the source."""
+"""Settings and releases of SGLang whose routes are wrong: refused at launch and at attach, with the source."""
 
 from __future__ import annotations
 
