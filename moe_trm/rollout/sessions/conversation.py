@@ -93,7 +93,7 @@ class Conversation:
         length = int(np.flatnonzero(sampled_T)[-1]) + 1
         versions_S = np.concatenate([turn.versions for turn in self._turns])
         masks = [turn.sampling_mask for turn in self._turns if turn.sampling_mask is not None]
-        return RolloutRecord(
+        record = RolloutRecord(
             sample_id=sample_id,
             group_id=group_id,
             prompt_id=self._prompt.prompt_id,
@@ -107,6 +107,7 @@ class Conversation:
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
         )
+        return record.bound()
 
     def _extend(self, token_ids: Sequence[int], *, sampled: bool) -> None:
         self._tokens.extend(int(token) for token in token_ids)

@@ -110,7 +110,7 @@ def test_any_interleaving_is_recorded_as_it_happened(
     assert [set(row) for row in np.split(mask.ids, mask.offsets[1:-1])] == [set(row) for row in kept]
     assert record.routes is not None
     record.routes.validate(len(ids))
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
     assert record.routes.covered is None
     expected = np.array([route_row(ids[: row + 1])[[0, 2]] for row in range(len(ids) - 1)])
     assert np.array_equal(record.routes.experts, expected)

@@ -72,7 +72,7 @@ def test_a_good_answer_becomes_a_record() -> None:
     assert record.sampling_mask.ids.tolist() == [2, 3, 1], "ascending within each row"
     assert record.routes is not None
     assert np.array_equal(record.routes.experts, ROUTES)
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
 
 
 def test_without_a_mask_the_policy_is_scored_over_the_vocabulary() -> None:
