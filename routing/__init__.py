@@ -4,7 +4,7 @@ from routing.codec import decode, encode
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.flips import Flips, flips
 from routing.layout import Layout
-from routing.record import RouteRecord, expert_dtype, token_digest
+from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 
 __all__ = [
     "Flips",
@@ -17,5 +17,6 @@ __all__ = [
     "encode",
     "expert_dtype",
     "flips",
+    "sample_origin",
     "token_digest",
 ]

@@ -260,9 +260,10 @@ SECTIONS = (
             Lines("Idle shares",
                   "Of the learner's step, waiting for samples; of the rollout engine's time, with nothing to sample.",
                   (("time/learner_idle_share", "learner"), ("time/rollout_idle_share", "rollout")), floor=True),
-            Lines("Rollout servers", "In service; losses, recoveries and samples asked for again since the start.",
+            Lines("Rollout servers", "In service; and since the start: losses, recoveries, samples asked for again, and "
+                  "answers whose routes a server short of cache computed again.",
                   (("rollout/servers", "servers"), ("rollout/losses", "losses"), ("rollout/recoveries", "recoveries"),
-                   ("rollout/reissued", "asked again")), floor=True),
+                   ("rollout/reissued", "asked again"), ("rollout/retracted", "retracted")), floor=True),
             Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",
                   (("batch/padding_fraction", "padding"), ("batch/rank_imbalance", "imbalance")), floor=True),
             Lines("Learning rate", "Of the step's last update.", (("optimizer/lr", "rate"),), floor=True),

@@ -321,6 +321,7 @@ def test_ranks_get_their_shares_over_the_socket(
     assert not ids[0] & ids[1]
     for row in rows_of(shares):
         assert row.record.routes.layer_ids == LAYERS[:2]
+        row.record.routes.check_tokens(row.record.tokens, row.record.origin)  # the engine bound them to tokens alone
         np.testing.assert_array_equal(
             row.record.routes.experts,
             make_record(sample_id=row.record.sample_id, num_sampled=row.record.num_sampled).routes.experts[:, :2],
