@@ -45,6 +45,12 @@ COMMANDS = (
         ),
     ),
     Command(
+        "export",
+        "moe_trm.export.commands",
+        "write a checkpoint of a run as a Hugging Face folder, which other programs load",
+        ("runs/quickstart", "runs/quickstart --step 40 --out model", "runs/quickstart/checkpoints/step-000040"),
+    ),
+    Command(
         "report",
         "moe_trm.report.commands",
         "write a run's HTML report, or that of two runs side by side",
