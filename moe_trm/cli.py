@@ -45,6 +45,16 @@ COMMANDS = (
         ),
     ),
     Command(
+        "eval",
+        "moe_trm.evaluate.commands",
+        "measure trained weights on held-out prompts, greedy and sampled, by a real server",
+        (
+            "runs/quickstart --samples 8",
+            "runs/quickstart --step 40 --by learner",
+            "MODEL_FOLDER --prompts held_out.jsonl task.reward=my_task.py:reward",
+        ),
+    ),
+    Command(
         "export",
         "moe_trm.export.commands",
         "write a checkpoint of a run as a Hugging Face folder, which other programs load",

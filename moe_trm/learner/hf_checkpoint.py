@@ -36,6 +36,10 @@ class HfCheckpoint:
         tensor: Tensor = self._handle(name).get_tensor(name)
         return tensor
 
+    def file_of(self, name: str) -> str:
+        """The file of the folder that holds the tensor `name`."""
+        return self._file_of[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor `name`, whose values are not read."""
         return tuple(self._handle(name).get_slice(name).get_shape())
