@@ -76,7 +76,11 @@ COMMANDS = (
         "whatif",
         "moe_trm.whatif.commands",
         "say what other corrections and losses would have kept of a recorded run; needs no engine",
-        ("runs/bundle", "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json"),
+        (
+            "runs/bundle",
+            "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json",
+            "runs/quickstart --sweep trm_max.max_kl=1e-4:1",
+        ),
     ),
 )
 

@@ -31,6 +31,6 @@ def run(args: argparse.Namespace) -> int:
     folder = export_checkpoint(checkpoint, args.out or checkpoint.parent / f"hf-{step:06d}", model=args.model)
     print(f"{folder}: the weights after step {step}")
     print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
-    print(f"  serve     python -m sglang.launch_server --model-path {folder}")
+    print(f"  serve     sglang serve --model-path {folder}")
     print(f"  evaluate  moe-trm eval {folder}" + ("" if not args.out else f" --config {args.run_dir / 'config.json'}"))
     return 0
