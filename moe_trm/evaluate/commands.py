@@ -37,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="moe-trm-eval-") as folder:
         scratch = Path(folder)
         target = find_target(args.weights, args.step, scratch)
-        path, own = settings_of(
-            target, config=args.config, prompts=args.prompts, samples=args.samples, scratch=scratch
-        )
+        path, own = settings_of(target, config=args.config, prompts=args.prompts, samples=args.samples, scratch=scratch)
         config, _ = load_here(str(path), [*own, *args.overrides])
         out = args.json or target.folder / f"{'' if target.run else 'eval-'}{target.name}-{args.by}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,5 +74,3 @@ def table(found: Evaluation) -> str:
             said = greedy.get("text", f"(rejected: {greedy.get('rejected')})")
             lines.append(f"  {each['prompt'][-60:]!r} -> {said[:80]!r}  reward {greedy.get('reward', '-')}")
     return "\n".join(lines)
-
-

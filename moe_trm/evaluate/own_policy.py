@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.config.engines import EngineTraits
-from moe_trm.errors import LearnerError
+from moe_trm.errors import LearnerError, RecordRejected
 from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.rollout.sessions.conversation import Conversation
@@ -87,6 +87,13 @@ class OwnPolicy:
         room = params.max_new_tokens
         if self._max_positions is not None:
             room = min(room, self._max_positions - len(context))
+        if room < 1:
+            raise RecordRejected(
+                "empty_output",
+                "the prompt leaves no room for an answer",
+                got=f"{len(context)} tokens",
+                expected=f"fewer than the model's {self._max_positions} positions",
+            )
         finish = "length"
         while len(tokens) < room:
             output = self._causal(
@@ -96,9 +103,7 @@ class OwnPolicy:
             logprobs_V = torch.log_softmax(output.logits[0, -1].float() / params.temperature, -1)
             kept_V = _kept(logprobs_V, params)
             token = int(
-                kept_V.argmax()
-                if params.top_k == 1
-                else torch.multinomial(kept_V.exp(), 1, generator=self._random)
+                kept_V.argmax() if params.top_k == 1 else torch.multinomial(kept_V.exp(), 1, generator=self._random)
             )
             tokens.append(token)
             drawn.append(float(kept_V[token]))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_trm.config.load import read_yaml
 from moe_trm.errors import ConfigError, RunError
 from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.export.run_folder import BEST, RunFolder, is_model, is_run, open_run, plain_config, run_around
@@ -93,7 +94,7 @@ def settings_of(
             expected="prompts and rewards",
             fix="Give --config CONFIG.yaml of a run, or --prompts FILE and task.reward=... where it is not `exact`.",
         )
-    plain = plain_config(path.parent) if path is not None and path.name == "config.json" else None
+    task = (read_yaml(path).get("task") or {}) if path is not None else {}
     # This evaluation has a server of its own: pushing to the servers of a run would end that run.
     own = ["rollout.url=null", "rollout.urls=[]", "rollout.router=null", "rollout.server.port=0"]
     own += ["rollout.engine=sglang", "rollout.bundle=null", "rollout.colocate=false", "record.bundle=null"]
@@ -102,7 +103,7 @@ def settings_of(
         path.write_text(json.dumps({"model": {"checkpoint": str(target.weights)}}), encoding="utf-8")
     own.append(f"model.checkpoint={json.dumps(str(target.weights))}")
     if prompts is not None:
-        own += _asking(prompts, keeps_name=plain is not None and plain["task"].get("name") == "gsm8k")
+        own += _asking(prompts, keeps_name=task.get("name") == "gsm8k")
     return path, own + ([f"eval.samples={samples}"] if samples is not None else [])
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from moe_trm.checkpoint.folder import read_manifest
 from moe_trm.errors import RunError
 from moe_trm.export.checkpoint import export_checkpoint
-from moe_trm.export.run_folder import open_run
+from moe_trm.export.run_folder import open_run, run_around
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moe-trm export`."""
-    parser.add_argument("run_dir", type=Path, help="run directory, usually runs/NAME; or one of its step-NNNNNN folders")
+    parser.add_argument(
+        "run_dir", type=Path, help="run directory, usually runs/NAME; or one of its step-NNNNNN folders"
+    )
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--out", type=Path, help="folder to write (default: hf-NNNNNN beside the checkpoint)")
     parser.add_argument(
@@ -31,6 +33,6 @@ def run(args: argparse.Namespace) -> int:
     folder = export_checkpoint(checkpoint, args.out or checkpoint.parent / f"hf-{step:06d}", model=args.model)
     print(f"{folder}: the weights after step {step}")
     print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
-    print(f"  serve     sglang serve --model-path {folder}")
-    print(f"  evaluate  moe-trm eval {folder}" + ("" if not args.out else f" --config {args.run_dir / 'config.json'}"))
+    print(f"  serve     python -m launch.rollout CONFIG model.checkpoint={folder}")
+    print(f"  evaluate  moe-trm eval {folder}" + ("" if run_around(folder) else " --config CONFIG"))
     return 0

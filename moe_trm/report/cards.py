@@ -72,7 +72,7 @@ class Cards:
                 elif card := self._card(chart):
                     cards.append(card)
             if cards or still:
-                few = {1: " one", 2: " two"}.get(len(cards), "")
+                few = " few" if len(cards) <= 2 else ""
                 drawn = f'<div class="cards{few}">{"".join(cards)}</div>' if cards else ""
                 yield f"<section><h2>{escape(section.title)}</h2>{drawn}{_folded(still)}</section>"
 

@@ -140,7 +140,9 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     """The conclusion in words: the first measure of every configuration, or why there is none."""
     found = configurations(runs)
     if len(found) == 1:
-        return [f"These {len(runs)} runs have the same settings apart from the seed. {spread}" for spread in _spread(runs)]
+        return [
+            f"These {len(runs)} runs have the same settings apart from the seed. {spread}" for spread in _spread(runs)
+        ]
     told = differences(runs)
     if not told:
         return ["These runs have no measure in common at a common step, so nothing can be concluded."]

@@ -28,7 +28,7 @@ Points = Sequence[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: `colour` is its place in the palette; runs after the first are dashed, each in its own way."""
+    """One metric of one run: `colour` is its place in the palette; each run has its own dashes."""
 
     run: int
     metric: str

@@ -28,7 +28,9 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     try:
         await task.start()
-        sampler = await build_sampler(config.rollout, engine, task, params, keep_changed=config.replay.missing == "native")
+        sampler = await build_sampler(
+            config.rollout, engine, task, params, keep_changed=config.replay.missing == "native"
+        )
         await engine.start()
     except MoeTrmError:
         await task.close()

@@ -48,9 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="bundle folder (record.bundle), folder of a run that recorded one, or a dump of slime, miles or verl",
     )
-    parser.add_argument(
-        "--sweep", metavar="RULE.THRESHOLD=LOW:HIGH[:N]", help=f"a threshold over a range: {EXAMPLE}"
-    )
+    parser.add_argument("--sweep", metavar="RULE.THRESHOLD=LOW:HIGH[:N]", help=f"a threshold over a range: {EXAMPLE}")
     parser.add_argument("--picture", type=Path, help="SVG of the sweep's curve (default: whatif-RULE.THRESHOLD.svg)")
     parser.add_argument(
         "--rules", action="append", metavar="YAML", help="as correction.rules; may be given several times"
@@ -137,13 +135,14 @@ def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 
         *above, name = wrap(outcome.name, width=width) or [""]
         lines += above
         cells = [outcome.pooled.get(key) for _, key in _COLUMNS]
-        lines.append(
-            f"{name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>{CELL}}" for c in cells)
-        )
+        lines.append(f"{name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>{CELL}}" for c in cells))
     first = outcomes[0]
     if first.histogram:
+        widest = min(50, max(10, columns - 20))
         lines += ["", f"effective gradient weights, {first.name}:"]
-        lines += [f"  {label:>8} {share:7.2%} {'#' * round(50 * share)}" for label, share in first.histogram.items()]
+        lines += [
+            f"  {label:>8} {share:7.2%} {'#' * round(widest * share)}" for label, share in first.histogram.items()
+        ]
     return "\n".join([*lines, "", *wrap(f"verdict: {first.verdict or first.refused}")])
 
 

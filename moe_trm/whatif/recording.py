@@ -86,16 +86,16 @@ def _bundle_of(folder: Path) -> Path | None:
         )
     # As the run saw it, beside the run's own folder, or moved together with it.
     places = [Path(named), folder.parent.parent / named, folder.parent / Path(named).name]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise BundleError(
-            "the recording of this run is not there",
-            where=str(folder),
-            got=f"none of {', '.join(map(str, places))}",
-            expected="the folder of record.bundle",
-            fix="Give the recording's folder itself.",
-        )
-    return found
+    for place in places:
+        if place.is_dir():
+            return place
+    raise BundleError(
+        "the recording of this run is not there",
+        where=str(folder),
+        got=f"none of {', '.join(map(str, places))}",
+        expected="the folder of record.bundle",
+        fix="Give the recording's folder itself.",
+    )
 
 
 def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -> None:

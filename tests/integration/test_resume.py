@@ -281,11 +281,11 @@ def test_a_checkpoint_exports_as_what_the_learner_would_have_exported(
     done = forked(folder, name, *(setting.format(alone=begin) for setting in learner), "train.export=true")
     assert done.ok, done.stderr
     exported = assert_exports_what_the_learner_exported(folder / name, RunFolder(folder / name, {}).steps()[0])
-    done = subprocess.run(
+    loaded = subprocess.run(
         [sys.executable, "-c", LOAD_AND_GENERATE, str(exported)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "tokens 4" in done.stdout
+    assert loaded.returncode == 0, loaded.stderr[-2000:]
+    assert "tokens 4" in loaded.stdout
 
 
 def test_an_export_refuses_what_it_cannot_make(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -151,3 +153,22 @@ def test_an_own_file_of_prompts_and_an_own_reward_make_no_accuracy(
     metrics = json.loads((tmp_path / "out.json").read_text())["metrics"]
     assert metrics["eval/prompts"] == 9
     assert "eval/accuracy" not in metrics
+
+
+@pytest.mark.slow
+def test_an_evaluation_starts_and_ends_a_server_of_its_own(
+    brief_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the configuration names the servers of a run: those are left alone."""
+    config = write_config(tmp_path, brief_checkpoint)
+    config.write_text(config.read_text().replace("rollout:", "rollout:\n  url: http://127.0.0.1:1", 1))
+    asked = ["eval", str(brief_checkpoint), "--config", str(config), "--json", str(tmp_path / "out.json")]
+    assert moe_trm([*asked, "task.eval_size=4"]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert (document["by"], document["dtype"]) == ("sglang", "bfloat16")
+    assert document["metrics"]["eval/prompts"] == 4
+    log = (tmp_path / "out.log").read_text()
+    (address,) = set(re.findall(r"Uvicorn running on (http://[\d.:]+)", log))
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address + "/health", timeout=5)

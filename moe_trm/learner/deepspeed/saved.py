@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,6 @@ class SavedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        if find_spec("moe_trm_sglang_cpu") is not None:
-            from moe_trm_sglang_cpu.torchvision_ops import install
-
-            install()
         from transformers import AutoConfig, AutoModelForCausalLM
 
         with torch.device("meta"):
