@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,8 @@ def _bundle_of(folder: Path) -> Path | None:
     """The recording of the run in `folder`; None where there is no run. Raises `BundleError` where it recorded none."""
     if not (folder / "metrics.jsonl").is_file() or not (folder / CONFIG_FILE).is_file():
         return None
-    named = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("record", {}).get("bundle")
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    named: str | None = config.get("record", {}).get("bundle")
     if not named:
         raise BundleError(
             "this run was not recorded",
