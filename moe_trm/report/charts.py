@@ -73,9 +73,10 @@ SECTIONS = (
         (
             Lines("Reward and evaluation",
                   "Mean reward of the step's samples; evaluation is greedy, on held-out prompts.",
-                  (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "evaluation"),
+                  (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "accuracy"),
+                   ("eval/reward", "evaluation"),
                    ("eval/avg_at_*", "evaluation, mean of "), ("eval/pass_at_*", "evaluation, best of "),
-                   ("eval/*/accuracy", "")), floor=True),
+                   ("eval/*/accuracy", ""), ("eval/*/reward", "")), floor=True),
             Lines("Answer length", "Tokens sampled for one answer.",
                   (("response/length_mean", "mean"), ("eval/length_mean", "evaluation, mean"),
                    ("response/length_max", "longest")), floor=True),

@@ -18,6 +18,7 @@ from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.config.schema import Config
+from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
@@ -58,7 +59,9 @@ class RolloutController:
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
-        self._evaluator = Evaluator(config.eval, self._sampler, task.eval_sets(), params)
+        self._evaluator = Evaluator(
+            config.eval, self._sampler, task.eval_sets(), params, greedy_metric=greedy_metric(config.task)
+        )
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
         self._store = GroupStore(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import AdvantageConfig, Config
 from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
+from moe_trm.observe.lines import ProgressLines
+from moe_trm.observe.panel import LivePanel
+from moe_trm.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
@@ -28,6 +34,7 @@ from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState, TrainBatch, TrainRow
 from tests.unit.doubles import StandInEngine
 from tests.unit.records import LAYERS, make_record
+from tests.unit.report.page_reader import PageReader
 
 CONFIG = Config.model_validate(
     {
@@ -238,6 +245,24 @@ def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
         "eval/length_mean": 2.0,
         "eval/prompts": 4.0,
     }
+
+
+def test_a_mean_of_rewards_of_ones_own_is_called_no_accuracy(tmp_path: Path) -> None:
+    """Neither by the controller nor by any view of its metrics."""
+    task = CONFIG.task.model_copy(update={"reward": "mine.py:reward"})
+    metrics = asyncio.run(controller_with(FakeEngine(), CONFIG.model_copy(update={"task": task})).evaluate())
+    assert metrics["eval/reward"] == 0.5
+    lines, screen = io.StringIO(), io.StringIO()
+    ProgressLines(1, lines).write(0, metrics)
+    panel = LivePanel("run", 1, Console(file=screen, width=100))
+    panel.write(0, metrics)
+    panel.close()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
+    page = write([tmp_path]).read_text()
+    assert "EVAL REWARD 0.500" in lines.getvalue()
+    for told in (*metrics, lines.getvalue(), screen.getvalue(), PageReader(page).text):
+        assert "accuracy" not in told.lower()
+    assert "0.500" in screen.getvalue()
 
 
 def test_evaluation_changes_nothing_of_the_samples_around_it() -> None:
