@@ -1,7 +1,7 @@
 """Expert routes without a harness: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
 from routing.codec import decode, encode
-from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.errors import FlipBoundError, ReplayProofError, ReplayRefusedError, RouteError
 from routing.flips import Flips, flips
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, token_digest
@@ -9,6 +9,7 @@ from routing.record import RouteRecord, expert_dtype, token_digest
 __all__ = [
     "Flips",
     "Layout",
+    "FlipBoundError",
     "ReplayProofError",
     "ReplayRefusedError",
     "RouteError",

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from routing.flip_bound import Suspect
+    from routing.replay import ReplayReport
+
 
 class RouteError(ValueError):
     """A route record that violates an invariant.
@@ -26,6 +33,24 @@ class RouteError(ValueError):
 
 class ReplayProofError(RuntimeError):
     """A replayed forward did not use the recorded routes. The step must not be trained on."""
+
+
+class FlipBoundError(ReplayProofError):
+    """Every token used its recorded set, but these sets are too far from the live router's own choice.
+
+    Attributes:
+        suspects: the samples that stand out, the worst first.
+        report: counters of the step.
+    """
+
+    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport) -> None:
+        self.what, self.suspects, self.report = what, tuple(suspects), report
+        listed = "".join(f"\n  {suspect}" for suspect in suspects[:5])
+        more = f"\n  and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+        super().__init__(
+            f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
+            f"{listed}{more}"
+        )
 
 
 class ReplayRefusedError(ValueError):

@@ -44,6 +44,7 @@ from routing.replay import (
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.running import Running
+from routing.sample_flips import PassFlips, keys_of, total
 
 
 class MegatronReplayer:
@@ -58,7 +59,8 @@ class MegatronReplayer:
         models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked
             through.
         max_local_flip_rate: bound on the share of replayed sets that differ from the live router's own, in any layer
-            and overall; `report` raises above it.
+            and overall; `report` raises above it, and for a sample that its batch does not explain
+            (`routing.flip_bound`). 1: no bound at all.
         missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router
             and counts them.
 
@@ -86,6 +88,7 @@ class MegatronReplayer:
         self._check_layers()
         self._device = next(chunks[0].parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
+        self._by_sample: list[PassFlips] = []
         for chunk, layers in self._chunks.values():
             self._hooks.append(chunk.decoder.register_forward_hook(self._running.tag_output))
             for layer, moe in layers:
@@ -95,6 +98,11 @@ class MegatronReplayer:
     def layer_ids(self) -> tuple[int, ...]:
         """0-based decoder layers of the attached MoE layers, ascending."""
         return tuple(sorted(self._taps))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the whole model that are counted, dense ones too."""
+        return len(self._counters)
 
     def detach(self) -> None:
         """Give the routers back as they were found."""
@@ -116,6 +124,7 @@ class MegatronReplayer:
         valid: Tensor,
         *,
         model: Any = None,
+        samples: Sequence[int] | None = None,
     ) -> Iterator[ReplayPass]:
         """Run exactly one forward of one micro-batch inside this context; its backward may come any time later.
 
@@ -126,6 +135,7 @@ class MegatronReplayer:
             target_ids: `[B, R]`, likewise.
             valid: `[B, R]` bool, likewise.
             model: the forwarded chunk; needed only with virtual pipeline chunks.
+            samples: ids of the rows, by which their flips are counted and named; None: by their tokens.
 
         Yields:
             The pass; with `Record()`, `pass_.recorded()` afterwards gives the routes.
@@ -139,7 +149,7 @@ class MegatronReplayer:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         layers = self._layers_of(model)
         self._check_ours()
-        opened = self._open(source, layout, input_ids, target_ids, valid, layers)
+        opened = self._open(source, layout, input_ids, target_ids, valid, layers, samples)
         self._running.active = opened
         try:
             yield opened
@@ -160,13 +170,22 @@ class MegatronReplayer:
             group: ranks to sum over (collective: all of them call); None for this process alone.
 
         Raises:
-            ReplayProofError: a token-layer that was due did not use its recorded set, or too many local flips.
+            ReplayProofError: a token-layer that was due did not use its recorded set.
+            FlipBoundError: too many local flips, in a layer or in a sample.
         """
         counters = self._counters.clone()
         self._counters.zero_()
+        passes, self._by_sample = self._by_sample, []
         if group is not None:
             torch.distributed.all_reduce(counters, group=group)
-        return judge(counters, self.max_local_flip_rate)
+        flips = total(passes, len(counters), group, self._device)
+        return judge(
+            counters,
+            self.max_local_flip_rate,
+            flips,
+            int(self.config.moe_router_topk),
+            int(self.config.num_moe_experts),
+        )
 
     def _open(
         self,
@@ -176,6 +195,7 @@ class MegatronReplayer:
         target_ids: Tensor,
         valid: Tensor,
         layers: Sequence[int],
+        samples: Sequence[int] | None,
     ) -> ReplayPass:
         self._check_layout(layout, input_ids)
         opened = self.new_pass(source, layers, layout.num_local)
@@ -205,7 +225,17 @@ class MegatronReplayer:
         if opened.replays:
             due = due_tokens(row_lengths(valid), layout)
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
-            opened.expect(due if free is None else due & ~free, free, self._device)
+            due = due if free is None else due & ~free
+            flips = PassFlips(
+                keys_of(samples, input_ids),
+                due.view(-1, layout.batch).sum(0),
+                layers,
+                len(self._counters),
+                sample_last=True,
+                device=self._device,
+            )
+            self._by_sample.append(flips)
+            opened.expect(due, free, self._device, flips)
         return opened
 
     def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:

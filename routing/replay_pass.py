@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from routing.errors import ReplayProofError, RouteError
+from routing.errors import FlipBoundError, ReplayProofError, RouteError
+from routing.flip_bound import suspects, worst
 from routing.flips import router_margin
 from routing.layout import Layout
-from routing.proof import differs
+from routing.proof import shared
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.sample_flips import PassFlips, SampleFlips
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -48,12 +50,16 @@ class ReplayPass:
         self._taken: dict[int, Tensor] = {}
         self._margins: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
+        self._by_sample: PassFlips | None = None
 
-    def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
+    def expect(
+        self, due: Tensor, free: Tensor | None, device: torch.device, by_sample: PassFlips | None = None
+    ) -> None:
         """Local tokens that must use recorded routes, and real ones (`free`) that have none and keep the live router's.
 
-        Both are `[N]` bool on the CPU.
+        Both are `[N]` bool on the CPU. `by_sample` takes the flips of each sample.
         """
+        self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
         self._num_due = int(due.sum())
         self._due = due.to(device, non_blocking=True)
@@ -137,7 +143,11 @@ class ReplayPass:
         """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""
         counters = self.counters[layer]
         if not recompute:
-            self._flips[layer] = (differs(live, self.targets[layer]) & self._due).sum()
+            lost = live.shape[1] - shared(live, self.targets[layer])
+            flipped = (lost != 0) & self._due
+            self._flips[layer] = flipped.sum()
+            if self._by_sample is not None:
+                self._by_sample.count(layer, flipped, lost * self._due)
         # Recomputation has the logits of the forward, and so its flips.
         counters[FLIPPED] += self._flips[layer]
         counters[ROUTED] += self._num_due
@@ -164,8 +174,15 @@ def new_counters(num_layers: int, device: torch.device) -> Tensor:
     return torch.zeros(num_layers, len((DUE, ROUTED, MATCHED, FLIPPED, NATIVE)), dtype=torch.int64, device=device)
 
 
-def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
-    """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step."""
+def judge(
+    counters: Tensor, max_local_flip_rate: float, by_sample: SampleFlips, top_k: int, num_experts: int
+) -> ReplayReport:
+    """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step.
+
+    Raises:
+        FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
+            in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
+    """
     by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
@@ -180,11 +197,22 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
         native=int(counters[:, NATIVE].sum()),
     )
-    worst = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
-    if worst > max_local_flip_rate:
-        raise ReplayProofError(
-            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound "
-            f"{max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
-            "Rows or layers are misaligned, or the routes are of much older weights."
+    if max_local_flip_rate == 1.0:
+        return report
+    highest = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
+    found = suspects(by_sample, top_k, num_experts)
+    if highest > max_local_flip_rate:
+        raise FlipBoundError(
+            "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
+            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}",
+            found or worst(by_sample, top_k, num_experts),
+            report,
+        )
+    if found:
+        raise FlipBoundError(
+            "replayed expert sets of some samples differ from the live router's own choice far more often than those "
+            f"of their batch ({report.local_flip_rate or 0.0:.2%} flip in all)",
+            found,
+            report,
         )
     return report
