@@ -5,10 +5,13 @@ same sample: in place, one row earlier and later, in every other layer, and half
 by chance only. With an agreement `a` (mean of `|live & recorded| / K`) and the agreement by chance `a_c`, the relation is
 `(a - a_c) / (1 - a_c)`: 1 for the same routes, 0 for routes that have nothing to do with each other.
 
-- In place below `RELATED`: the routes are wrong. They are another row's or layer's where that relation is above one
-  half.
+- In place below `RELATED`, or well below another place: the routes are wrong. They are another row's or layer's where
+  that relation is above one half.
 - Many tokens below it, beside others that agree: part of the sample is wrong.
 - Otherwise rows and layers are in place, and the router has moved: that spreads over all tokens.
+
+Where no sample stands out of its batch, all suspects are judged together: a few tokens that all go to the same experts
+agree by chance as often as in place.
 
 Only sums leave a rank. Shape letters: S suspects, L layers, T rows of a sample, K experts per token.
 """
@@ -27,14 +30,15 @@ from routing.errors import FlipBoundError, ReplayProofError
 from routing.flip_bound import Suspect
 from routing.replay import Recorded, ReplayRecords, ReplayReport, RouteSource
 
-RELATED = 1 / 3
+RELATED = 1 / 4
 """Relation from which recorded and live routes are those of one token and layer."""
 PART = 0.2
 """Share of strangers among a sample's tokens from which part of it is wrong."""
 JUDGED = 16
 """Experts of a token over all layers from which a token can be judged by itself."""
 PLACES = ("in place", "of the row before", "of the row after", "by chance")
-SHIFTS = (0, -1, 1)
+SHIFTS = (0, 1, -1)
+"""Rows by which the record is taken further to compare it so."""
 
 Routes = Callable[[int], Tensor]
 """Layer -> `[T, K]` int64 ids of one sample, -1 where another rank has them."""
@@ -69,9 +73,13 @@ class Agreement:
             places.view(suspects, layers, 4, 2), by_layer.view(suspects, layers, layers, 2), strangers.view(suspects, 2)
         )
 
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three sums."""
+        return self.places, self.layers, self.strangers
+
     def flat(self) -> Tensor:
         """All sums in one row."""
-        return torch.cat([part.flatten() for part in (self.places, self.layers, self.strangers)])
+        return torch.cat([part.flatten() for part in self.parts()])
 
     def add(self, suspect: int, layers: Sequence[int], live: Routes, recorded: Routes) -> None:
         """Compare one sample in `layers`."""
@@ -80,11 +88,11 @@ class Agreement:
         for layer in layers:
             own, theirs = live(layer), recorded(layer)
             top_k = own.shape[1]
-            moved = [torch.roll(theirs, -shift, 0) for shift in SHIFTS]
+            moved = [theirs.roll(-shift, 0) for shift in SHIFTS]
             for shift, routes in zip(SHIFTS, moved, strict=True):
                 if shift:
                     routes[-1 if shift > 0 else 0] = -1
-            moved.append(torch.roll(theirs, len(theirs) // 2, 0) if len(theirs) > 1 else torch.full_like(theirs, -1))
+            moved.append(theirs.roll(len(theirs) // 2, 0) if len(theirs) > 1 else torch.full_like(theirs, -1))
             for place, routes in enumerate(moved):
                 self.places[suspect, layer, place] += _agreement(own, routes).nan_to_num().sum(0)
             for other in layers:
@@ -144,6 +152,8 @@ def examine(
     if group is not None:
         torch.distributed.all_reduce(flat, group=group)
     whole = Agreement.of(flat.cpu(), len(number), num_layers)
+    if doubt.alike:
+        whole = Agreement(*(part.sum(0, keepdim=True).expand_as(part) for part in whole.parts()))
     return [_judge(whole, suspect, place) for place, suspect in enumerate(doubt.suspects)]
 
 
@@ -232,16 +242,17 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
     chance = chances[scope]
     others = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}
     if scope == 0:
-        layers = sums.layers[place, suspect.layer]
+        layers = sums.layers[place, :, suspect.layer]
         others |= {f"of layer {other}": _share(layers[other]) for other in range(len(layers)) if other != suspect.layer}
     best = max(others, key=lambda one: others[one])
     words = (
-        f"The live router's experts agree with the recorded ones by {_share(here[scope][0]):.0%} in place, "
-        f"{others[best]:.0%} with those {best}, {chance:.0%} by chance"
+        f"Recorded and live experts agree by {_share(here[scope][0]):.0%} in place, by {others[best]:.0%} as routes "
+        f"{best}, by {chance:.0%} at chance"
     )
     tokens, strangers = sums.strangers[place].tolist()
-    if inside[0] < RELATED:
-        whose = f": these are the routes {best}" if relation(others[best], chance) > 0.5 else ": they are unrelated"
+    elsewhere = relation(others[best], chance)
+    if inside[0] < max(RELATED, elsewhere - RELATED):
+        whose = f": these are the routes {best}" if elsewhere > max(0.5, inside[0]) else ": they are unrelated"
         return Finding(suspect, False, words + whose)
     if tokens and strangers / tokens >= PART:
         return Finding(suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether")

@@ -41,10 +41,11 @@ class FlipBoundError(ReplayProofError):
     Attributes:
         suspects: the samples that stand out, the worst first.
         report: counters of the step.
+        alike: no sample stands out of its batch, which is beyond the bound as a whole; `suspects` are the worst ones.
     """
 
-    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport) -> None:
-        self.what, self.suspects, self.report = what, tuple(suspects), report
+    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
+        self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
         listed = "".join(f"\n  {suspect}" for suspect in suspects[:5])
         more = f"\n  and {len(suspects) - 5} more" if len(suspects) > 5 else ""
         super().__init__(

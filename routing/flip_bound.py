@@ -87,6 +87,8 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
 def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
     """The `NAMED` samples that lost most, those of few tokens last, for a batch beyond its bound as a whole."""
     layers = np.flatnonzero(flips.due.any(0))
+    if not len(layers):
+        return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, 1 - top_k / num_experts)
     order = np.argsort(-(by_layer.lost * np.minimum(by_layer.tokens, FEW)).max(1), kind="stable")[:NAMED]
     return [_suspect(flips, by_layer, layers, one) for one in order]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError
+from routing.gate_proof import FORMULA_TOLERANCE, GateProof, check_gates, softmax_of_one
 from routing.layout import Layout
 from routing.proof import differs
 from routing.record import RouteRecord
@@ -51,9 +52,6 @@ from routing.replay import (
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
-
-FORMULA_TOLERANCE = 1e-2
-"""Relative; far above bfloat16 rounding of a gate weight, far below the difference between two formulas."""
 
 
 class HFReplayer:
@@ -91,6 +89,8 @@ class HFReplayer:
         self._counters = new_counters(max(self._blocks) + 1, self._device)
         self._by_sample: list[PassFlips] = []
         self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
+        self._logits: dict[int, Tensor] = {}
         self._running = Running()
         self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
         for layer, block in self._blocks.items():
@@ -157,7 +157,8 @@ class HFReplayer:
 
         Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
-        counters, other = self._counters.clone(), self._other_formula.clone()
+        counters = torch.cat((self._counters, self._gates.take()), dim=1)
+        other = self._other_formula.clone()
         passes, self._by_sample = self._by_sample, []
         self._counters.zero_()
         self._other_formula.zero_()
@@ -170,6 +171,8 @@ class HFReplayer:
                 "model is not supported"
             )
         flips = total(passes, len(counters), group, self._device)
+        counters, gates = counters.split((self._counters.shape[1], counters.shape[1] - self._counters.shape[1]), dim=1)
+        check_gates(gates)
         return judge(counters, self.max_local_flip_rate, flips, self.top_k, self.num_experts)
 
     def _open(
@@ -244,12 +247,30 @@ class HFReplayer:
             own = gate_weights(gate, logits, live).to(weights.dtype)
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula += differs_N.sum()
+        if logits.requires_grad and self._gates.watches(layer):
+            logits.register_hook(partial(self._gates.answered, layer))
+        if self._gates.compares(layer):
+            self._logits[layer] = logits.detach()
         return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()
         given = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         running.prove(layer, lambda expected: ~differs(given, expected), recompute)
+        if running.replays:
+            self._prove_gate(layer, running, kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2])
+
+    def _prove_gate(self, layer: int, running: ReplayPass, weights: Tensor) -> None:
+        """See `routing.gate_proof`. The weights stand in the order of the ids that were replayed."""
+        gate = gate_of(self._blocks[layer])
+        if layer in self._logits:
+            with torch.no_grad():
+                formula = gate_weights(gate, self._logits.pop(layer), running.expected[layer])
+                self._gates.compare(layer, weights, formula, running.due)
+        constant = softmax_of_one(self.top_k, normalised=getattr(gate, "norm_topk_prob", True))
+        trained = torch.is_grad_enabled() and gate.weight.requires_grad and not constant
+        if trained and self._gates.watches(layer):
+            self._gates.asks(layer, weights)
 
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)

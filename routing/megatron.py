@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.gate_proof import GateProof, check_gates, megatron_weights, softmax_of_one
 from routing.layout import Layout
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
@@ -89,6 +90,8 @@ class MegatronReplayer:
         self._device = next(chunks[0].parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
         self._by_sample: list[PassFlips] = []
+        attached = [layer for _, layers in self._chunks.values() for layer, _ in layers]
+        self._gates = GateProof(attached, len(self._counters), self._device)
         for chunk, layers in self._chunks.values():
             self._hooks.append(chunk.decoder.register_forward_hook(self._running.tag_output))
             for layer, moe in layers:
@@ -170,15 +173,18 @@ class MegatronReplayer:
             group: ranks to sum over (collective: all of them call); None for this process alone.
 
         Raises:
-            ReplayProofError: a token-layer that was due did not use its recorded set.
+            ReplayProofError: a token-layer that was due did not use its recorded set, or its gate weights are not those
+                of this set, or the router got no gradient through them.
             FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        counters = self._counters.clone()
+        counters = torch.cat((self._counters, self._gates.take()), dim=1)
         self._counters.zero_()
         passes, self._by_sample = self._by_sample, []
         if group is not None:
             torch.distributed.all_reduce(counters, group=group)
         flips = total(passes, len(counters), group, self._device)
+        counters, gates = counters.split((self._counters.shape[1], counters.shape[1] - self._counters.shape[1]), dim=1)
+        check_gates(gates)
         return judge(
             counters,
             self.max_local_flip_rate,
@@ -270,11 +276,33 @@ class MegatronReplayer:
         self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
+        self._hooks.append(moe.router.register_forward_hook(partial(self._prove_gate, layer)))
+        if moe.router.weight.requires_grad:
+            self._hooks.append(moe.router.weight.register_hook(partial(self._gates.answered, layer)))
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
 
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
         running, recompute = self._running.current()
         running.prove(layer, dispatched.matches, recompute)
+
+    def _prove_gate(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        """See `routing.gate_proof`."""
+        running, _ = self._running.current()
+        if not running.replays:
+            return
+        weights = output[0]
+        if self._gates.compares(layer):
+            with torch.no_grad():
+                ids = running.expected[layer]
+                logits = router.gating(args[0]).view(-1, weights.shape[1])
+                self._gates.compare(layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due)
+        settings = router.config
+        constant = softmax_of_one(
+            int(settings.moe_router_topk),
+            normalised=settings.moe_router_score_function == "softmax" and not settings.moe_router_pre_softmax,
+        )
+        if torch.is_grad_enabled() and router.weight.requires_grad and not constant and self._gates.watches(layer):
+            self._gates.asks(layer, weights)
 
     def _layers_of(self, model: Any) -> list[int]:
         if model is None and len(self._chunks) > 1:

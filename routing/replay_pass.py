@@ -69,6 +69,11 @@ class ReplayPass:
         if self.layer_ids:
             self.counters[list(self.layer_ids), DUE] += self._num_due
 
+    @property
+    def due(self) -> Tensor:
+        """`[N]` bool: local tokens that must use recorded routes."""
+        return self._due
+
     def check_recorded(self, recorded: Recorded, top_k: int) -> None:
         """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch.
 
@@ -207,6 +212,7 @@ def judge(
             f"{highest:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}",
             found or worst(by_sample, top_k, num_experts),
             report,
+            alike=not found,
         )
     if found:
         raise FlipBoundError(

@@ -68,19 +68,19 @@ def found(step: Step) -> list[int]:
 
 
 @pytest.mark.parametrize(("top_k", "num_experts"), SHAPES)
-@pytest.mark.parametrize("rate", [0.003, 0.03, 0.1, 0.15])
+@pytest.mark.parametrize("rate", [0.01, 0.15])
 def test_clean_steps_have_no_suspect_in_200_steps(rate: float, top_k: int, num_experts: int) -> None:
     rng = np.random.default_rng(round(rate * 1000) + top_k)
     assert [found(clean(rng, rate, top_k, num_experts, lengths_of(rng))) for _ in range(200)] == [[]] * 200
 
 
 @pytest.mark.parametrize(("top_k", "num_experts"), SHAPES)
-@pytest.mark.parametrize("rate", [0.003, 0.03, 0.1, 0.15])
+@pytest.mark.parametrize("rate", [0.01, 0.15])
 @pytest.mark.parametrize("fault", ["random", "eight shifted", "one layer", "two layers"])
 def test_wrong_samples_among_many_are_all_found(fault: str, rate: float, top_k: int, num_experts: int) -> None:
     """Shifted rows keep a fifth of their experts, as neighbours' routes are alike."""
     rng = np.random.default_rng(1)
-    for _ in range(20):
+    for _ in range(5):
         step = clean(rng, rate, top_k, num_experts, np.maximum(60, lengths_of(rng)))
         bad = list(range(8)) if fault == "eight shifted" else [int(rng.integers(32))]
         layers = {"one layer": slice(5, 6), "two layers": slice(5, 7)}.get(fault, slice(None))
