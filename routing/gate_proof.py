@@ -84,7 +84,7 @@ class GateProof:
 
 def check_gates(counts: Tensor) -> None:
     """Raise `ReplayProofError` when counts `[num_layers, 2]`, summed over ranks, show gates that are not replayed."""
-    for layer, row in enumerate(counts.tolist()):
+    for layer, row in enumerate(counts.tolist() if counts.numel() else ()):
         if row[WRONG]:
             raise ReplayProofError(
                 f"layer {layer}: {row[WRONG]} tokens got gate weights that are not those of their replayed experts. "
@@ -95,11 +95,6 @@ def check_gates(counts: Tensor) -> None:
                 f"layer {layer}: the gate weights of replayed experts have a gradient, and the router got none on "
                 f"{row[UNANSWERED]} ranks: it would never learn. The step must not be trained on."
             )
-
-
-def softmax_of_one(top_k: int, *, normalised: bool) -> bool:
-    """True where a gate weight is always 1, so that its router has no gradient through it."""
-    return top_k == 1 and normalised
 
 
 def megatron_weights(config: object, logits: Tensor, ids: Tensor) -> Tensor:

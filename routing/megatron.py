@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
-from routing.gate_proof import GateProof, check_gates, megatron_weights, softmax_of_one
+from routing.gate_proof import GateProof, megatron_weights
 from routing.layout import Layout
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
@@ -183,8 +183,6 @@ class MegatronReplayer:
         if group is not None:
             torch.distributed.all_reduce(counters, group=group)
         flips = total(passes, len(counters), group, self._device)
-        counters, gates = counters.split((self._counters.shape[1], counters.shape[1] - self._counters.shape[1]), dim=1)
-        check_gates(gates)
         return judge(
             counters,
             self.max_local_flip_rate,
@@ -296,12 +294,8 @@ class MegatronReplayer:
                 ids = running.expected[layer]
                 logits = router.gating(args[0]).view(-1, weights.shape[1])
                 self._gates.compare(layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due)
-        settings = router.config
-        constant = softmax_of_one(
-            int(settings.moe_router_topk),
-            normalised=settings.moe_router_score_function == "softmax" and not settings.moe_router_pre_softmax,
-        )
-        if torch.is_grad_enabled() and router.weight.requires_grad and not constant and self._gates.watches(layer):
+        # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
+        if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             self._gates.asks(layer, weights)
 
     def _layers_of(self, model: Any) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from routing.errors import FlipBoundError, ReplayProofError, RouteError
 from routing.flip_bound import suspects, worst
 from routing.flips import router_margin
+from routing.gate_proof import check_gates
 from routing.layout import Layout
 from routing.proof import shared
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
@@ -184,6 +185,8 @@ def judge(
 ) -> ReplayReport:
     """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step.
 
+    Further columns are those of `GateProof.take`.
+
     Raises:
         FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
             in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
@@ -195,6 +198,7 @@ def judge(
                 f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for "
                 f"{row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
             )
+    check_gates(counters[:, NATIVE + 1 :])
     report = ReplayReport(
         replayed=sum(row[DUE] for row in by_layer.values()),
         matched=sum(row[MATCHED] for row in by_layer.values()),
