@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from routing.errors import FlipBoundError, ReplayProofError
+from routing.errors import FlipBoundError, MisalignedError
 from routing.flip_bound import Suspect
 from routing.replay import Recorded, ReplayRecords, ReplayReport, RouteSource
 
@@ -158,7 +158,7 @@ def examine(
 
 
 def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
-    """The report, when all suspects are in place: the router has moved. Raises `ReplayProofError` when one is not."""
+    """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not."""
     wrong = [finding for finding in findings if not finding.in_place]
     if not wrong:
         return ReplayReport(
@@ -171,11 +171,11 @@ def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
         )
     listed = "".join(f"\n  {finding.suspect}. {finding.words}" for finding in wrong[:5])
     more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    raise ReplayProofError(
+    raise MisalignedError(
         f"{doubt.what}. Asked again without replay, the live router does not agree with the recorded routes of "
         f"{len(wrong)} samples, so this is no router that has moved: rows or layers are misaligned, or the routes are "
         f"of other tokens or of far older weights.{listed}{more}\n"
-        "Nothing was trained on this step's update. Look for a defect of the engine's route recording (its version, "
+        "Nothing was trained on this update. Look for a defect of the engine's route recording (its version, "
         "its cache settings), and measure it with `moe-trm doctor`."
     )
 

@@ -54,5 +54,9 @@ class FlipBoundError(ReplayProofError):
         )
 
 
+class MisalignedError(ReplayProofError):
+    """Recorded routes that are not those of their tokens and layers, found on every rank at the same point."""
+
+
 class ReplayRefusedError(ValueError):
     """Replay cannot work on this model or with this setting; the message says why and what to change."""
