@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,6 @@ def load_verl(folder: Path | None) -> Callable[[Batch], Any] | None:
     """verl's function of the same preset, or None where it was not asked for."""
     if folder is None:
         return None
-    if find_spec("moe_trm_sglang_cpu") is not None:
-        # verl imports model classes of transformers, which need this with a CPU build of torch.
-        import_module("moe_trm_sglang_cpu.torchvision_ops").install()
     sys.path.append(str(folder))
     function = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
 

@@ -38,8 +38,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
                            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, (0, 1, 2)),
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("hf_models")
-
 
 @pytest.fixture(params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:

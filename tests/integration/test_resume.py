@@ -43,7 +43,7 @@ train: {{steps: {steps}, export: false}}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint, a configuration, and a recording of its rollouts."""
     folder = tmp_path_factory.mktemp("resume")
     make_checkpoint(folder / "start", shape=TinyShape(layers=2, hidden=32, experts=4, expert_ffn=16))

@@ -77,7 +77,7 @@ def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoin
     assert float(error / size) < 1e-4
 
 
-def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path, hf_models: None) -> None:
+def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(brief_checkpoint, dtype=torch.float32).eval()
     worst = 0.0
     for record in BundleReader(str(run / "bundle")).read(1):
