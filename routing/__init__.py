@@ -1,7 +1,8 @@
 """Expert routes without a harness: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
 from routing.codec import decode, encode
-from routing.errors import FlipBoundError, MisalignedError, ReplayProofError, ReplayRefusedError, RouteError
+from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError, RouteError
+from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, token_digest

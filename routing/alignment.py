@@ -2,8 +2,8 @@
 
 The live router is asked again, without replay (`Record()`), and its choice is compared with the recorded sets of the
 same sample: in place, one row earlier and later, in every other layer, and half a sample further, where they can agree
-by chance only. With an agreement `a` (mean of `|live & recorded| / K`) and the agreement by chance `a_c`, the relation is
-`(a - a_c) / (1 - a_c)`: 1 for the same routes, 0 for routes that have nothing to do with each other.
+by chance only. With an agreement `a` (mean of `|live & recorded| / K`) and the agreement by chance `a_c`, the relation
+is `(a - a_c) / (1 - a_c)`: 1 for the same routes, 0 for routes that have nothing to do with each other.
 
 - In place below `RELATED`, or well below another place: the routes are wrong. They are another row's or layer's where
   that relation is above one half.
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from routing.errors import FlipBoundError, MisalignedError
-from routing.flip_bound import Suspect
+from routing.errors import MisalignedError
+from routing.flip_bound import FlipBoundError, Suspect
 from routing.replay import Recorded, ReplayRecords, ReplayReport, RouteSource
 
 RELATED = 1 / 4
@@ -237,7 +237,9 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
         return (agreement - chance) / (1 - chance) if chance < 1 else 1.0
 
     # The layer where the sample stands out decides, or all of them together.
-    inside = min((relation(_share(v[0]), chance), scope) for scope, (v, chance) in enumerate(zip(here, chances)))
+    inside = min(
+        (relation(_share(v[0]), chance), scope) for scope, (v, chance) in enumerate(zip(here, chances, strict=True))
+    )
     scope = inside[1]
     chance = chances[scope]
     others = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}

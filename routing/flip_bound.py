@@ -6,8 +6,8 @@ the lost share `q` (recorded experts that the live router would not choose, over
 - `e`, the expected share, is the median over the batch's samples, at most a quarter of `c = 1 - K / E`, which routes
   without any relation to the live router lose if its load is even.
 - `q` must lie a third of the way from `e` to `c` (a quarter, over all layers).
-- `n KL(q || p)` must reach `EVIDENCE`, with `p` the largest of `2 e`, `SMALLEST` and, in a layer, twice the sample's own
-  median over layers: the chance that independent tokens at rate `p` lose so much is at most `exp(-n KL)` (Hoeffding
+- `n KL(q || p)` must reach `EVIDENCE`, with `p` the largest of `2 e`, `SMALLEST` and, in a layer, twice the sample's
+  own median over layers: the chance that independent tokens at rate `p` lose so much is at most `exp(-n KL)` (Hoeffding
   1963, theorem 1: it holds for any values in [0, 1], so for a token's share of lost experts). A few tokens may lose all
   by chance, and are no evidence.
 
@@ -17,11 +17,14 @@ Shape letters: S samples, L layers, K experts per token, E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from routing.errors import ReplayProofError
+from routing.replay import ReplayReport
 from routing.sample_flips import SampleFlips, name_of
 
 EVIDENCE = 14.0
@@ -58,6 +61,25 @@ class Suspect:
         return (
             f"{name_of(self.key)}, layer {self.layer}: {self.flip_rate:.1%} of {self.num_tokens} sets flip, "
             f"{self.lost:.1%} of the experts are others; {self.expected:.1%} were expected"
+        )
+
+
+class FlipBoundError(ReplayProofError):
+    """Every token used its recorded set, but these sets are too far from the live router's own choice.
+
+    Attributes:
+        suspects: the samples that stand out, the worst first.
+        report: counters of the step.
+        alike: no sample stands out of its batch, which is beyond the bound as a whole; `suspects` are the worst ones.
+    """
+
+    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
+        self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
+        listed = "".join(f"\n  {suspect}" for suspect in suspects[:5])
+        more = f"\n  and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+        super().__init__(
+            f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
+            f"{listed}{more}"
         )
 
 

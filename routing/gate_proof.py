@@ -55,7 +55,7 @@ class GateProof:
     def asks(self, layer: int, weights: Tensor) -> None:
         """Remember whether a gradient arrives at the gate weights that the experts get."""
         if weights.requires_grad:
-            weights.register_hook(partial(self._note, self._asked, layer))
+            weights.register_hook(partial(self._note, self._asked, layer))  # type: ignore[no-untyped-call]
         else:
             # Nothing below can get a gradient.
             self._asked[layer] = True

@@ -246,7 +246,7 @@ class HFReplayer:
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula += differs_N.sum()
         if logits.requires_grad and self._gates.watches(layer):
-            logits.register_hook(partial(self._gates.answered, layer))
+            logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         if self._gates.compares(layer):
             self._logits[layer] = logits.detach()
         return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen

@@ -293,7 +293,9 @@ class MegatronReplayer:
             with torch.no_grad():
                 ids = running.expected[layer]
                 logits = router.gating(args[0]).view(-1, weights.shape[1])
-                self._gates.compare(layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due)
+                self._gates.compare(
+                    layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due
+                )
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             self._gates.asks(layer, weights)

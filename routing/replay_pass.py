@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from routing.errors import FlipBoundError, ReplayProofError, RouteError
-from routing.flip_bound import suspects, worst
+from routing.errors import ReplayProofError, RouteError
+from routing.flip_bound import FlipBoundError, suspects, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
 from routing.layout import Layout

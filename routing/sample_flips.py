@@ -95,7 +95,9 @@ def name_of(key: int) -> str:
     return f"sample {key}" if key < UNNAMED else f"row {key & 0xFFFF} of a micro-batch"
 
 
-def total(passes: Iterable[PassFlips], num_layers: int, group: ProcessGroup | None, device: torch.device) -> SampleFlips:
+def total(
+    passes: Iterable[PassFlips], num_layers: int, group: ProcessGroup | None, device: torch.device
+) -> SampleFlips:
     """The counts of all `passes` by sample, summed over the ranks of `group` (collective)."""
     found = list(passes)
     given = np.array([key for one in found for key in one.keys], np.int64)

@@ -17,6 +17,7 @@ from moe_trm.diagnostics.verdict_training import (
     gradient,
     length,
     rising,
+    router,
     series,
     signal,
 )
@@ -41,6 +42,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     | `variance` | ESS below 0.5 or chi2 above 1; a band on the part with the tail | by `escalation` |
     | `sequence` | chi2 of rows above 100, by a rule on products or by rows that drift as a whole | the part |
     | `drift` | chi2 above 0.3 | the part |
+    | `router` | samples are beyond the bound on flips, with rows and layers in place | age, or lr |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
 
@@ -57,7 +59,8 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         found = judge(seen)
         if found:
             return found
-    return clipping(history) or length(history, length_key) or gradient(seen) or signal(seen) or _calm(seen)
+    trained = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
+    return router(seen) or trained or _calm(seen)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:

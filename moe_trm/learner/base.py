@@ -17,10 +17,9 @@ from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.types import TokenBatch
 from routing.alignment import examine, refuse
-from routing.errors import FlipBoundError
+from routing.flip_bound import FlipBoundError
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.sample_flips import keys_of
-
 
 Look = Callable[[Sequence[RouteSource]], Sequence[Recorded | None]]
 """A forward of the same micro-batches at the same weights, with other sources: the routes it used."""

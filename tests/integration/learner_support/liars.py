@@ -76,9 +76,9 @@ def natural(learner: Learner, batch: TokenBatch, recorded: Recorded, change: Cha
     rows, length = batch.input_ids.shape
     layers = tuple(sorted(recorded.experts))
     records: list[RouteRecord | None] = []
-    whole = torch.stack([recorded.by_row(layer, rows, length) for layer in layers], dim=2)
+    mine = torch.stack([recorded.by_row(layer, rows, length) for layer in layers], dim=2)
     # -1 stands where another rank has the token.
-    whole = (learner.sum_over_slices((whole + 1).double()) - 1).long().numpy()
+    whole = (learner.sum_over_slices((mine + 1).double()) - 1).long().numpy()
     for row, sample in enumerate(batch.sample_ids):
         tokens = int(batch.valid[row].sum())
         if not tokens:

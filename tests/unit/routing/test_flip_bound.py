@@ -139,16 +139,14 @@ def test_one_layer_of_many_is_bound_and_the_bound_itself_passes(layer: int, flip
     if not stops:
         assert judge(counters_of(flips), 0.3, flips, 8, 128).local_flips == flipped
         return
-    with pytest.raises(FlipBoundError, match="worst rate of a layer 0.310, bound 0.3"):
+    with pytest.raises(FlipBoundError, match=r"worst rate of a layer 0\.310, bound 0\.3"):
         judge(counters_of(flips), 0.3, flips, 8, 128)
 
 
 def test_counts_of_a_pass_are_by_sample_in_both_orders() -> None:
     flipped = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]])
     for last, order in ((False, flipped), (True, flipped.t())):
-        one = PassFlips(
-            [5, 9], torch.tensor([4, 3]), (1,), 3, sample_last=last, device=torch.device("cpu")
-        )
+        one = PassFlips([5, 9], torch.tensor([4, 3]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         one.count(1, order.reshape(-1).bool(), 2 * order.reshape(-1).to(torch.int16))
         again = PassFlips([9], torch.tensor([2]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         padding = PassFlips([-1], torch.tensor([0]), (1,), 3, sample_last=last, device=torch.device("cpu"))
