@@ -220,6 +220,7 @@ class TokenBatch:
             offsets; None in `off` mode.
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
             recorded.
+        sample_ids: id of each of the B rows' samples, -1 on padding rows; empty where nobody names them.
     """
 
     input_ids: torch.Tensor
@@ -238,3 +239,4 @@ class TokenBatch:
     group_ids: torch.Tensor | None = None
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
+    sample_ids: tuple[int, ...] = ()

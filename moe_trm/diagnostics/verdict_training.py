@@ -4,6 +4,7 @@ and the rollout servers.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance
@@ -17,6 +18,23 @@ WITHOUT_SIGNAL = 0.5
 """Share of groups that may have equal rewards."""
 REWARD_WINDOW, REWARD_DROP = 10, 0.3
 """Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
+
+
+def router(seen: Mapping[str, float]) -> Verdict | None:
+    """Replayed routes are no longer the live router's choice, and were found to be those of their tokens and layers."""
+    if not seen.get("routing/moved_samples"):
+        return None
+    flips = seen["routing/local_flip_rate"]
+    worst = max(fnmatch.filter(seen, "routing/local_flip_rate/layer_*"), key=lambda name: seen[name])
+    age = int(seen.get("rollout/age_max", 0.0))
+    config = f"pipeline.max_staleness={age - 1}" if age >= 2 else _half_lr(seen)
+    said = (
+        f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
+        f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
+        "were found in place. Train it in smaller steps, make fewer updates of a batch, or hold it with "
+        "learner.freeze_router=true."
+    )
+    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, config)
 
 
 def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:

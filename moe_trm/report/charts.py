@@ -261,7 +261,7 @@ SECTIONS = (
             Lines("Idle shares",
                   "Of the learner's step, waiting for samples; of the rollout engine's time, with nothing to sample.",
                   (("time/learner_idle_share", "learner"), ("time/rollout_idle_share", "rollout")), floor=True),
-            Lines("Rollout servers", "In service; and since the start: losses, recoveries, samples asked for again, and "
+            Lines("Rollout servers", "In service; since the start: losses, recoveries, samples asked for again, and "
                   "answers whose routes a server short of cache computed again.",
                   (("rollout/servers", "servers"), ("rollout/losses", "losses"), ("rollout/recoveries", "recoveries"),
                    ("rollout/reissued", "asked again"), ("rollout/retracted", "retracted")), floor=True),

@@ -345,7 +345,7 @@ def test_an_error_that_can_only_repeat_uses_up_no_restart(folder: Path) -> None:
     """The routes are made up: a bound on local flips that real ones keep stops the run, once."""
     job = start(folder, "refused", "train.max_restarts=3", "replay.max_local_flip_rate=0.05", ranks=1)
     assert job.wait() == REFUSED, job.output
-    assert job.output.count("ReplayProofError") == 1
+    assert job.output.count("MisalignedError") == 1
     assert "again" not in job.output
 
 

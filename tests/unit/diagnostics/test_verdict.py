@@ -55,6 +55,25 @@ def test_cases_in_their_order(changes: dict[str, float], case: str, config: str)
     assert got.sentence.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({"optimizer/lr": 1e-4}, "optimizer.lr=5e-05"),
+        ({"optimizer/lr": 1e-4, "rollout/age_max": 3.0}, "pipeline.max_staleness=2"),
+    ],
+)
+def test_a_router_that_moved_is_not_healthy_and_is_no_accusation(changes: dict[str, float], config: str) -> None:
+    flips = {"routing/local_flip_rate": 0.21, "routing/local_flip_rate/layer_1": 0.09}
+    flips |= {"routing/local_flip_rate/layer_7": 0.33, "optimizer/grad_norm": 1.0, "reward/zero_variance_groups": 0.1}
+    calm = HEALTHY | flips
+    assert "nothing needs to change" in verdict([calm]).sentence
+    said = verdict([calm | changes | {"routing/moved_samples": 16.0}])
+    assert (said.case, said.config) == ("router", config)
+    assert "33% in layer 7" in said.sentence
+    assert "healthy" not in said.sentence
+    assert verdict([calm | {"routing/moved_samples": 16.0, "engine/k3_kl": 0.06}]).case == "precision"
+
+
 def test_clipping_needs_a_high_and_rising_share() -> None:
     climb = [HEALTHY | {"loss/pg_clipfrac": 0.1 + 0.01 * step} for step in range(20)]
     assert verdict(climb).case == "clipping"
