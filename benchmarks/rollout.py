@@ -98,7 +98,9 @@ def serving(config: Config, folder: Path, name: str) -> Iterator[Server]:
 def tokens_per_second(config: Config, server: Server, requests: int, seed: int) -> float:
     """Sampled tokens per second of one batch of groups, through the product's engine."""
     rng = np.random.default_rng(seed)
-    prompts = [Prompt(f"p{i}", tuple(rng.integers(4, 99, PROMPT_TOKENS).tolist())) for i in range(requests // GROUP_SIZE)]
+    prompts = [
+        Prompt(f"p{i}", tuple(rng.integers(4, 99, PROMPT_TOKENS).tolist())) for i in range(requests // GROUP_SIZE)
+    ]
     params = SamplingParams(temperature=1.0, top_p=0.95, top_k=64, max_new_tokens=ANSWER_TOKENS)
 
     async def batch(engine: SglangEngine) -> int:

@@ -32,9 +32,7 @@ def places(ids_NK: Tensor, num_experts: int) -> tuple[Tensor, int]:
     return found, capacity
 
 
-def batched(
-    x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, found: Tensor, capacity: int
-) -> Tensor:
+def batched(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, found: Tensor, capacity: int) -> Tensor:
     """sum_k w_k * W2 (silu(W1 x) * W3 x) over the experts of each token, `[N, D]`, in the precision of SGLang's loop.
 
     Args:
