@@ -1,8 +1,8 @@
 """Captured tokens per second of a CPU server: SGLang's own loops against the batched parts of the support package.
 
-`python -m benchmarks.rollout [--requests N ...] [--pairs N] [--json FILE]` starts two servers on the quickstart's model.
-Both record routes, log-probs and sampling masks through the product's own engine. They take turns, so that a busy machine
-slows both. One waits while the other works.
+`python -m benchmarks.rollout [--requests N ...] [--pairs N] [--json FILE]` starts two servers on the quickstart's
+model. Both record routes, log-probs and sampling masks through the product's own engine. They take turns, so that a
+busy machine slows both. One waits while the other works.
 """
 
 from __future__ import annotations

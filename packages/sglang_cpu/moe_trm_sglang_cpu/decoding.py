@@ -17,12 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 class Together:
     """Requests that are computed in one call: none is shorter than half of the longest."""
 
-    rows_B: Tensor
-    """Places in the batch."""
-    slots_BS: Tensor
-    """Places in the cache; behind the end of a request any place that exists."""
-    seen_BS: Tensor
-    """False behind the end of a request."""
+    rows: Tensor
+    """`[B]` places in the batch."""
+    slots: Tensor
+    """`[B, S]` places in the cache; behind the end of a request any place that exists."""
+    seen: Tensor
+    """`[B, S]`, False behind the end of a request."""
 
 
 def in_lots(lengths_B: Tensor) -> Iterator[Tensor]:
@@ -35,7 +35,7 @@ def in_lots(lengths_B: Tensor) -> Iterator[Tensor]:
         start = end
 
 
-def plan(slots_of_rows: Tensor, pool_rows_B: Tensor, lengths_B: Tensor) -> list[Together]:
+def plan(slots_of_rows: Tensor, pool_rows: Tensor, lengths_B: Tensor) -> list[Together]:
     """The lots of a batch.
 
     Args:
@@ -67,12 +67,12 @@ def decode(query_BHD: Tensor, keys: Tensor, values: Tensor, lots: list[Together]
     out_BHD = query_BHD.new_empty(num_requests, num_heads, values.shape[-1])
     for lot in lots:
         # The heads that share a key are its queries.
-        query = query_BHD[lot.rows_B].view(-1, groups, num_heads // groups, dim)
-        key_BGSD, value_BGSD = (gather(cache, lot.slots_BS).to(query.dtype) for cache in (keys, values))
+        query = query_BHD[lot.rows].view(-1, groups, num_heads // groups, dim)
+        key_BGSD, value_BGSD = (gather(cache, lot.slots).to(query.dtype) for cache in (keys, values))
         out = scaled_dot_product_attention(
-            query, key_BGSD, value_BGSD, attn_mask=lot.seen_BS[:, None, None], scale=scaling
+            query, key_BGSD, value_BGSD, attn_mask=lot.seen[:, None, None], scale=scaling
         )
-        out_BHD[lot.rows_B] = out.reshape(-1, num_heads, values.shape[-1])
+        out_BHD[lot.rows] = out.reshape(-1, num_heads, values.shape[-1])
     return out_BHD
 
 
