@@ -35,7 +35,7 @@ def in_lots(lengths_B: Tensor) -> Iterator[Tensor]:
         start = end
 
 
-def plan(slots_of_rows: Tensor, pool_rows: Tensor, lengths_B: Tensor) -> list[Together]:
+def plan(slots_of_rows: Tensor, pool_rows_B: Tensor, lengths_B: Tensor) -> list[Together]:
     """The lots of a batch.
 
     Args:
