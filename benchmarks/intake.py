@@ -1,7 +1,7 @@
 """Megabytes per second from the bytes of one engine answer to a validated record, in one process.
 
-`python -m benchmarks.intake [--tokens N] [--repeats N] [--json FILE]` makes one answer of DeepSeek-V3's size (61 layers,
-58 of them with 256 experts, 8 per token) with log-probs and routes. The parts are timed alone, too: the JSON scan, and
+`python -m benchmarks.intake [--tokens N] [--repeats N] [--json FILE]` makes one answer of DeepSeek-V3, with 61 layers,
+58 of them with 256 experts (8 per token), log-probs and routes. The parts are timed alone, too: the JSON scan, and
 base64 by the standard library and by the vectorised one. A plain copy of the bytes shows what memory allows.
 """
 
