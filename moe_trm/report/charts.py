@@ -198,6 +198,9 @@ SECTIONS = (
                  "Share of sequences that lost no token, by sampled tokens. Paler rows below darker ones: long "
                  "answers are rejected more.",
                  (("acceptance/length_*", ""),), top=1.0),
+            Heat("Rejected sequences by length, rules by length",
+                 "Share of sequences that each rule with by_length drops, by sampled tokens: even, if it is neutral.",
+                 (("correction/*/rejected_length_*", ""),), top=1.0),
             Lines("Kept sequences by kind", "A rule that prefers right or wrong answers biases what is learned.",
                   (("acceptance/correct", "right"), ("acceptance/wrong", "wrong"),
                    ("acceptance/positive", "positive advantage"), ("acceptance/negative", "negative advantage"))),
@@ -299,6 +302,8 @@ def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list
 def _readable(pattern: str, parts: Sequence[str]) -> str:
     if pattern in ("acceptance/length_*", "routing/flips/engine/position_*", "routing/flips/engine/margin_*"):
         return parts[0].replace("_up", " and more").replace("_", " to ")
+    if pattern == "correction/*/rejected_length_*":
+        return f"{parts[0]}, {parts[1].replace('_up', ' and more').replace('_', ' to ')}"
     return parts[0]
 
 

@@ -84,7 +84,7 @@ def test_options_of_benchmarks_exist() -> None:
             assert f'"{option}"' in source, f"python -m benchmarks.{name} {option}"
 
 
-@pytest.mark.parametrize("key", named(rf"`({KEY})(?<!\.py)(?<!\.log)(?<!\.certificate)(?=[`=:])"))
+@pytest.mark.parametrize("key", named(rf"`({KEY})(?<!\.py)(?<!\.log)(?=[`=:])"))
 def test_settings_exist(key: str) -> None:
     assert lookup(key) is not None
 
