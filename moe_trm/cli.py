@@ -45,6 +45,22 @@ COMMANDS = (
         ),
     ),
     Command(
+        "eval",
+        "moe_trm.evaluate.commands",
+        "measure trained weights on held-out prompts, greedy and sampled, by a real server",
+        (
+            "runs/quickstart --samples 8",
+            "runs/quickstart --step 40 --by learner",
+            "MODEL_FOLDER --prompts held_out.jsonl task.reward=my_task.py:reward",
+        ),
+    ),
+    Command(
+        "export",
+        "moe_trm.export.commands",
+        "write a checkpoint of a run as a Hugging Face folder, which other programs load",
+        ("runs/quickstart", "runs/quickstart --step 40 --out model", "runs/quickstart/checkpoints/step-000040"),
+    ),
+    Command(
         "report",
         "moe_trm.report.commands",
         "write a run's HTML report, or that of two runs side by side",
@@ -60,7 +76,11 @@ COMMANDS = (
         "whatif",
         "moe_trm.whatif.commands",
         "say what other corrections and losses would have kept of a recorded run; needs no engine",
-        ("runs/bundle", "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json"),
+        (
+            "runs/bundle",
+            "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json",
+            "runs/quickstart --sweep trm_max.max_kl=1e-4:1",
+        ),
     ),
 )
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from moe_trm.config.choices import MACHINE
+from moe_trm.config.choices import BECOMES, MACHINE
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import resolve
@@ -88,6 +88,8 @@ def _explain(key: str | None) -> int:
     print(f"{setting.path}\n  {setting.doc}\n  type:    {setting.type_text}")
     if setting.section is None:
         print(f"  default: {_default(setting).removeprefix('default ')}")
+    for case in BECOMES.get(setting.path, ()):
+        print(f"  auto -> {case}")
     for inner in walk():
         if inner.path.startswith(f"{setting.path}."):
             print(f"  {inner.path}  ({inner.type_text}; {_default(inner)})")

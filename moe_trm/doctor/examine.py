@@ -13,6 +13,7 @@ from moe_trm.doctor.environment import environment
 from moe_trm.doctor.preflight import check_launch, check_model_and_layout
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached
+from moe_trm.doctor.trial import try_task
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import ProbeTokens, pooled
 from moe_trm.step.objective import Objective
@@ -50,10 +51,11 @@ def examine(
     tell: Callable[[Check], None],
     *,
     probe: bool = True,
+    kept: bool = True,
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
-    The probe runs in `folder`, and only when nothing failed before it.
+    The probe runs in `folder`, and only when nothing failed before it. `kept`: the folder is there afterwards.
     """
     found = Examination()
 
@@ -75,7 +77,10 @@ def examine(
     try:
         probed = zero_update(config_path, overrides, config, folder)
     except ProbeFailed as error:
-        add(Check("zero-update probe", "fail", str(error.got), f"the whole log: {error.where}"))
+        said, log = str(error.got), f"the whole log: {error.where}"
+        if not kept:  # no path that is gone when it is read
+            said, log = said.replace(str(folder), "FOLDER"), "--keep FOLDER keeps the whole log and the server's"
+        add(Check("zero-update probe", "fail", said, log))
         return found
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
@@ -118,6 +123,7 @@ def _layout(config: Config, world_size: int) -> str:
 
 def _launch(config: Config, world_size: int) -> str:
     check_launch(config, world_size=world_size)
+    try_task(config)
     return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
 
 
