@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_trm.config import (
+    anti_patterns,
     deepspeed_rules,
     engine_rules,
     precision_rules,
@@ -65,6 +66,7 @@ def warnings(config: Config) -> list[str]:
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config),
         *precision_rules.surprises(config),
+        *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]
 

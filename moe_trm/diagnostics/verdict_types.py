@@ -17,10 +17,12 @@ Case = Literal[
     "variance",
     "sequence",
     "drift",
+    "router",
     "clipping",
     "length",
     "gradient",
     "signal",
+    "reward",
     "servers",
     "unclear",
 ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,12 +64,7 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     replace some of the same run that died.
     """
     refuse_together(*_needs(config))
-    hf_config = read_hf_config(config.model.checkpoint)
-    if config.learner.backend == "deepspeed":
-        check_model(config, hf_config)
-    else:
-        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
-        layers_here(config.learner)
+    hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
@@ -91,6 +87,20 @@ def _needs(config: Config) -> list[Callable[[], object]]:
         lambda: check_prompts(config),
         lambda: check_folders(config),
     ]
+
+
+def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
+    """Refuse a model or a layout that the learner cannot train, from config.json alone, which is returned.
+
+    Raises `ConfigError` or `CheckpointError` with the reason.
+    """
+    hf_config = read_hf_config(config.model.checkpoint)
+    if config.learner.backend == "deepspeed":
+        check_model(config, hf_config)
+    else:
+        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+        layers_here(config.learner)
+    return hf_config
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -31,6 +31,7 @@ class ProgressLines(Sink):
         ("optimizer/grad_norm", "grad", "{:.2f}"),
         ("ledger/rejected", "rejected", "{:.0f}"),
         ("eval/accuracy", "ACCURACY", "{:.3f}"),
+        ("eval/reward", "EVAL REWARD", "{:.3f}"),
         ("time/step_s", "s", "{:.2f}"),
     )
 

@@ -23,7 +23,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 # Label, metric (the first that is known) and format, three to a line.
 FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
     ("reward", ("reward/mean",), "{:.3f}"),
-    ("evaluation", ("eval/accuracy",), "{:.3f}"),
+    ("evaluation", ("eval/accuracy", "eval/reward"), "{:.3f}"),
     ("length", ("response/length_mean",), "{:.1f}"),
     ("engine k3", ("engine/k3_kl",), "{:.1e}"),
     ("engine and lag k3", ("merged/k3_kl",), "{:.1e}"),

@@ -23,7 +23,8 @@ class Tile:
 
 def tiles() -> tuple[Tile, ...]:
     return (
-        Tile("Evaluation", ("eval/accuracy",), "greedy accuracy, first → last", first=True),
+        Tile("Accuracy", ("eval/accuracy",), "right greedy answers on held-out prompts, first → last", first=True),
+        Tile("Evaluation", ("eval/reward",), "mean reward of greedy answers, first → last", first=True),
         Tile("Reward", ("reward/mean",), "mean of a step, first → last", first=True),
         Tile("Engine mismatch", ("engine/k3_kl",), "k3 KL in nats at equal weights", log=True),
         Tile("Router flips", ("routing/native_flip_rate", "routing/local_flip_rate"), "share of token-layers"),

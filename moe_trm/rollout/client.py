@@ -148,7 +148,7 @@ class RolloutClient:
         self._receive("push")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask.
+        """Evaluation of `version` on held-out prompts; measured once, however many ranks ask.
 
         Empty without held-out prompts.
         """

@@ -139,7 +139,9 @@ class Producer:
     async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
         outcome: Outcome
         try:
-            outcome = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+            sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+            # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
+            outcome = sample.bound()
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))

@@ -48,7 +48,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy.
+    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: its metrics.
 
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from moe_trm.config.engines import EngineTraits
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, Config
 from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
+from moe_trm.observe.lines import ProgressLines
+from moe_trm.observe.panel import LivePanel
+from moe_trm.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
@@ -28,6 +34,7 @@ from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState, TrainBatch, TrainRow
 from tests.unit.doubles import StandInEngine
 from tests.unit.records import LAYERS, make_record
+from tests.unit.report.page_reader import PageReader
 
 CONFIG = Config.model_validate(
     {
@@ -162,6 +169,40 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
     assert uneven
 
 
+@pytest.mark.parametrize("lone", [None, "reward", "zero"])
+def test_a_sample_whose_group_was_rejected_gets_what_the_setting_says(lone: str | None) -> None:
+    """The first sample of each prompt is the only one that is left."""
+    config = CONFIG.model_copy(update={"advantage": advantage(name="rloo", lone_sample=lone)})
+    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(99) if i % 4)), config))
+    assert len({row.record.group_id for row in rows}) == len(rows) > 1
+    assert any(row.record.reward for row in rows)
+    for row in rows:
+        assert row.advantage == (row.record.reward if lone == "reward" else 0.0)
+
+
+def test_gdpo_whitens_over_the_tokens_of_the_step() -> None:
+    class Parts(FakeTask):
+        async def reward(self, sample: RewardInput) -> object:
+            return {"odd": float(sum(sample.completion_ids) % 2), "long": len(sample.completion_ids) / 10}
+
+    async def go() -> list[TrainBatch]:
+        config = CONFIG.model_copy(update={"advantage": advantage(name="gdpo")})
+        controller = RolloutController(config, FakeEngine(), Parts(), SamplingParams())
+        await controller.load_weights(WeightPush(0, "", ()))
+        return await controller.plan(1, data_size=2)
+
+    rows = rows_of(asyncio.run(go()))
+    lengths = np.array([row.record.num_sampled for row in rows])
+    assert len(set(lengths)) > 1
+    tokens = np.repeat([row.advantage for row in rows], lengths)
+    assert tokens.mean() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-4)
+
+
+def advantage(**settings: str | None) -> AdvantageConfig:
+    return AdvantageConfig.model_validate(settings)
+
+
 def test_the_same_step_is_planned_the_same_way_twice() -> None:
     first, second = (
         [[row.record.sample_id for row in rows_of([share])] for share in plan(FakeEngine())] for _ in range(2)
@@ -204,6 +245,24 @@ def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
         "eval/length_mean": 2.0,
         "eval/prompts": 4.0,
     }
+
+
+def test_a_mean_of_rewards_of_ones_own_is_called_no_accuracy(tmp_path: Path) -> None:
+    """Neither by the controller nor by any view of its metrics."""
+    task = CONFIG.task.model_copy(update={"reward": "mine.py:reward"})
+    metrics = asyncio.run(controller_with(FakeEngine(), CONFIG.model_copy(update={"task": task})).evaluate())
+    assert metrics["eval/reward"] == 0.5
+    lines, screen = io.StringIO(), io.StringIO()
+    ProgressLines(1, lines).write(0, metrics)
+    panel = LivePanel("run", 1, Console(file=screen, width=100))
+    panel.write(0, metrics)
+    panel.close()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
+    page = write([tmp_path]).read_text()
+    assert "EVAL REWARD 0.500" in lines.getvalue()
+    for told in (*metrics, lines.getvalue(), screen.getvalue(), PageReader(page).text):
+        assert "accuracy" not in told.lower()
+    assert "0.500" in screen.getvalue()
 
 
 def test_evaluation_changes_nothing_of_the_samples_around_it() -> None:
@@ -287,6 +346,7 @@ def test_ranks_get_their_shares_over_the_socket(
     assert not ids[0] & ids[1]
     for row in rows_of(shares):
         assert row.record.routes.layer_ids == LAYERS[:2]
+        row.record.routes.check_tokens(row.record.tokens, row.record.origin)  # the engine bound them to tokens alone
         np.testing.assert_array_equal(
             row.record.routes.experts,
             make_record(sample_id=row.record.sample_id, num_sampled=row.record.num_sampled).routes.experts[:, :2],
