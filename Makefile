@@ -22,7 +22,7 @@ NO_GPU := CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
 export PYTHONDONTWRITEBYTECODE :=
 SUPPORT := $(wildcard packages/sglang_cpu/*.* packages/sglang_cpu/*/*.py)
 
-.PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-all lint types docs clean
+.PHONY: help install .venv quickstart quickstart-controls test test-unit test-fast test-mutants test-all lint types docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,7 +59,10 @@ test-unit: $(STAMP) ## the unit tests alone, in two minutes
 test-fast: $(STAMP)
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-test-all: lint types ## the same with the slow tests, and on a GPU those that need one
+test-mutants: $(STAMP) ## change the source in many small wrong ways: some test must notice each
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m tests.mutants
+
+test-all: lint types test-mutants ## the same with the slow tests, and on a GPU those that need one
 	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(PYTEST) -m "not gpu" $(PYTEST_ARGS)
 	$(QUIET_CORES) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 

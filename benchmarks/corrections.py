@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from moe_trm.ratios import LogRatios
 PRESET = "decoupled_geo_rs_seq_tis"
 PAIRS = 15
 SAME_NAMES = (
-    "kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
-    "chi2_token", "chi2_seq",
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl", "log_ppl_diff",
+    "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "chi2_token", "chi2_seq",
 )  # fmt: skip
 
 
@@ -67,9 +66,6 @@ def load_verl(folder: Path | None) -> Callable[[Batch], Any] | None:
     """verl's function of the same preset, or None where it was not asked for."""
     if folder is None:
         return None
-    if find_spec("moe_trm_sglang_cpu") is not None:
-        # verl imports model classes of transformers, which need this with a CPU build of torch.
-        import_module("moe_trm_sglang_cpu.torchvision_ops").install()
     sys.path.append(str(folder))
     function = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
 

@@ -32,8 +32,7 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 def masked_difference(left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
     """`left - right` where `mask` is True, else 0; float32 or float64.
 
-    Both sides are replaced before they are subtracted: a NaN that is only selected away afterwards would still spoil
-    gradients.
+    Values elsewhere may be anything, NaN included.
     """
     dtype = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     return torch.where(mask, left, 0.0).to(dtype) - torch.where(mask, right, 0.0).to(dtype)

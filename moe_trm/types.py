@@ -35,6 +35,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class ServerState:
+    """A rollout server at this moment.
+
+    Attributes:
+        url: its address.
+        lost_s: seconds that it has been out of service; None while it is in service.
+        why: what took it out of service; empty while it is in service.
+    """
+
+    url: str
+    lost_s: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One task instance.
 
@@ -205,6 +220,7 @@ class TokenBatch:
             offsets; None in `off` mode.
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
             recorded.
+        sample_ids: id of each of the B rows' samples, -1 on padding rows; empty where nobody names them.
     """
 
     input_ids: torch.Tensor
@@ -223,3 +239,4 @@ class TokenBatch:
     group_ids: torch.Tensor | None = None
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
+    sample_ids: tuple[int, ...] = ()

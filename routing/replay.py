@@ -119,6 +119,7 @@ class ReplayReport:
         local_flips: of these, how many the live router would have chosen differently.
         local_flips_by_layer: layer id -> local flip rate.
         native: token-layers without a recorded route that were left to the live router (`missing="native"`).
+        moved: samples beyond the bound on flips whose rows and layers were found in place: the router has moved.
     """
 
     replayed: int = 0
@@ -126,6 +127,7 @@ class ReplayReport:
     local_flips: int = 0
     local_flips_by_layer: Mapping[int, float] = field(default_factory=dict)
     native: int = 0
+    moved: int = 0
 
     @property
     def applied_fraction(self) -> float | None:
@@ -161,6 +163,7 @@ class ReplayReport:
             self.local_flips + other.local_flips,
             flips,
             self.native + other.native,
+            self.moved + other.moved,
         )
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.engines.scored import Scored, Setting, Text
-from moe_trm.models.tiny.hf_classes import qwen3_moe
 from moe_trm.types import Prompt
 from routing import RouteRecord, token_digest
 from routing.flips import router_margin
@@ -118,7 +117,6 @@ def sample(setting: Setting, prompts: Sequence[Prompt], group_size: int, max_new
 
 def load_model(setting: Setting) -> Any:
     """The causal model in evaluation mode."""
-    qwen3_moe()  # the model classes can be imported
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 

@@ -64,6 +64,8 @@ class Producer:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.clock = BusyClock()
+        self.examples: dict[str, str] = {}
+        """The first rejection of each reason, in words."""
 
     def admit_steps(self, steps: int) -> None:
         """Groups of the first `steps` training steps may be issued: i + eta + 1. Starts what is now admitted."""
@@ -142,6 +144,7 @@ class Producer:
             outcome = sample.bound()
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
+            self.examples.setdefault(rejection.reason, str(rejection))
             if self._ledger.rejected[rejection.reason] <= NUM_TOLD:
                 log.warning("rejected as %s: %s", rejection.reason, rejection)
             outcome = rejection.reason

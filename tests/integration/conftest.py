@@ -20,15 +20,6 @@ VOCAB_SIZE = 250
 """No multiple of 64: the engine pads its embedding."""
 
 
-@pytest.fixture(scope="session")
-def hf_models() -> None:
-    """Makes the model classes of transformers importable beside a CPU build of torch."""
-    if find_spec("moe_trm_sglang_cpu") is not None:
-        from moe_trm_sglang_cpu import torchvision_ops
-
-        torchvision_ops.install()
-
-
 def save_tiny_moe(folder: Path, seed: int) -> Path:
     """A random Qwen3-MoE checkpoint with a character tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -70,13 +61,13 @@ def save_tiny_moe(folder: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_moe(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint that the server starts from."""
     return save_tiny_moe(tmp_path_factory.mktemp("tiny_moe"), seed=0)
 
 
 @pytest.fixture(scope="session")
-def other_moe(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> Path:
+def other_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the same shape with other weights."""
     return save_tiny_moe(tmp_path_factory.mktemp("other_moe"), seed=1)
 

@@ -48,11 +48,9 @@ def preload() -> None:
     """Import everything, as a rank does before it starts to work."""
     from moe_trm.learner.megatron import cpu_shim
     from moe_trm.learner.megatron.notices import silence_known_notices
-    from tests.integration.learner_support.tiny import allow_hf_models
 
     silence_known_notices()
     cpu_shim.install()
-    allow_hf_models()
     for name in PRELOADED:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))

@@ -23,7 +23,7 @@ from tests.integration.jobs import STEPS, metrics_of, run_job, write_config
     ],
 )
 def test_a_family_runs_from_samples_to_pushed_weights(
-    tmp_path: Path, hf_models: None, family: str, options: dict[str, Any], sync: str
+    tmp_path: Path, family: str, options: dict[str, Any], sync: str
 ) -> None:
     config = write_config(tmp_path, make_family(family, tmp_path / family, **options))
     overrides = ["learner.backend=deepspeed", "learner.parallel.expert=1", "learner.deepspeed.zero_stage=3"]

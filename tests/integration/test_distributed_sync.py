@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -98,6 +99,38 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
     sent[1][EXPERT] = sent[1][EXPERT] + torch.eye(64) * 1e-6
     with pytest.raises(SyncError, match=r"layers\.1\.mlp\.experts\.6\.down_proj"):
         push(rollout_server, 13, announced, sent, "bad-")
+
+
+def test_a_broadcast_succeeds_while_the_engine_generates_for_others(rollout_server: Server, tiny_moe: Path) -> None:
+    """Requests that nobody waits for are running each time: one flush of the prefix cache must not meet them."""
+    ranks = shares_of(tiny_moe)
+    for version in range(21, 24):
+        hang_up(rollout_server)
+        push(rollout_server, version, ranks, ranks, f"busy{version}-")
+    expected = EngineChecksums(ranks[0] | ranks[1], "float32")
+    for name, tensor in (ranks[0] | ranks[1]).items():
+        expected.add(name, tensor)
+    assert served_checksums(rollout_server) == expected.result()
+
+
+def hang_up(server: Server) -> None:
+    """Ask for a long answer and leave after its first token."""
+    request = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+        "stream": True,
+    }
+
+    async def run() -> None:
+        key = {"Authorization": f"Bearer {server.api_key}"}
+        async with (
+            aiohttp.ClientSession(headers=key) as session,
+            session.post(f"{server.url}/generate", json=request) as response,
+        ):
+            assert response.status == 200
+            await response.content.readline()
+
+    asyncio.run(run())
 
 
 def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:

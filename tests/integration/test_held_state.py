@@ -51,7 +51,7 @@ OF_A_STEP = (
 
 
 @pytest.fixture(scope="module")
-def census(tmp_path_factory: pytest.TempPathFactory, hf_models: None) -> list[dict[str, int]]:
+def census(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
     """Living objects by type after each step."""
     folder = tmp_path_factory.mktemp("held")
     make_checkpoint(folder / "start", shape=TinyShape(layers=2, hidden=32, experts=4, expert_ffn=16))

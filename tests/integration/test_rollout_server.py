@@ -415,8 +415,12 @@ def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> 
     )
 
 
-def test_a_server_that_dies_while_starting_shows_its_log(rollout_config: Config, tmp_path: Path) -> None:
+def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
+    rollout_config: Config, tmp_path: Path
+) -> None:
     server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
-    with pytest.raises(EngineError, match="--no-such-option"):
+    with pytest.raises(EngineError, match="--no-such-option") as caught:
         start_server(config, tmp_path / "rollout.log", "key")
+    assert caught.value.got == "sglang serve: error: unrecognized arguments: --no-such-option"
+    assert not [word for word in str(caught.value).split() if word.startswith("/tmp/moe-trm-server-")]

@@ -12,7 +12,7 @@ from benchmarks.route_flip_figure import draw
 from moe_trm.models.tiny.families import make_family
 
 
-def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path, hf_models: None) -> None:
+def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path) -> None:
     folder = make_family("olmoe", tmp_path / "olmoe")
     a, b = Setting("hf", folder, "bfloat16", together=8), Setting("hf", folder, "float32", together=5)
     found = measure(a, b, prompts=6, group_size=2, max_new_tokens=24)
@@ -40,7 +40,7 @@ def test_replay_undoes_what_rounding_did_to_the_routes_of_olmoe(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_sglang_and_megatron_agree_in_float32_and_other_weights_show_as_staleness(
-    tiny_moe: Path, other_moe: Path, hf_models: None
+    tiny_moe: Path, other_moe: Path
 ) -> None:
     a = Setting("sglang", tiny_moe, "float32", together=8)
     b = Setting("megatron", tiny_moe, "float32", together=4, layout=("expert=2",))
@@ -53,7 +53,7 @@ def test_sglang_and_megatron_agree_in_float32_and_other_weights_show_as_stalenes
     assert "all/replayed_k3" not in aged.pooled
 
 
-def test_any_prompts(tmp_path: Path, hf_models: None) -> None:
+def test_any_prompts(tmp_path: Path) -> None:
     folder = make_family("mixtral", tmp_path / "mixtral")
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "Say something.", "answer": "-"}\n{"prompt": "And more.", "answer": "-"}\n')

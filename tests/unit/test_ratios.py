@@ -90,4 +90,15 @@ def test_clamp_bounds_infinities_and_lets_nan_through() -> None:
 def test_k3_of_tiny_log_ratios_is_not_their_float32_rounding() -> None:
     """At 1e-4 nats e^x - 1 - x is 5e-9, far below what float32 keeps of e^x; beyond the clamp it stays finite."""
     assert float(k3_sum(torch.full((1000,), 1e-4))) == pytest.approx(5e-6, rel=1e-3)
+    assert float(k3_sum(torch.full((1000,), 1e-6))) == pytest.approx(5e-10, rel=1e-5)
     assert torch.isfinite(k3_sum(torch.tensor([1e4])))
+
+
+@pytest.mark.parametrize("name", ["update", "staleness", "total"])
+def test_a_ratio_first_read_without_gradients_has_one_for_the_loss(name: str) -> None:
+    rollout, behavior, proximal, current = random_logprobs(4)
+    ratios = LogRatios(rollout, behavior, current.requires_grad_(), MASK, proximal)
+    with torch.no_grad():
+        ratios.get(name)
+    ratios.get(name).sum().backward()
+    torch.testing.assert_close(current.grad, MASK.double())

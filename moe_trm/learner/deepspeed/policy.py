@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -48,10 +47,6 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool) -> HfP
     Raises:
         CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
     """
-    if find_spec("moe_trm_sglang_cpu") is not None:
-        from moe_trm_sglang_cpu.torchvision_ops import install
-
-        install()
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

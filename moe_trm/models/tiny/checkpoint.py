@@ -14,8 +14,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
-from moe_trm.models.tiny.hf_classes import qwen3_moe
-
 if TYPE_CHECKING:
     from transformers import Qwen3MoeForCausalLM
 
@@ -64,8 +62,9 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 def tiny_model(seed: int, shape: TinyShape | None = None) -> Qwen3MoeForCausalLM:
     """A float32 model with random weights."""
     shape = shape or TinyShape()
-    config_class, model_class = qwen3_moe()
-    config = config_class(
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=2 * shape.hidden,
@@ -89,7 +88,7 @@ def tiny_model(seed: int, shape: TinyShape | None = None) -> Qwen3MoeForCausalLM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return model_class(config)
+        return Qwen3MoeForCausalLM(config)
 
 
 def save(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from moe_trm.models.registry import FAMILIES
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
-from moe_trm.models.tiny.hf_classes import qwen3_moe
 
 COMMON = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -27,7 +26,6 @@ def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
     Router weights, selection biases and attention sinks that transformers leaves at zero are random, too: at zero every
     expert ties.
     """
-    qwen3_moe()  # after it, all model classes can be imported
     import transformers
 
     family = FAMILIES[name]

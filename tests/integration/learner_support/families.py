@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from tests.integration.learner_support.tiny import EXPERTS, SHAPE, TOP_K, allow_hf_models, save_model
+from tests.integration.learner_support.tiny import EXPERTS, SHAPE, TOP_K, save_model
 
 SIGMOID = {
     "n_routed_experts": EXPERTS, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
@@ -28,7 +28,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_family(name: str, folder: Path, **overrides: object) -> Path:
     """Random weights; a selection bias, where there is one, that changes the choice of experts."""
-    allow_hf_models()
     prefix, options = FAMILIES[name]
     module = importlib.import_module(f"transformers.models.{name}")
     config = getattr(module, f"{prefix}Config")(**{**SHAPE, "num_experts_per_tok": TOP_K, **options, **overrides})

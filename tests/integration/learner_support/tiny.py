@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,13 @@ SHAPE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
+    # An id that the global work has: its embedding is zero, and transformers gives it no gradient.
+    "pad_token_id": 37,
 }
-
-
-def allow_hf_models() -> None:
-    """Model classes of transformers import torchvision, whose wheel does not load beside a CPU build of torch."""
-    if find_spec("moe_trm_sglang_cpu") is not None:
-        from moe_trm_sglang_cpu import torchvision_ops
-
-        torchvision_ops.install()
 
 
 def make_checkpoint(folder: Path, **overrides: object) -> Path:
     """Random weights, with norms away from 1 so that a swapped norm shows."""
-    allow_hf_models()
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     moe = {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "mlp_only_layers": [1]}
@@ -48,7 +40,6 @@ def make_checkpoint(folder: Path, **overrides: object) -> Path:
 
 def make_dense_checkpoint(folder: Path) -> Path:
     """A Qwen3 model without experts."""
-    allow_hf_models()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return save_model(Qwen3ForCausalLM, Qwen3Config(**SHAPE), folder)
@@ -71,7 +62,6 @@ def save_model(model_class: Any, config: Any, folder: Path) -> Path:
 
 def load_reference(folder: Path) -> Any:
     """The checkpoint as transformers runs it, in float32."""
-    allow_hf_models()
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

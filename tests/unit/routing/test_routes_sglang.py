@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
-from routing.replay import ReplayRecords
+from routing.replay import ReplayRecords, ReplayReport
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.sample_flips import total
 from routing.sglang import decode_payload
 
 T, D, K, E = 6, 4, 2, 8
@@ -195,7 +196,7 @@ def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_a
         routes[2, 3, 0] = (routes[2, 3, 0] + 1) % E
     received = decode(routes)
     assert flips(sent, received).token_layer_rate == 1 / (2 * (T - 1))
-    report = judge(replayed(sent.experts, received.experts), max_local_flip_rate=0.3)
+    report = judged(replayed(sent.experts, received.experts))
     assert (report.local_flips, report.applied_fraction) == (1, 1.0)
 
 
@@ -206,11 +207,15 @@ def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float) -> N
     received = sent.copy()
     received[: int(200 * share) + 1, 1] = (sent[: int(200 * share) + 1, 1] + 1) % E
     with pytest.raises(ReplayProofError, match="too often"):
-        judge(replayed(sent, received), max_local_flip_rate=0.3)
+        judged(replayed(sent, received))
 
 
 def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (used == expected).all(1)
+
+
+def judged(counters: torch.Tensor) -> ReplayReport:
+    return judge(counters, 0.3, total([], len(counters), None, counters.device), K, E)
 
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
