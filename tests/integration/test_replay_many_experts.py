@@ -53,10 +53,12 @@ def batch() -> dict[str, Tensor]:
 
 
 def source(experts: int, data: dict[str, Tensor]) -> tuple[ReplayRecords, np.ndarray]:
-    """Records of two samples with the same tokens, and ids that differ from each other and from others by 256."""
+    """Records of two samples with the same tokens. In one the ids of a row differ by 256; in the other they are any."""
     rng = np.random.default_rng(0)
-    low = rng.integers(0, experts - 256, (2, R, len(LAYERS), 1))
-    ids = np.concatenate([low, low + 256], axis=-1).astype(np.uint16)
+    low = rng.integers(0, experts - 256, (R, len(LAYERS), 1))
+    any_ids = np.argsort(rng.random((R, len(LAYERS), experts)), axis=-1)[..., :K]
+    ids = np.stack([np.concatenate([low, low + 256], axis=-1), any_ids]).astype(np.uint16)
+    assert (ids[1] > 255).any()
     tokens = np.append(data["input_ids"][0].numpy(), data["target_ids"][0, -1].item())
     records = [RouteRecord(ids[row], LAYERS, experts, token_digest(tokens)) for row in range(2)]
     bound = tuple(record.bind(tokens, origin) for record, origin in zip(records, ORIGINS, strict=True))
