@@ -13,8 +13,17 @@ from typing import Any
 from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
-from moe_trm.batch.outcome import GDPO, OUTCOME
-from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
+from moe_trm.batch.outcome import GDPO, OUTCOME, explained_variance
+from moe_trm.diagnostics import (
+    acceptance,
+    bounds,
+    certificate_estimate,
+    divergences,
+    gradient_noise,
+    gradient_power,
+    metrics,
+    verdict,
+)
 from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.step.passes import interpolated
@@ -110,7 +119,8 @@ def page() -> str:
         *_functions("", _of_module(advantages) + _of_module(token_advantages)),
         *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
-        *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
+        *_functions("Diagnostics", [metrics, acceptance, gradient_power, gradient_noise, explained_variance]),
+        *_functions("", [divergences, certificate_estimate, verdict]),
         *_functions("Bounds", _of_module(bounds)),
         _length_bias(),
     ]

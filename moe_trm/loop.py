@@ -8,11 +8,13 @@ has its files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.diagnostics import gradient_noise
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
@@ -26,6 +28,7 @@ from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
 from moe_trm.step.score_recorder import ScoreRecorder
+from routing.errors import MisalignedError
 from routing.replay import ReplayReport
 
 
@@ -77,7 +80,7 @@ def train(
         }
 
     for step in range(done + 1, steps + 1):
-        with phases.time("step"):
+        with phases.time("step"), rescued(checkpoints, step, learner):
             with phases.time("wait"):
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
@@ -104,11 +107,15 @@ def train(
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
             best.offer(step, evaluation, learner)
         measured = objective.take(learner) | probed
-        measured |= reference.adapt(measured, sum(mini.num_sequences for mini in batch.mini_batches))
+        num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
+        measured |= reference.adapt(measured, num_rows)
+        updated = update_metrics(updates)
+        noise = gradient_noise(measured, updated["optimizer/grad_norm"], num_rows / len(batch.mini_batches))
         metrics = {
             **batch.metrics,
             **measured,
-            **update_metrics(updates),
+            **updated,
+            **noise,
             **guarded,
             **replay_metrics(report),
             **phases.take(),
@@ -119,6 +126,16 @@ def train(
         with phases.time("checkpoint"):
             if checkpoints.end_step(step, learner, state):
                 break
+
+
+@contextmanager
+def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[None]:
+    """Keep the weights where wrong routes stop the run: every rank finds them at the same point."""
+    try:
+        yield
+    except MisalignedError:
+        checkpoints.rescue(step, learner)
+        raise
 
 
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
@@ -142,6 +159,7 @@ def replay_metrics(report: ReplayReport) -> dict[str, float]:
     return {
         "replay/applied_fraction": applied,
         **counted,
+        **({"routing/moved_samples": float(report.moved)} if report.moved else {}),
         "routing/local_flip_rate": flips,
         **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
     }

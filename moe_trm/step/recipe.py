@@ -57,7 +57,7 @@ class Recipe:
         batch_normalize: over what the weights are divided by their mean.
         loss: the policy objective.
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
-        kl_estimator: the KL to the reference, where there is one.
+        kl_estimator: the KL to the reference, where there is one; `kl_ratio` weighs `k3_is`.
         entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
     """
 
@@ -68,6 +68,7 @@ class Recipe:
     aggregation: str
     horizon: int
     kl_estimator: str
+    kl_ratio: str
     entropy: bool
     entropy_coef: float
 
@@ -133,6 +134,7 @@ def recipe(config: Config) -> Recipe:
         aggregation=config.loss.aggregation or loss.loss.aggregation,
         horizon=config.rollout.max_new_tokens,
         kl_estimator=config.kl.estimator,
+        kl_ratio=config.kl.ratio,
         entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or "entropy" in loss.loss.needs,
         entropy_coef=config.loss.entropy_coef,
     )

@@ -88,6 +88,11 @@ class Thresholds:
         following = [one.bound() for one in self._following if one.tracker.num_steps >= self._warm_up]
         return (*self._bound, *following)
 
+    @property
+    def measuring(self) -> bool:
+        """True while there are rules without a threshold, which reject nothing yet."""
+        return bool(self._pending) and not self._bound
+
     def state(self, learner: Learner) -> dict[str, Any]:
         """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to
         measure; of those by length the running buffer. Collective.

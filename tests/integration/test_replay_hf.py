@@ -249,6 +249,39 @@ def test_what_goes_wrong_stops() -> None:
         run(replayer, model, Native(), data)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda weights, _others: weights.detach(), "layer 2: .* the router got none"),
+        (lambda weights, others: others, "layer 2: .* not those of their replayed"),
+    ],
+    ids=["no gradient", "other weights"],
+)
+def test_gates_that_are_not_replayed_stop(family: str, change: Any, match: str) -> None:
+    model, data, layers = build(family), batch(), FAMILIES[family][2]
+    replayer = HFReplayer(model, max_local_flip_rate=1.0)
+    source = records(layers, data, random_routes(layers))
+    hook = model.model.layers[2].mlp.experts.register_forward_pre_hook(
+        lambda _m, args: (args[0], args[1], change(args[2], args[2].roll(1, 0))), prepend=True
+    )
+    run(replayer, model, source, data)[data["valid"]].sum().backward()
+    with pytest.raises(ReplayProofError, match=match):
+        replayer.report()
+    hook.remove()
+    run(replayer, model, source, data)[data["valid"]].sum().backward()
+    assert replayer.report().applied_fraction == 1.0
+
+
+def test_a_gate_of_one_expert_that_is_always_one_needs_no_gradient() -> None:
+    model, data, layers = build("mixtral"), batch(), FAMILIES["mixtral"][2]
+    for layer in layers:
+        model.model.layers[layer].mlp.gate.top_k = 1
+    replayer = HFReplayer(model, max_local_flip_rate=1.0)
+    one = records(layers, data, random_routes(layers)[..., :1])
+    run(replayer, model, one, data)[data["valid"]].sum().backward()
+    assert replayer.report().applied_fraction == 1.0
+
+
 def test_shifted_rows_lift_the_local_flip_rate() -> None:
     model, data, layers = build("qwen3_moe"), batch(), FAMILIES["qwen3_moe"][2]
     replayer = HFReplayer(model)

@@ -174,6 +174,55 @@ def wrong_map_stops(_: Path) -> None:
     stops(check, "the dispatcher used exactly them for", max_local_flip_rate=1.0)
 
 
+GATES: dict[str, dict[str, Any]] = {
+    "softmax after": {},
+    "softmax before": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "recomputed": FULL,
+}
+
+
+def other_gates_stop(change: Callable[..., Any], match: str) -> None:
+    """`change` takes the scores, the chosen ids and the live ones of layer 2; ids are right, what they weigh is not."""
+    for kind, options in GATES.items():
+        model, data = build(**options), batch()
+        replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+        tap = model.decoder.layers[2].mlp.router.router_replay
+        ask = tap.get_replay_topk
+
+        def wrong(scores: torch.Tensor, *rest: Any, ask: Any = ask) -> Any:
+            _, chosen = ask(scores, *rest)
+            with torch.no_grad():
+                live = rest[-1](scores, *rest[:-1])[1]
+            return change(scores, chosen, live), chosen
+
+        tap.get_replay_topk = wrong
+        run(replayer, model, random_records(data), data).sum().backward()
+        with pytest.raises(ReplayProofError, match=match):
+            replayer.report(dist.group.WORLD)
+        # The same model without the fault.
+        tap.get_replay_topk = ask
+        run(replayer, model, random_records(data), data).sum().backward()
+        assert replayer.report(dist.group.WORLD).applied_fraction == 1.0, kind
+
+
+def live_gate_weights_stop(_: Path) -> None:
+    other_gates_stop(lambda scores, _chosen, live: scores.gather(1, live), "layer 2: .* not those of their replayed")
+
+
+def gates_without_a_gradient_stop(_: Path) -> None:
+    other_gates_stop(lambda scores, chosen, _live: scores.gather(1, chosen).detach(), "layer 2: .* the router got none")
+
+
+def frozen_routers_need_no_gradient(_: Path) -> None:
+    model, data = build(), batch()
+    for layer in LAYERS:
+        model.decoder.layers[layer].mlp.router.weight.requires_grad_(False)
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    run(replayer, model, random_records(data), data).sum().backward()
+    assert replayer.report(dist.group.WORLD).applied_fraction == 1.0
+
+
 def swapped_targets_stop(_: Path) -> None:
     def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
         with replayer.use(random_records(data), Layout(B, R), **data) as running:
@@ -374,7 +423,8 @@ def refusals(_: Path) -> None:
 
 SCENARIOS = [
     forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits,
-    r2_is_bit_identical, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
+    r2_is_bit_identical, live_gate_weights_stop, gates_without_a_gradient_stop,
+    frozen_routers_need_no_gradient, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
     swapped_layers_stop, swapped_and_stale_samples_stop, forwards_that_escape_stop, two_models_do_not_meet,
     recompute_uses_the_same_routes, recompute_that_escapes_stops, nothing_is_left_behind, inside_megatron_schedule,
     parallel_equals_one_process, refusals,

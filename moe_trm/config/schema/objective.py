@@ -29,6 +29,9 @@ class AdvantageConfig(Section):
     described in docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
+    lone_sample: Literal["zero", "reward"] | None = None
+    """Advantage of a sample that is alone in its group because the others were rejected. `zero`: it has nothing to be
+    compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo` and `gdpo`, else `zero`."""
 
 
 class RuleConfig(Section):
@@ -106,6 +109,10 @@ class KlConfig(Section):
     where: Literal["loss", "reward"] = "loss"
     """`loss`: a separate term beside the policy loss, on every sampled token whatever corrections reject. `reward`:
     each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    ratio: Literal["total", "update"] = "total"
+    """`k3_is`: the ratio that weighs it. `total`: current / rollout, so that the gradient is right off-policy too.
+    `update`: current / proximal, as the unbiased KL of slime and miles; right if engines agree and no sample is
+    stale."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of
     samples / `kl.horizon` a step."""

@@ -42,7 +42,10 @@ def ln_trm_score(f: Row, delta: float) -> float:
 # name -> thresholds, and the decision on a row from (engine log-ratios, total log-ratios, advantage)
 REFERENCE: dict[str, tuple[dict[str, float | str], Callable[[Row, Row, float], Decision]]] = {
     "token_tis": ({"cap": 1.5, "floor": 0.5}, lambda e, f, A: [min(max(math.exp(x), 0.5), 1.5) for x in e]),
-    "seq_tis": ({"cap": 1.5}, lambda e, f, A: all_or_none(True, e, min(math.exp(sum(e)), 1.5))),
+    "seq_tis": (
+        {"cap": 1.5, "floor": 0.7},
+        lambda e, f, A: all_or_none(True, e, min(max(math.exp(sum(e)), 0.7), 1.5)),
+    ),
     "token_mis": ({"low": 0.7, "high": 1.4}, lambda e, f, A: [math.exp(x) * (0.7 <= math.exp(x) <= 1.4) for x in e]),
     "seq_mis": (
         {"low": 0.5, "high": 2.0},
