@@ -8,7 +8,8 @@ has its files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
@@ -27,6 +28,7 @@ from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
 from moe_trm.step.score_recorder import ScoreRecorder
+from routing.errors import MisalignedError
 from routing.replay import ReplayReport
 
 
@@ -78,7 +80,7 @@ def train(
         }
 
     for step in range(done + 1, steps + 1):
-        with phases.time("step"):
+        with phases.time("step"), rescued(checkpoints, step, learner):
             with phases.time("wait"):
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
@@ -126,6 +128,16 @@ def train(
                 break
 
 
+@contextmanager
+def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[None]:
+    """Keep the weights where wrong routes stop the run: every rank finds them at the same point."""
+    try:
+        yield
+    except MisalignedError:
+        checkpoints.rescue(step, learner)
+        raise
+
+
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
     norms = [update.grad_norm for update in updates if update.applied] or [updates[-1].grad_norm]
     scale = updates[-1].loss_scale
@@ -147,6 +159,7 @@ def replay_metrics(report: ReplayReport) -> dict[str, float]:
     return {
         "replay/applied_fraction": applied,
         **counted,
+        **({"routing/moved_samples": float(report.moved)} if report.moved else {}),
         "routing/local_flip_rate": flips,
         **{f"routing/local_flip_rate/layer_{layer}": rate for layer, rate in report.local_flips_by_layer.items()},
     }

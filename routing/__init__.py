@@ -1,14 +1,17 @@
 """Expert routes without a harness: record, codec, layout, replay with proof, flips. Usable without `moe_trm`."""
 
 from routing.codec import decode, encode
-from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError, RouteError
+from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
-from routing.record import RouteRecord, expert_dtype, token_digest
+from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 
 __all__ = [
+    "FlipBoundError",
     "Flips",
     "Layout",
+    "MisalignedError",
     "ReplayProofError",
     "ReplayRefusedError",
     "RouteError",
@@ -17,5 +20,6 @@ __all__ = [
     "encode",
     "expert_dtype",
     "flips",
+    "sample_origin",
     "token_digest",
 ]

@@ -28,5 +28,9 @@ class ReplayProofError(RuntimeError):
     """A replayed forward did not use the recorded routes. The step must not be trained on."""
 
 
+class MisalignedError(ReplayProofError):
+    """Recorded routes that are not those of their tokens and layers, found on every rank at the same point."""
+
+
 class ReplayRefusedError(ValueError):
     """Replay cannot work on this model or with this setting; the message says why and what to change."""

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError
+from routing.gate_proof import FORMULA_TOLERANCE, GateProof
 from routing.layout import Layout
 from routing.proof import differs
 from routing.record import RouteRecord
@@ -50,9 +51,7 @@ from routing.replay import (
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.running import Running
-
-FORMULA_TOLERANCE = 1e-2
-"""Relative; far above bfloat16 rounding of a gate weight, far below the difference between two formulas."""
+from routing.sample_flips import PassFlips, keys_of, total
 
 
 class HFReplayer:
@@ -65,7 +64,8 @@ class HFReplayer:
     Args:
         model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed) may stay on.
         max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's
-            own more often.
+            own more often, and for a sample that its batch does not explain (`routing.flip_bound`). 1: no bound at
+            all.
         missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live gate
             and counts them.
 
@@ -87,7 +87,10 @@ class HFReplayer:
         self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
         self._device = gate_of(first).weight.device
         self._counters = new_counters(max(self._blocks) + 1, self._device)
+        self._by_sample: list[PassFlips] = []
         self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
+        self._logits: dict[int, Tensor] = {}
         self._running = Running()
         self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
         for layer, block in self._blocks.items():
@@ -101,6 +104,11 @@ class HFReplayer:
         """0-based decoder layers with a mixture of experts, ascending."""
         return tuple(self._blocks)
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the whole model that are counted, dense ones too."""
+        return len(self._counters)
+
     def detach(self) -> None:
         """Remove every hook."""
         for hook in self._hooks:
@@ -108,7 +116,15 @@ class HFReplayer:
         self._hooks.clear()
 
     @contextmanager
-    def use(self, source: RouteSource, input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> Iterator[ReplayPass]:
+    def use(
+        self,
+        source: RouteSource,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        valid: Tensor,
+        *,
+        samples: Sequence[int] | None = None,
+    ) -> Iterator[ReplayPass]:
         """Context for exactly one forward of one right-padded micro-batch; its backward may come any time later.
 
         Args:
@@ -116,6 +132,7 @@ class HFReplayer:
             input_ids: `[B, R]`. Tensors on the CPU save a device sync.
             target_ids: `[B, R]`.
             valid: `[B, R]` bool.
+            samples: ids of the rows, by which their flips are counted and named; None: by their tokens.
 
         Raises:
             RouteError: routes of another micro-batch, before anything is computed.
@@ -125,7 +142,7 @@ class HFReplayer:
         if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         self._check_ours()
-        opened = self._running.active = self._open(source, input_ids, target_ids, valid)
+        opened = self._running.active = self._open(source, input_ids, target_ids, valid, samples)
         try:
             yield opened
         finally:
@@ -138,9 +155,11 @@ class HFReplayer:
     def report(self, group: ProcessGroup | None = None) -> ReplayReport:
         """Read and reset the counters, summed over `group` (collective).
 
-        Raises `ReplayProofError` on a step that is not proved.
+        Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
-        counters, other = self._counters.clone(), self._other_formula.clone()
+        counters = torch.cat((self._counters, self._gates.take()), dim=1)
+        other = self._other_formula.clone()
+        passes, self._by_sample = self._by_sample, []
         self._counters.zero_()
         self._other_formula.zero_()
         if group is not None:
@@ -151,15 +170,23 @@ class HFReplayer:
                 f"the gates do not compute their weights as this module does for {int(other)} token-layers: this "
                 "model is not supported"
             )
-        return judge(counters, self.max_local_flip_rate)
+        flips = total(passes, len(counters), group, self._device)
+        return judge(counters, self.max_local_flip_rate, flips, self.top_k, self.num_experts)
 
-    def _open(self, source: RouteSource, input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> ReplayPass:
+    def _open(
+        self,
+        source: RouteSource,
+        input_ids: Tensor,
+        target_ids: Tensor,
+        valid: Tensor,
+        samples: Sequence[int] | None,
+    ) -> ReplayPass:
         opened = ReplayPass(source, self.layer_ids, input_ids.numel(), self._counters)
         if isinstance(source, Native):
             return opened
         free = None
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing)
+            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
             layout = Layout(*input_ids.shape)
             cut = local_targets(source.records, layout, self.layer_ids, self.num_experts, self.top_k)
             batch_order = {layer: layout.from_router(ids).flatten(0, 1) for layer, ids in cut.items()}
@@ -174,7 +201,17 @@ class HFReplayer:
         if opened.replays:
             row_lengths(valid)
             due = valid.bool().cpu().flatten()
-            opened.expect(due if free is None else due & ~free, free, self._device)
+            due = due if free is None else due & ~free
+            flips = PassFlips(
+                keys_of(samples, input_ids),
+                due.view(len(input_ids), -1).sum(1),
+                self.layer_ids,
+                len(self._counters),
+                sample_last=False,
+                device=self._device,
+            )
+            self._by_sample.append(flips)
+            opened.expect(due, free, self._device, flips)
         return opened
 
     def _expected(self, records: Sequence[RouteRecord | None], layout: Layout) -> dict[int, Tensor]:
@@ -208,12 +245,31 @@ class HFReplayer:
             own = gate_weights(gate, logits, live).to(weights.dtype)
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula += differs_N.sum()
+        if logits.requires_grad and self._gates.watches(layer):
+            logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
+        if self._gates.compares(layer):
+            self._logits[layer] = logits.detach()
         return logits, gate_weights(gate, logits, chosen).to(weights.dtype), chosen
 
     def _prove(self, layer: int, _experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running, recompute = self._running.current()
         given = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         running.prove(layer, lambda expected: ~differs(given, expected), recompute)
+        if running.replays:
+            self._prove_gate(layer, running, kwargs["top_k_weights"] if "top_k_weights" in kwargs else args[2])
+
+    def _prove_gate(self, layer: int, running: ReplayPass, weights: Tensor) -> None:
+        """See `routing.gate_proof`. The weights stand in the order of the ids that were replayed."""
+        gate = gate_of(self._blocks[layer])
+        if layer in self._logits:
+            with torch.no_grad():
+                formula = gate_weights(gate, self._logits.pop(layer), running.expected[layer])
+                self._gates.compare(layer, weights, formula, running.due)
+        # One weight that is divided by itself is 1, whatever the logits are.
+        constant = self.top_k == 1 and getattr(gate, "norm_topk_prob", True)
+        trained = torch.is_grad_enabled() and gate.weight.requires_grad and not constant
+        if trained and self._gates.watches(layer):
+            self._gates.asks(layer, weights)
 
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+from routing.gate_proof import GateProof, megatron_weights
 from routing.layout import Layout
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
@@ -44,6 +45,7 @@ from routing.replay import (
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
 from routing.running import Running
+from routing.sample_flips import PassFlips, keys_of, total
 
 
 class MegatronReplayer:
@@ -58,7 +60,8 @@ class MegatronReplayer:
         models: the chunk of this rank, or its list of virtual pipeline chunks; DDP and precision wrappers are looked
             through.
         max_local_flip_rate: bound on the share of replayed sets that differ from the live router's own, in any layer
-            and overall; `report` raises above it.
+            and overall; `report` raises above it, and for a sample that its batch does not explain
+            (`routing.flip_bound`). 1: no bound at all.
         missing: `reject` refuses records with rows that have no routes; `native` leaves those tokens to the live router
             and counts them.
 
@@ -86,6 +89,9 @@ class MegatronReplayer:
         self._check_layers()
         self._device = next(chunks[0].parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
+        self._by_sample: list[PassFlips] = []
+        attached = [layer for _, layers in self._chunks.values() for layer, _ in layers]
+        self._gates = GateProof(attached, len(self._counters), self._device)
         for chunk, layers in self._chunks.values():
             self._hooks.append(chunk.decoder.register_forward_hook(self._running.tag_output))
             for layer, moe in layers:
@@ -95,6 +101,11 @@ class MegatronReplayer:
     def layer_ids(self) -> tuple[int, ...]:
         """0-based decoder layers of the attached MoE layers, ascending."""
         return tuple(sorted(self._taps))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the whole model that are counted, dense ones too."""
+        return len(self._counters)
 
     def detach(self) -> None:
         """Give the routers back as they were found."""
@@ -116,6 +127,7 @@ class MegatronReplayer:
         valid: Tensor,
         *,
         model: Any = None,
+        samples: Sequence[int] | None = None,
     ) -> Iterator[ReplayPass]:
         """Run exactly one forward of one micro-batch inside this context; its backward may come any time later.
 
@@ -126,6 +138,7 @@ class MegatronReplayer:
             target_ids: `[B, R]`, likewise.
             valid: `[B, R]` bool, likewise.
             model: the forwarded chunk; needed only with virtual pipeline chunks.
+            samples: ids of the rows, by which their flips are counted and named; None: by their tokens.
 
         Yields:
             The pass; with `Record()`, `pass_.recorded()` afterwards gives the routes.
@@ -139,7 +152,7 @@ class MegatronReplayer:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         layers = self._layers_of(model)
         self._check_ours()
-        opened = self._open(source, layout, input_ids, target_ids, valid, layers)
+        opened = self._open(source, layout, input_ids, target_ids, valid, layers, samples)
         self._running.active = opened
         try:
             yield opened
@@ -160,13 +173,23 @@ class MegatronReplayer:
             group: ranks to sum over (collective: all of them call); None for this process alone.
 
         Raises:
-            ReplayProofError: a token-layer that was due did not use its recorded set, or too many local flips.
+            ReplayProofError: a token-layer that was due did not use its recorded set, or its gate weights are not those
+                of this set, or the router got no gradient through them.
+            FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        counters = self._counters.clone()
+        counters = torch.cat((self._counters, self._gates.take()), dim=1)
         self._counters.zero_()
+        passes, self._by_sample = self._by_sample, []
         if group is not None:
             torch.distributed.all_reduce(counters, group=group)
-        return judge(counters, self.max_local_flip_rate)
+        flips = total(passes, len(counters), group, self._device)
+        return judge(
+            counters,
+            self.max_local_flip_rate,
+            flips,
+            int(self.config.moe_router_topk),
+            int(self.config.num_moe_experts),
+        )
 
     def _open(
         self,
@@ -176,6 +199,7 @@ class MegatronReplayer:
         target_ids: Tensor,
         valid: Tensor,
         layers: Sequence[int],
+        samples: Sequence[int] | None,
     ) -> ReplayPass:
         self._check_layout(layout, input_ids)
         opened = self.new_pass(source, layers, layout.num_local)
@@ -184,7 +208,7 @@ class MegatronReplayer:
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing)
+            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
             for record in source.records:
                 # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
                 # model.
@@ -205,7 +229,17 @@ class MegatronReplayer:
         if opened.replays:
             due = due_tokens(row_lengths(valid), layout)
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
-            opened.expect(due if free is None else due & ~free, free, self._device)
+            due = due if free is None else due & ~free
+            flips = PassFlips(
+                keys_of(samples, input_ids),
+                due.view(-1, layout.batch).sum(0),
+                layers,
+                len(self._counters),
+                sample_last=True,
+                device=self._device,
+            )
+            self._by_sample.append(flips)
+            opened.expect(due, free, self._device, flips)
         return opened
 
     def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:
@@ -240,11 +274,31 @@ class MegatronReplayer:
         self._previous[layer] = moe.router.router_replay
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
+        self._hooks.append(moe.router.register_forward_hook(partial(self._prove_gate, layer)))
+        if moe.router.weight.requires_grad:
+            self._hooks.append(moe.router.weight.register_hook(partial(self._gates.answered, layer)))
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
 
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
         running, recompute = self._running.current()
         running.prove(layer, dispatched.matches, recompute)
+
+    def _prove_gate(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        """See `routing.gate_proof`."""
+        running, _ = self._running.current()
+        if not running.replays:
+            return
+        weights = output[0]
+        if self._gates.compares(layer):
+            with torch.no_grad():
+                ids = running.expected[layer]
+                logits = router.gating(args[0]).view(-1, weights.shape[1])
+                self._gates.compare(
+                    layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due
+                )
+        # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
+        if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
+            self._gates.asks(layer, weights)
 
     def _layers_of(self, model: Any) -> list[int]:
         if model is None and len(self._chunks) > 1:

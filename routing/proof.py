@@ -81,10 +81,16 @@ def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
     return routing_map.gather(1, experts).all(1) & (chosen == experts.shape[1])
 
 
-def differs(left: Tensor, right: Tensor) -> Tensor:
-    """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
-    # Distinct ids: the sets are equal exactly when K of the K * K pairs are. Ids below 2^16 stay distinct in int16; the
-    # long dimension comes last, where comparing and summing run at the speed of memory.
+def shared(left: Tensor, right: Tensor) -> Tensor:
+    """`[N]` int16: how many ids two rows of distinct ids `[N, K]` have in common."""
+    # Ids below 2^16 stay distinct in int16; the long dimension comes last, where comparing and summing run at the speed
+    # of memory.
     left_KN, right_KN = (ids.to(torch.int16).t().contiguous() for ids in (left, right))
     equal_PN = (left_KN[:, None] == right_KN[None]).flatten(0, 1).view(torch.uint8)
-    return equal_PN.sum(0, dtype=torch.int16) != left.shape[1]
+    return equal_PN.sum(0, dtype=torch.int16)
+
+
+def differs(left: Tensor, right: Tensor) -> Tensor:
+    """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
+    # Distinct ids: the sets are equal exactly when K of the K * K pairs are.
+    return shared(left, right) != left.shape[1]

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError, RouteError
+from routing.flip_bound import FlipBoundError, suspects, worst
 from routing.flips import router_margin
+from routing.gate_proof import check_gates
 from routing.layout import Layout
-from routing.proof import differs
+from routing.proof import shared
 from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.sample_flips import PassFlips, SampleFlips
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -48,12 +51,16 @@ class ReplayPass:
         self._taken: dict[int, Tensor] = {}
         self._margins: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
+        self._by_sample: PassFlips | None = None
 
-    def expect(self, due: Tensor, free: Tensor | None, device: torch.device) -> None:
+    def expect(
+        self, due: Tensor, free: Tensor | None, device: torch.device, by_sample: PassFlips | None = None
+    ) -> None:
         """Local tokens that must use recorded routes, and real ones (`free`) that have none and keep the live router's.
 
-        Both are `[N]` bool on the CPU.
+        Both are `[N]` bool on the CPU. `by_sample` takes the flips of each sample.
         """
+        self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
         self._num_due = int(due.sum())
         self._due = due.to(device, non_blocking=True)
@@ -62,6 +69,11 @@ class ReplayPass:
             self._free = free[:, None].to(device, non_blocking=True)
         if self.layer_ids:
             self.counters[list(self.layer_ids), DUE] += self._num_due
+
+    @property
+    def due(self) -> Tensor:
+        """`[N]` bool: local tokens that must use recorded routes."""
+        return self._due
 
     def check_recorded(self, recorded: Recorded, top_k: int) -> None:
         """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch.
@@ -137,7 +149,11 @@ class ReplayPass:
         """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""
         counters = self.counters[layer]
         if not recompute:
-            self._flips[layer] = (differs(live, self.targets[layer]) & self._due).sum()
+            lost = live.shape[1] - shared(live, self.targets[layer])
+            flipped = (lost != 0) & self._due
+            self._flips[layer] = flipped.sum()
+            if self._by_sample is not None:
+                self._by_sample.count(layer, flipped, lost * self._due)
         # Recomputation has the logits of the forward, and so its flips.
         counters[FLIPPED] += self._flips[layer]
         counters[ROUTED] += self._num_due
@@ -164,8 +180,17 @@ def new_counters(num_layers: int, device: torch.device) -> Tensor:
     return torch.zeros(num_layers, len((DUE, ROUTED, MATCHED, FLIPPED, NATIVE)), dtype=torch.int64, device=device)
 
 
-def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
-    """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step."""
+def judge(
+    counters: Tensor, max_local_flip_rate: float, by_sample: SampleFlips, top_k: int, num_experts: int
+) -> ReplayReport:
+    """The report of counters `[layers, 5]`, or `ReplayProofError` when they do not prove the step.
+
+    Further columns are those of `GateProof.take`.
+
+    Raises:
+        FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
+            in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
+    """
     by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
@@ -173,6 +198,7 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
                 f"layer {layer}: {row[DUE]} tokens had to use recorded routes, the router was given them for "
                 f"{row[ROUTED]}, the dispatcher used exactly them for {row[MATCHED]}. The step must not be trained on."
             )
+    check_gates(counters[:, NATIVE + 1 :])
     report = ReplayReport(
         replayed=sum(row[DUE] for row in by_layer.values()),
         matched=sum(row[MATCHED] for row in by_layer.values()),
@@ -180,11 +206,23 @@ def judge(counters: Tensor, max_local_flip_rate: float) -> ReplayReport:
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
         native=int(counters[:, NATIVE].sum()),
     )
-    worst = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
-    if worst > max_local_flip_rate:
-        raise ReplayProofError(
-            f"replayed expert sets differ from the live router's own choice too often: worst rate {worst:.3f}, bound "
-            f"{max_local_flip_rate}; by layer {report.local_flips_by_layer}. "
-            "Rows or layers are misaligned, or the routes are of much older weights."
+    if max_local_flip_rate == 1.0:
+        return report
+    highest = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
+    found = suspects(by_sample, top_k, num_experts)
+    if highest > max_local_flip_rate:
+        raise FlipBoundError(
+            "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
+            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}",
+            found or worst(by_sample, top_k, num_experts),
+            report,
+            alike=not found,
+        )
+    if found:
+        raise FlipBoundError(
+            "replayed expert sets of some samples differ from the live router's own choice far more often than those "
+            f"of their batch ({report.local_flip_rate or 0.0:.2%} flip in all)",
+            found,
+            report,
         )
     return report

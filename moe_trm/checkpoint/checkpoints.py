@@ -91,9 +91,20 @@ class Checkpoints:
             self._peers.gather(b"")
             self._save(step, learner, run)
         if settings.export_every and step % settings.export_every == 0:
-            self._export(step, learner)
+            self._export(f"hf-{step:06d}", learner)
         self.interrupted = stop
         return stop
+
+    def rescue(self, step: int, learner: Resumable) -> None:
+        """Export the weights of a run that stops in `step`, where the run keeps any, for it may not go on from there.
+
+        All updates of the step that came before are in them.
+        """
+        if not (self._config.checkpoint.every or self._config.train.export):
+            return
+        path = self._export(f"hf-{step:06d}-stopped", learner)
+        if self._peers.rank == 0:
+            print(f"the weights as they were when step {step} stopped are in {path}", flush=True)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -125,13 +136,14 @@ class Checkpoints:
         state = msgspec.msgpack.encode({"learner": counters, "run": run}) if self._peers.rank == 0 else None
         self._writer.start(Contents(step, pieces, state, self._config.dump()))
 
-    def _export(self, step: int, learner: Resumable) -> None:
-        final = self._folder.root / f"hf-{step:06d}"
+    def _export(self, name: str, learner: Resumable) -> Path:
+        final = self._folder.root / name
         partial = final.with_name(f"{final.name}.partial")
         learner.export_checkpoint(str(partial))
         if self._peers.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
+        return final
 
     def _report(self, failure: str) -> None:
         if failure and self._peers.rank == 0:

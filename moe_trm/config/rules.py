@@ -16,6 +16,7 @@ from moe_trm.config import (
     engine_rules,
     precision_rules,
     rollout_rules,
+    server_flags,
     task_rules,
     training_rules,
 )
@@ -49,6 +50,7 @@ def _refusals(config: Config) -> list[Problem]:
     return [
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
+        *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
         *precision_rules.refusals(config),

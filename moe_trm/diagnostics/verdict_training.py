@@ -1,14 +1,15 @@
-"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, and what there is to learn
-from.
+"""Cases of the verdict about training itself: clipping, answers that grow, the gradient, what there is to learn from,
+and the rollout servers.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pvariance
 
-from moe_trm.diagnostics.verdict_types import Verdict
+from moe_trm.diagnostics.verdict_types import Verdict, pick
 from moe_trm.methods.limits import CLIPPED, LENGTH_WINDOW, rising, series, surged
 
 GRADIENT_NORM = 100.0
@@ -17,6 +18,23 @@ WITHOUT_SIGNAL = 0.5
 """Share of groups that may have equal rewards."""
 REWARD_WINDOW, REWARD_DROP = 10, 0.3
 """Steps over which rewards are averaged, and the share of the best such mean that may be lost."""
+
+
+def router(seen: Mapping[str, float]) -> Verdict | None:
+    """Replayed routes are no longer the live router's choice, and were found to be those of their tokens and layers."""
+    if not seen.get("routing/moved_samples"):
+        return None
+    flips = seen["routing/local_flip_rate"]
+    worst = max(fnmatch.filter(seen, "routing/local_flip_rate/layer_*"), key=lambda name: seen[name])
+    age = int(seen.get("rollout/age_max", 0.0))
+    config = f"pipeline.max_staleness={age - 1}" if age >= 2 else _half_lr(seen)
+    said = (
+        f"The router has moved since the engine chose these routes: {flips:.0%} of the replayed sets are no longer its "
+        f"choice ({seen[worst]:.0%} in layer {worst.rpartition('_')[2]}), spread over the samples, and rows and layers "
+        "were found in place. Train it in smaller steps, make fewer updates of a batch, or hold it with "
+        "learner.freeze_router=true."
+    )
+    return Verdict("router", said, {"routing/local_flip_rate": flips, worst: seen[worst]}, config)
 
 
 def clipping(history: Sequence[Mapping[str, float]]) -> Verdict | None:
@@ -72,6 +90,26 @@ def reward(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     fell = f"The reward fell from {high:.2g} to {now:.2g} (means of {REWARD_WINDOW} steps)"
     said = f"{fell}: what was learned is being lost."
     return Verdict("reward", said, {"reward/mean": values[-1]}, _half_lr(history[-1]))
+
+
+def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
+    """A rollout server is out of service, or was during this step."""
+    seen = history[-1]
+    lost, evidence = seen.get("rollout/servers_lost", 0.0), pick(seen, "rollout/servers_lost", "rollout/losses")
+    if lost:
+        total = lost + seen.get("rollout/servers", 0.0)
+        away = f"{lost:.0f} of {total:.0f} rollout servers {'is' if lost == 1 else 'are'} out of service"
+        said = f"{away}: rollout.log says why."
+        return Verdict("servers", said, evidence, "")
+    before = series(history[:-1], "rollout/losses")
+    now = seen.get("rollout/losses", 0.0)
+    if now <= (before[-1] if before else 0.0):
+        return None
+    said = (
+        f"A rollout server was lost and came back ({now:.0f} losses, {seen.get('rollout/lost_s', 0.0):.0f} s out of "
+        "service since the start): rollout.log says why."
+    )
+    return Verdict("servers", said, evidence, "")
 
 
 def _half_lr(seen: Mapping[str, float]) -> str:

@@ -17,11 +17,13 @@ Case = Literal[
     "variance",
     "sequence",
     "drift",
+    "router",
     "clipping",
     "length",
     "gradient",
     "signal",
     "reward",
+    "servers",
     "unclear",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,14 @@ from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
-from routing.replay import Native, ReplayReport, RouteSource
+from moe_trm.types import TokenBatch
+from routing.alignment import examine, refuse
+from routing.flip_bound import FlipBoundError
+from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.sample_flips import keys_of
+
+Look = Callable[[Sequence[RouteSource]], Sequence[Recorded | None]]
+"""A forward of the same micro-batches at the same weights, with other sources: the routes it used."""
 
 
 class Replayer(Protocol):
@@ -23,6 +30,9 @@ class Replayer(Protocol):
 
     @property
     def layer_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_layers(self) -> int: ...
 
     def report(self, group: dist.ProcessGroup | None = None) -> ReplayReport: ...
 
@@ -117,13 +127,41 @@ class LearnerBase:
         self._snapshots.load(self._training, reader)
         self._training.load(reader, counters)
 
-    def _verify(self) -> None:
+    def _verify(
+        self, batches: Sequence[TokenBatch] = (), sources: Sequence[RouteSource] = (), look: Look | None = None
+    ) -> None:
         """Prove every replayed forward since the last call; raises `ReplayProofError`.
 
-        The one device synchronisation of the proof.
+        The one device synchronisation of the proof. Samples beyond the bound on flips are looked at again, with the
+        live router: wrong routes stop the step, a router that has moved is counted (`ReplayReport.moved`).
+
+        Args:
+            batches: the micro-batches forwarded since the last call.
+            sources: whose routes they used.
+            look: forwards them again; None: nothing is looked at, and the bound itself stops the step.
         """
-        if self._replayer is not None:
+        if self._replayer is None:
+            return
+        try:
             self._report += self._replayer.report(dist.group.WORLD)
+        except FlipBoundError as doubt:
+            if look is None:
+                raise
+            findings = examine(
+                doubt,
+                [keys_of(batch.sample_ids, batch.input_ids) for batch in batches],
+                sources,
+                look([Record()] * len(batches)),
+                self._replayer.num_layers,
+                dist.group.WORLD,
+                self._data.device,
+            )
+            self._report += refuse(doubt, findings)
+
+
+def replays(sources: Sequence[RouteSource]) -> bool:
+    """True when passes with `sources` have something to prove."""
+    return any(isinstance(source, ReplayRecords | ReplayRecorded) for source in sources)
 
 
 def check_native(source: RouteSource) -> None:

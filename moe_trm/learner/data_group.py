@@ -17,10 +17,13 @@ class DataGroup:
     Args:
         group: the process group.
         device: where its collectives work.
+
+    Attributes:
+        device: likewise.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -29,15 +32,15 @@ class DataGroup:
         for role, operation in ((None, dist.ReduceOp.SUM), (":max", dist.ReduceOp.MAX), (":min", dist.ReduceOp.MIN)):
             names = [name for name in sums if (name.endswith(role) if role else not summable.compared(name))]
             if names:
-                total = torch.stack([sums[name].detach().double().to(self._device) for name in names])
+                total = torch.stack([sums[name].detach().double().to(self.device) for name in names])
                 dist.all_reduce(total, operation, group=self._group)
                 values.update(zip(names, total.tolist(), strict=True))
         return {name: values[name] for name in sums}
 
     def gather(self, values: Tensor) -> Tensor:
         """See `Learner.gather`."""
-        values = values.detach().to(self._device).contiguous()
-        size = torch.tensor([len(values)], device=self._device)
+        values = values.detach().to(self.device).contiguous()
+        size = torch.tensor([len(values)], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         dist.all_gather(sizes, size, group=self._group)
         longest = max(int(other) for other in sizes)

@@ -18,6 +18,7 @@ from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.config.schema import Config
+from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
@@ -32,7 +33,7 @@ from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
-from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, ServerState, TrainBatch, TrainRow
 
 
 class RolloutController:
@@ -58,7 +59,9 @@ class RolloutController:
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
-        self._evaluator = Evaluator(config.eval, self._sampler, task.eval_sets(), params)
+        self._evaluator = Evaluator(
+            config.eval, self._sampler, task.eval_sets(), params, greedy_metric=greedy_metric(config.task)
+        )
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
         self._store = GroupStore(
@@ -112,7 +115,9 @@ class RolloutController:
                 where=f"step {step}",
                 got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
-                fix="The reasons above say what the engine sent; `rollout.log` in the run directory has its side.",
+                fix="\n".join(
+                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
+                ),
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
@@ -135,6 +140,10 @@ class RolloutController:
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """State of each rollout server now; none where the engine asks no servers."""
+        return self._engine.servers() if self._engine.traits.has_servers else ()
 
     async def evaluate(self) -> Mapping[str, float]:
         """Metrics of the engine's present weights on the held-out prompts.

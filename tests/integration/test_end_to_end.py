@@ -59,8 +59,8 @@ def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
 def test_every_promised_metric_is_in_every_step(live: Path) -> None:
     rows = metrics_of(live)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert "eval/accuracy" in rows[0]
-    assert "eval/accuracy" in rows[-1]
+    assert "eval/reward" in rows[0]
+    assert "eval/reward" in rows[-1]
     promised = {
         *("reward/mean", "response/length_mean", "replay/applied_fraction", "routing/local_flip_rate"),
         *("routing/native_flip_rate", "engine/k3_kl", "staleness/k3_kl", "total/k3_kl"),
@@ -119,7 +119,7 @@ def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
     for row in metrics_of(live):
         assert row["eval/prompts"] == 16
         assert 0 <= row["eval/avg_at_2"] <= row["eval/pass_at_2"] <= 1
-        assert 0 <= row["eval/accuracy"] <= row["eval/finished_fraction"] <= 1
+        assert 0 <= row["eval/reward"] <= row["eval/finished_fraction"] <= 1
 
 
 def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:

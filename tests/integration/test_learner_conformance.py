@@ -279,10 +279,22 @@ def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: 
     ranks = finished[run]
     for rank in range(2):
         facts = ranks.saved(run, "facts", rank)
-        for kind in ("deaf", "shifted", "swapped", "unknown_snapshot"):
+        for kind in ("deaf", "of_no_sample", "shifted", "swapped", "unknown_snapshot"):
             assert facts[kind] == 1.0, kind
         assert facts["broken_applied"] == 0.0
     assert same_bits(ranks.exported(run, "refused"), ranks.exported(run, "second"))
+
+
+@pytest.mark.parametrize("run", EVERY_MODEL)
+def test_one_wrong_sample_of_many_is_named_and_a_router_that_moved_is_not_accused(finished: Finished, run: str) -> None:
+    for rank in range(2):
+        facts = {name: float(value) for name, value in finished[run].saved(run, "facts", rank).items()}
+        told = {name: value for name, value in facts.items() if name.startswith("liar_")}
+        assert told.keys() >= {"liar_random", "liar_shifted", "liar_a_quarter_shifted", "liar_one_layer"}
+        assert set(told.values()) == {1.0}, told
+        assert facts["honest_flips"] == 0.0
+        assert facts["moved_flips"] > 0.4
+        assert facts["moved_samples"] >= 16
 
 
 @pytest.mark.parametrize("run", FEW)

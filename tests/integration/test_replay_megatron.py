@@ -41,6 +41,7 @@ from tests.integration.replay_support import (
     run,
     run_world,
 )
+from tests.integration.rows import Rows
 
 
 def use_expected_sets(_: Path, dispatcher: str) -> None:
@@ -143,9 +144,7 @@ def r2_is_bit_identical(_: Path) -> None:
     assert error.value.reason == "digest"
 
 
-def stops(
-    check: Callable[[MegatronReplayer, Any, dict[str, torch.Tensor]], object], match: str, **options: Any
-) -> None:
+def stops(check: Callable[[MegatronReplayer, Any, Rows], object], match: str, **options: Any) -> None:
     """`check` runs a replay that is broken; the report must refuse it on every rank."""
     model, data = build(), batch()
     replayer = MegatronReplayer(model, **options)
@@ -155,7 +154,7 @@ def stops(
 
 
 def deleted_call_stops(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:  # on one rank only: all ranks must stop
             tap = model.decoder.layers[2].mlp.router.router_replay
             tap.get_replay_topk = lambda scores, topk, groups, group_topk, live: live(scores, topk, groups, group_topk)
@@ -165,7 +164,7 @@ def deleted_call_stops(_: Path) -> None:
 
 
 def wrong_map_stops(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         with pytest.MonkeyPatch.context() as patch:
             cut = Layout.router_index
             patch.setattr(Layout, "router_index", lambda self: cut(self).roll(B))
@@ -174,8 +173,57 @@ def wrong_map_stops(_: Path) -> None:
     stops(check, "the dispatcher used exactly them for", max_local_flip_rate=1.0)
 
 
+GATES: dict[str, dict[str, Any]] = {
+    "softmax after": {},
+    "softmax before": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "recomputed": FULL,
+}
+
+
+def other_gates_stop(change: Callable[..., Any], match: str) -> None:
+    """`change` takes the scores, the chosen ids and the live ones of layer 2; ids are right, what they weigh is not."""
+    for kind, options in GATES.items():
+        model, data = build(**options), batch()
+        replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+        tap = model.decoder.layers[2].mlp.router.router_replay
+        ask = tap.get_replay_topk
+
+        def wrong(scores: torch.Tensor, *rest: Any, ask: Any = ask) -> Any:
+            _, chosen = ask(scores, *rest)
+            with torch.no_grad():
+                live = rest[-1](scores, *rest[:-1])[1]
+            return change(scores, chosen, live), chosen
+
+        tap.get_replay_topk = wrong
+        run(replayer, model, random_records(data), data).sum().backward()
+        with pytest.raises(ReplayProofError, match=match):
+            replayer.report(dist.group.WORLD)
+        # The same model without the fault.
+        tap.get_replay_topk = ask
+        run(replayer, model, random_records(data), data).sum().backward()
+        assert replayer.report(dist.group.WORLD).applied_fraction == 1.0, kind
+
+
+def live_gate_weights_stop(_: Path) -> None:
+    other_gates_stop(lambda scores, _chosen, live: scores.gather(1, live), "layer 2: .* not those of their replayed")
+
+
+def gates_without_a_gradient_stop(_: Path) -> None:
+    other_gates_stop(lambda scores, chosen, _live: scores.gather(1, chosen).detach(), "layer 2: .* the router got none")
+
+
+def frozen_routers_need_no_gradient(_: Path) -> None:
+    model, data = build(), batch()
+    for layer in LAYERS:
+        model.decoder.layers[layer].mlp.router.weight.requires_grad_(False)
+    replayer = MegatronReplayer(model, max_local_flip_rate=1.0)
+    run(replayer, model, random_records(data), data).sum().backward()
+    assert replayer.report(dist.group.WORLD).applied_fraction == 1.0
+
+
 def swapped_targets_stop(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         with replayer.use(random_records(data), Layout(B, R), **data) as running:
             running.targets = dict(running.targets) | {2: running.targets[3], 3: running.targets[2]}
             forward(model, data)
@@ -374,7 +422,8 @@ def refusals(_: Path) -> None:
 
 SCENARIOS = [
     forced_sets_alltoall, forced_sets_allgather, natural_records_change_nothing, gates_come_from_live_logits,
-    r2_is_bit_identical, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
+    r2_is_bit_identical, live_gate_weights_stop, gates_without_a_gradient_stop,
+    frozen_routers_need_no_gradient, deleted_call_stops, wrong_map_stops, swapped_targets_stop, shifted_rows_stop,
     swapped_layers_stop, swapped_and_stale_samples_stop, forwards_that_escape_stop, two_models_do_not_meet,
     recompute_uses_the_same_routes, recompute_that_escapes_stops, nothing_is_left_behind, inside_megatron_schedule,
     parallel_equals_one_process, refusals,

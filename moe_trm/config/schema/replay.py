@@ -34,9 +34,9 @@ class ReplayConfig(Section):
     """The run stops when replayed expert sets differ from the live router's own choice more often than
     this: a sign of misaligned rows."""
     missing: Literal["reject", "native"] = "reject"
-    """Samples with tokens that have no trustworthy routes, because weights changed while they were
-    generated: `reject` them, or keep them and leave those tokens to the learner's own routers (`native`),
-    counted as `replay/native_fraction`."""
+    """Samples with tokens that have no trustworthy routes, because weights changed while they were generated, or the
+    engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the
+    learner's own routers (`native`), counted as `replay/native_fraction`."""
 
 
 class ProbeConfig(Section):

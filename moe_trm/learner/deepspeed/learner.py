@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_trm.learner.base import LearnerBase, check_native
+from moe_trm.learner.base import LearnerBase, check_native, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
 from moe_trm.learner.deepspeed.state import TrainingState
@@ -72,7 +72,10 @@ class DeepSpeedLearner(LearnerBase):
         self._engine.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.using(weights):
-            return [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
+            scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
+            if replays(sources):
+                self._verify(batches, sources, partial(self._look, batches))
+        return scores
 
     def update(
         self,
@@ -97,8 +100,15 @@ class DeepSpeedLearner(LearnerBase):
                 value = value + 0.0 * current.logprobs.sum()
             # ZeRO averages gradients over the ranks; the objective already carries its denominators.
             self._engine.backward(value * self.data_size, scale_wrt_gas=False)
-        self._verify()
+        self._verify(batches, sources, partial(self._look, batches))
         return self._optimizer.step(lr_scale)
+
+    @torch.no_grad()
+    def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
+        scoring_of = partial(Scoring.of, temperature=self._temperature)
+        return [
+            self._forward(batch, source, scoring_of).recorded for batch, source in zip(batches, sources, strict=True)
+        ]
 
     def _forward(self, batch: TokenBatch, source: RouteSource, scoring_of: Callable[[TokenBatch], Scoring]) -> Scores:
         moved = on_device(batch, self._device)
@@ -106,7 +116,9 @@ class DeepSpeedLearner(LearnerBase):
         if self._replayer is None:
             check_native(source)
             return scoring.scores(self._engine(moved.input_ids, scoring))
-        with self._replayer.use(source, batch.input_ids, batch.target_ids, batch.valid) as this_pass:
+        with self._replayer.use(
+            source, batch.input_ids, batch.target_ids, batch.valid, samples=batch.sample_ids
+        ) as this_pass:
             planes_PBR = self._engine(moved.input_ids, scoring)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
         return replace(scoring.scores(planes_PBR), recorded=recorded)

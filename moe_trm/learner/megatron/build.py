@@ -21,6 +21,7 @@ from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
+from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
@@ -49,6 +50,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     chunks = [chunk.to(device) for chunk in build_model(hf, model_config, layers)]
     load_weights(chunks, checkpoint, hf)
     freeze(chunks, config.learner)
+    leave_untrained(chunks, hf)
     is_distributed = config.learner.distributed_optimizer
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     wrapped = wrap_model(chunks, model_config, loss_scale, distributed_optimizer=is_distributed)

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from moe_trm.learner.base import LearnerBase
+from moe_trm.learner.base import LearnerBase, replays
 from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
@@ -28,7 +28,7 @@ from moe_trm.learner.snapshots import Snapshots
 from moe_trm.types import TokenBatch
 from routing.megatron import MegatronReplayer
 from routing.megatron_checks import all_moe_layer_ids
-from routing.replay import RouteSource
+from routing.replay import Recorded, RouteSource
 
 
 class MegatronLearner(LearnerBase):
@@ -89,6 +89,8 @@ class MegatronLearner(LearnerBase):
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.using(weights):
             planes, recorded = self._schedule.run(batches, sources, scoring_of)
+            if replays(sources):
+                self._verify(batches, sources, partial(self._look, batches))
         return [
             replace(scoring_of(batch).scores(scored), recorded=routes)
             for batch, scored, routes in zip(batches, planes, recorded, strict=True)
@@ -119,10 +121,14 @@ class MegatronLearner(LearnerBase):
             with torch.no_grad():
                 for index, scored in enumerate(planes):
                     loss(index, scored)
-        self._verify()
+        self._verify(batches, sources, partial(self._look, batches))
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
+
+    @torch.no_grad()
+    def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
+        return self._schedule.run(batches, sources, partial(Scoring.of, temperature=self._temperature))[1]
 
     def sum_over_slices(self, values: Tensor) -> Tensor:
         """See `Learner.sum_over_slices`."""

@@ -103,7 +103,7 @@ class Schedule:
             check_native(source)
             return model(*inputs, labels=scoring), None
         with self._replayer.use(
-            source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model
+            source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model, samples=batch.sample_ids
         ) as this_pass:
             output: Tensor = model(*inputs, labels=scoring)
         return output, this_pass.recorded() if isinstance(source, Record) else None

@@ -28,6 +28,7 @@ from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from routing.replay_pass import ReplayPass
+from tests.integration.learner_support.liars import liars
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
@@ -144,7 +145,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     facts["layers"] = len(learner.model_moe_layer_ids)
     found["gathered"] = learner.gather(torch.arange(learner.data_rank + 1) + 10 * learner.data_rank)
 
-    facts |= refusals(learner, batches, random)
+    facts |= refusals(learner, batches, random) | liars(learner)
     learner.export_shard(str(out / "refused"), "float32")
 
     dist.barrier()
@@ -183,6 +184,11 @@ def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRec
     facts["broken_applied"] = broken.applied
     other = [ReplayRecords(source.records[::-1]) for source in random]
     facts["swapped"] = refused(RouteError, lambda: learner.score(batches, other))
+    unbound = [
+        ReplayRecords(source.records, tuple(None if r is None else bytes(16) for r in source.records))
+        for source in random
+    ]
+    facts["of_no_sample"] = refused(RouteError, lambda: learner.score(batches, unbound))
     facts["unknown_snapshot"] = refused(LearnerError, lambda: learner.score(batches, random, weights="nobody"))
     # A deleted replay call: the routers keep their own choice, and the experts get it.
     with pytest.MonkeyPatch.context() as patch:

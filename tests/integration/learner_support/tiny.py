@@ -24,6 +24,8 @@ SHAPE = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
+    # An id that the global work has: its embedding is zero, and transformers gives it no gradient.
+    "pad_token_id": 37,
 }
 
 

@@ -258,6 +258,20 @@ def test_exports_appear_whole(tmp_path: Path) -> None:
     assert [Path(directory).name for directory in learner.exports] == ["hf-000005.partial", "hf-000010.partial"]
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_weights_of_a_run_that_stops_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
+    learner = TinyLearner()
+    open_checkpoints(tmp_path, every=every).rescue(3, learner)
+    assert names(tmp_path) == ["hf-000003-stopped"]
+    assert "step 3 stopped are in" in capsys.readouterr().out
+    nothing = TinyLearner()
+    config = settings(every=0).model_copy(update={"train": settings().train.model_copy(update={"export": False})})
+    Checkpoints(config, tmp_path / "kept", Interruption()).rescue(3, nothing)
+    assert nothing.exports == []
+
+
 def test_no_secret_is_in_a_checkpoint(run_dir: Path) -> None:
     files = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
     assert {path.name for path in files} == {"manifest.json", "rank-00000.safetensors", "state.msgpack"}

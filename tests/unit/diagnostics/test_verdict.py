@@ -41,6 +41,9 @@ HEALTHY = {
         ({"total/rollout_is_eff_sample_size": 0.4, "total/chi2_token": 0.5}, "variance", "icepop"),
         ({"total/chi2_token": 1.2}, "variance", "icepop"),
         ({"total/chi2_token": 0.4}, "drift", "geometric_mask"),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 1.0, "rollout/losses": 1.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 2.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 0.0}, "ok", ""),
     ],
 )
 def test_cases_in_their_order(changes: dict[str, float], case: str, config: str) -> None:
@@ -50,6 +53,25 @@ def test_cases_in_their_order(changes: dict[str, float], case: str, config: str)
     assert bool(config) == bool(got.config)
     assert got.evidence
     assert got.sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({"optimizer/lr": 1e-4}, "optimizer.lr=5e-05"),
+        ({"optimizer/lr": 1e-4, "rollout/age_max": 3.0}, "pipeline.max_staleness=2"),
+    ],
+)
+def test_a_router_that_moved_is_not_healthy_and_is_no_accusation(changes: dict[str, float], config: str) -> None:
+    flips = {"routing/local_flip_rate": 0.21, "routing/local_flip_rate/layer_1": 0.09}
+    flips |= {"routing/local_flip_rate/layer_7": 0.33, "optimizer/grad_norm": 1.0, "reward/zero_variance_groups": 0.1}
+    calm = HEALTHY | flips
+    assert "nothing needs to change" in verdict([calm]).sentence
+    said = verdict([calm | changes | {"routing/moved_samples": 16.0}])
+    assert (said.case, said.config) == ("router", config)
+    assert "33% in layer 7" in said.sentence
+    assert "healthy" not in said.sentence
+    assert verdict([calm | {"routing/moved_samples": 16.0, "engine/k3_kl": 0.06}]).case == "precision"
 
 
 def test_clipping_needs_a_high_and_rising_share() -> None:
@@ -141,3 +163,13 @@ def test_every_setting_can_be_typed(tmp_path: Path) -> None:
         assert found is not None
         assert found.config
         resolve(file, [found.config])
+
+
+def test_a_server_that_was_lost_is_told_in_the_step_in_which_it_was_lost() -> None:
+    before, lost = HEALTHY | {"rollout/losses": 1.0}, HEALTHY | {"rollout/losses": 2.0, "rollout/lost_s": 41.0}
+    assert verdict([before]).case == "servers"
+    away = verdict([lost | {"rollout/servers": 1.0, "rollout/servers_lost": 1.0}])
+    assert away.sentence.startswith("1 of 2 rollout servers is out of service")
+    found = verdict([before, lost])
+    assert (found.case, "2 losses, 41 s" in found.sentence) == ("servers", True)
+    assert verdict([lost, lost]).case == "ok"

@@ -10,7 +10,9 @@ import torch
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.base import LearnerBase, check_native
-from routing.replay import Native, Record, ReplayReport
+from routing import FlipBoundError, MisalignedError
+from routing.flip_bound import Suspect
+from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayReport
 
 
 class Replayer:
@@ -25,7 +27,7 @@ class Replayer:
 
 
 def learner(replayer: Replayer | None, **options: Any) -> LearnerBase:
-    data = SimpleNamespace(rank=1, size=2)
+    data = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))
     return LearnerBase(replayer, None, None, None, data, **options)  # type: ignore[arg-type]
 
 
@@ -38,6 +40,28 @@ def test_a_report_holds_every_proof_since_the_last_one() -> None:
     replayer.waiting = 5
     assert base.replay_report() == ReplayReport(replayed=12, matched=12)
     assert base.replay_report() == ReplayReport()
+
+
+def test_a_doubt_without_a_second_look_stops_and_a_moved_router_is_counted() -> None:
+    seen = ReplayReport(replayed=10, matched=10, local_flips=6)
+    doubt = FlipBoundError("too many", [Suspect(4, 2, 0.6, 0.3, 0.01, 40)], seen)
+
+    class Doubtful(Replayer):
+        num_layers = 3
+
+        def report(self, group: object = None) -> ReplayReport:
+            raise doubt
+
+    base = learner(Doubtful())
+    with pytest.raises(FlipBoundError, match="sample 4, layer 2"):
+        base._verify()
+    routes = torch.arange(40)[:, None] % 8
+    recorded = Recorded({2: routes})
+    batch: Any = SimpleNamespace(sample_ids=(4,), input_ids=torch.zeros(1, 40))
+    base._verify([batch], [ReplayRecorded(recorded)], lambda _native: [recorded])
+    assert base._report == ReplayReport(replayed=10, matched=10, local_flips=6, moved=1)
+    with pytest.raises(MisalignedError, match=r"sample 4, layer 2.*of the row before"):
+        base._verify([batch], [ReplayRecorded(recorded)], lambda _native: [Recorded({2: routes.roll(-1, 0)})])
 
 
 def test_a_dense_model_replays_nothing() -> None:

@@ -28,3 +28,10 @@ def test_all_replayed_is_told() -> None:
     assert replay_metrics(report)["replay/applied_fraction"] == 1.0
     assert replay_metrics(report)["routing/local_flip_rate/layer_2"] == 0.025
     assert "replayed 100%" in line(report)
+
+
+def test_samples_whose_router_moved_are_counted_where_there_are_any() -> None:
+    report = ReplayReport(replayed=40, matched=40, local_flips=1, local_flips_by_layer={2: 0.025})
+    assert "routing/moved_samples" not in replay_metrics(report)
+    moved = report + ReplayReport(replayed=40, matched=40, local_flips=20, local_flips_by_layer={2: 0.5}, moved=3)
+    assert replay_metrics(moved)["routing/moved_samples"] == 3.0

@@ -24,6 +24,15 @@ def settings(**changes: Any) -> SimpleNamespace:
         ({"mtp_num_layers": 1}, "MTP"),
         ({"moe_expert_capacity_factor": 1.0}, "dropped"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "selects experts itself"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "sinkhorn"),
+        ({"num_moe_experts": None}, "dense"),
+        ({"moe_router_force_load_balancing": True}, "random ones"),
+        ({"moe_router_padding_for_quantization": True}, "adds experts"),
+        ({"moe_router_padding_for_fp8": True}, "adds experts"),
+        ({"overlap_moe_expert_parallel_comm": True}, "interleave"),
+        ({"cuda_graph_impl": "local"}, "captured"),
+        ({"moe_token_dispatcher_type": "flex"}, "the flex dispatcher"),
+        ({"moe_token_dispatcher_type": None}, "dispatcher"),
     ],
 )
 def test_refused(changes: dict[str, Any], reason: str) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
-from routing.replay import ReplayRecords
+from routing.replay import ReplayRecords, ReplayReport
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.sample_flips import total
 from routing.sglang import decode_payload
 
 T, D, K, E = 6, 4, 2, 8
@@ -43,6 +44,30 @@ def test_decodes_moe_columns_in_engine_order_and_binds_tokens() -> None:
     np.testing.assert_array_equal(record.experts, routes[:, [1, 3]])
     assert record.layer_ids == LAYERS
     assert record.token_digest == token_digest(TOKENS)
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 8), ("uint8", 256), ("uint16", 8), ("uint16", 512)])
+def test_narrow_ids_are_read_as_they_are_named(dtype: str, experts: int) -> None:
+    routes = engine_routes()
+    routes[0, 1] = [experts - 1, 0]
+    record = decode(routes.astype(np.dtype(dtype).newbyteorder("<")), dtype=dtype, num_experts=experts)
+    np.testing.assert_array_equal(record.experts, routes[:, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts"), [("uint8", 257), ("uint16", (1 << 16) + 1), ("int16", 8), ("int64", 8), ("", 8), ("<i4", 8)]
+)
+def test_a_type_that_is_unknown_or_too_small_is_refused(dtype: str, experts: int) -> None:
+    with pytest.raises(RouteError, match="not known or too small") as error:
+        decode(engine_routes(), dtype=dtype, num_experts=experts)
+    assert error.value.reason == "dtype"
+
+
+@pytest.mark.parametrize(("sent", "named"), [("<i4", "uint8"), ("<i4", "uint16"), ("u1", "int32"), ("<u2", "uint8")])
+def test_a_payload_of_another_type_than_named_is_refused(sent: str, named: str) -> None:
+    with pytest.raises(RouteError) as error:
+        decode(engine_routes().astype(sent), dtype=named)
+    assert error.value.reason in ("rows", "payload")
 
 
 def test_dense_columns_are_never_validated() -> None:
@@ -171,7 +196,7 @@ def test_a_legal_id_flipped_into_another_legal_one_is_seen_by_nobody_and_shows_a
         routes[2, 3, 0] = (routes[2, 3, 0] + 1) % E
     received = decode(routes)
     assert flips(sent, received).token_layer_rate == 1 / (2 * (T - 1))
-    report = judge(replayed(sent.experts, received.experts), max_local_flip_rate=0.3)
+    report = judged(replayed(sent.experts, received.experts))
     assert (report.local_flips, report.applied_fraction) == (1, 1.0)
 
 
@@ -182,11 +207,15 @@ def test_payloads_damaged_beyond_the_flip_bound_stop_the_step(share: float) -> N
     received = sent.copy()
     received[: int(200 * share) + 1, 1] = (sent[: int(200 * share) + 1, 1] + 1) % E
     with pytest.raises(ReplayProofError, match="too often"):
-        judge(replayed(sent, received), max_local_flip_rate=0.3)
+        judged(replayed(sent, received))
 
 
 def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (used == expected).all(1)
+
+
+def judged(counters: torch.Tensor) -> ReplayReport:
+    return judge(counters, 0.3, total([], len(counters), None, counters.device), K, E)
 
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:

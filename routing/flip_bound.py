@@ -1,0 +1,159 @@
+"""The bound on flips of every sample in every layer: counts that the rest of the batch does not explain.
+
+A wrong sample hides in a mean. So each sample is held against its own batch, in each layer and over all of them. With
+the lost share `q` (recorded experts that the live router would not choose, over all recorded ones) of `n` tokens:
+
+- `e`, the expected share, is the median over the batch's samples, at most a quarter of `c = 1 - K / E`, which routes
+  without any relation to the live router lose if its load is even.
+- `q` must lie a third of the way from `e` to `c` (a quarter, over all layers).
+- `n KL(q || p)` must reach `EVIDENCE`, with `p` the largest of `2 e`, `SMALLEST` and, in a layer, twice the sample's
+  own median over layers: the chance that independent tokens at rate `p` lose so much is at most `exp(-n KL)` (Hoeffding
+  1963, theorem 1: it holds for any values in [0, 1], so for a token's share of lost experts). A few tokens may lose all
+  by chance, and are no evidence.
+
+Shape letters: S samples, L layers, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from routing.errors import ReplayProofError
+from routing.replay import ReplayReport
+from routing.sample_flips import SampleFlips, name_of
+
+EVIDENCE = 14.0
+"""Least `n KL(q || p)`: one in a million for each sample and layer."""
+SMALLEST = 0.02
+"""Share of lost experts that is always explained by rounding."""
+FEW = 32
+"""Tokens from which a share is taken as it is."""
+NAMED = 16
+"""Suspects that are examined and named."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One sample with its worst layer.
+
+    Attributes:
+        key: of the sample (`SampleFlips.keys`).
+        layer: the 0-based decoder layer where it stands out most.
+        flip_rate: share of its sets there that the live router would not choose.
+        lost: share of its recorded experts there that the live router would not choose.
+        expected: that share in the median sample of the batch.
+        num_tokens: its tokens.
+    """
+
+    key: int
+    layer: int
+    flip_rate: float
+    lost: float
+    expected: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{name_of(self.key)}, layer {self.layer}: {self.flip_rate:.1%} of {self.num_tokens} sets flip, "
+            f"{self.lost:.1%} of the experts are others; {self.expected:.1%} were expected"
+        )
+
+
+class FlipBoundError(ReplayProofError):
+    """Every token used its recorded set, but these sets are too far from the live router's own choice.
+
+    Attributes:
+        suspects: the samples that stand out, the worst first.
+        report: counters of the step.
+        alike: no sample stands out of its batch, which is beyond the bound as a whole; `suspects` are the worst ones.
+    """
+
+    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
+        self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
+        listed = "".join(f"\n  {suspect}" for suspect in suspects[:5])
+        more = f"\n  and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+        super().__init__(
+            f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
+            f"{listed}{more}"
+        )
+
+
+class _Shares(NamedTuple):
+    tokens: np.ndarray
+    lost: np.ndarray
+    expected: np.ndarray
+
+
+def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
+    """Samples whose flips the batch does not explain, the worst first, at most `NAMED`."""
+    chance = 1 - top_k / num_experts
+    layers = np.flatnonzero(flips.due.any(0))
+    if not len(layers) or chance <= 0:
+        return []
+    by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, chance)
+    evidence = _evidence(by_layer, chance, way=1 / 3)
+    due, lost = flips.due.sum(1, keepdims=True), flips.lost.sum(1, keepdims=True)
+    whole = _shares(due, lost, top_k, chance)
+    # The layers of a token are not independent: over all layers, a token counts once.
+    whole = whole._replace(tokens=whole.tokens / np.maximum((flips.due > 0).sum(1, keepdims=True), 1))
+    found = np.maximum(evidence.max(1), _evidence(whole, chance, way=1 / 4)[:, 0])
+    order = [one for one in np.argsort(-found, kind="stable") if found[one] >= EVIDENCE][:NAMED]
+    return [_suspect(flips, by_layer, layers, one) for one in order]
+
+
+def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
+    """The `NAMED` samples that lost most, those of few tokens last, for a batch beyond its bound as a whole."""
+    layers = np.flatnonzero(flips.due.any(0))
+    if not len(layers):
+        return []
+    by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, 1 - top_k / num_experts)
+    order = np.argsort(-(by_layer.lost * np.minimum(by_layer.tokens, FEW)).max(1), kind="stable")[:NAMED]
+    return [_suspect(flips, by_layer, layers, one) for one in order]
+
+
+def _suspect(flips: SampleFlips, by_layer: _Shares, layers: np.ndarray, place: int) -> Suspect:
+    column = int(np.argmax(by_layer.lost[place] - by_layer.expected))
+    layer, tokens = int(layers[column]), int(by_layer.tokens[place, column])
+    return Suspect(
+        int(flips.keys[place]),
+        layer,
+        float(flips.flipped[place, layer] / max(tokens, 1)),
+        float(by_layer.lost[place, column]),
+        float(by_layer.expected[column]),
+        tokens,
+    )
+
+
+def _shares(due: np.ndarray, lost: np.ndarray, top_k: int, chance: float) -> _Shares:
+    """Tokens `[S, L]`, lost shares `[S, L]` and the expected share `[L]` of each layer."""
+    shares = np.where(due > 0, lost / np.maximum(due * top_k, 1), np.nan)
+    expected = np.array([np.nanmedian(column) if np.isfinite(column).any() else 0.0 for column in shares.T])
+    return _Shares(due, np.nan_to_num(shares), np.minimum(expected, chance / 4))
+
+
+def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
+    """`[S, L]` `n KL(q || p)` where the share is beyond the threshold, else 0."""
+    threshold = seen.expected + (chance - seen.expected) * way
+    own = np.median(seen.lost, axis=1, keepdims=True) if seen.lost.shape[1] > 2 else np.zeros((1, 1))
+    usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, own), SMALLEST / 2), 0.9 * threshold)
+    divergence = _kl(seen.lost, usual)
+    return np.where(seen.lost >= threshold, seen.tokens * divergence, 0.0)
+
+
+def _kl(q: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """KL divergence of two coins, nats."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heads = np.where(q > 0, q * np.log(q / p), 0.0)
+        tails = np.where(q < 1, (1 - q) * np.log((1 - q) / (1 - p)), 0.0)
+    return np.asarray(heads + tails, dtype=np.float64)
+
+
+def fewest_tokens(top_k: int, num_experts: int) -> int:
+    """Tokens from which a sample with routes of no relation is a suspect, in an otherwise clean batch."""
+    lost = 1 - top_k / num_experts
+    return math.ceil(EVIDENCE / float(_kl(np.array(lost), np.array(SMALLEST))))

@@ -1,0 +1,132 @@
+"""Flips of each sample and layer: counted on the device in every replayed forward, added over passes and ranks.
+
+Only counts leave a rank, never routes.
+
+Shape letters: S samples, B samples of a micro-batch, N local tokens in router order, L decoder layers, K experts per
+token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+UNNAMED = 1 << 62
+"""Keys from here on are made from a row's tokens, where the caller gave no sample ids."""
+
+
+@dataclass(frozen=True)
+class SampleFlips:
+    """Counts over all replayed forwards since the last report.
+
+    Attributes:
+        keys: `[S]` int64, the sample's id, or a number above `UNNAMED`.
+        due: `[S, L]` int64, tokens that had to use a recorded set.
+        flipped: `[S, L]` int64, of these, how many the live router would have given another set.
+        lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
+    """
+
+    keys: np.ndarray
+    due: np.ndarray
+    flipped: np.ndarray
+    lost: np.ndarray
+
+    def top(self, order: np.ndarray) -> SampleFlips:
+        """The samples at the places `order`."""
+        return SampleFlips(self.keys[order], self.due[order], self.flipped[order], self.lost[order])
+
+
+class PassFlips:
+    """The counts of one forward.
+
+    Args:
+        keys: of the B samples.
+        due_B: `[B]` tokens of each on this rank that must use recorded sets.
+        layers: the forwarded MoE layers.
+        num_layers: L.
+        sample_last: router order is `[columns, B]`, not `[B, columns]`.
+        device: of the counts.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[int],
+        due_B: Tensor,
+        layers: Sequence[int],
+        num_layers: int,
+        *,
+        sample_last: bool,
+        device: torch.device,
+    ) -> None:
+        self.keys = list(keys)
+        self.due_BL = np.zeros((len(keys), num_layers), np.int64)
+        self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
+        self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
+        self._sample_last = sample_last
+
+    def count(self, layer: int, flipped_N: Tensor, lost_N: Tensor) -> None:
+        """Add what the router of `layer` would have chosen otherwise; zeros where nothing is due."""
+        both = torch.stack((flipped_N.to(torch.int16), lost_N.to(torch.int16)))
+        by_sample = (
+            both.view(2, -1, len(self.keys)).sum(1, dtype=torch.int32)
+            if self._sample_last
+            else both.view(2, len(self.keys), -1).sum(2, dtype=torch.int32)
+        )
+        self.counts_LKB[layer] = by_sample
+
+
+def keys_of(samples: Sequence[int] | None, input_ids: Tensor) -> list[int]:
+    """The samples' ids, or numbers made from the tokens and the place of each row of `input_ids` `[B, R]`."""
+    if samples:
+        return list(samples)
+    return [
+        UNNAMED + (zlib.crc32(row.numpy().tobytes()) << 16) + place for place, row in enumerate(input_ids.cpu().int())
+    ]
+
+
+def name_of(key: int) -> str:
+    """A sample in words."""
+    return f"sample {key}" if key < UNNAMED else f"row {key & 0xFFFF} of a micro-batch"
+
+
+def total(
+    passes: Iterable[PassFlips], num_layers: int, group: ProcessGroup | None, device: torch.device
+) -> SampleFlips:
+    """The counts of all `passes` by sample, summed over the ranks of `group` (collective)."""
+    found = list(passes)
+    given = np.array([key for one in found for key in one.keys], np.int64)
+    due = np.concatenate([np.zeros((0, num_layers), np.int64), *(one.due_BL for one in found)])
+    counts = np.zeros((2, 0, num_layers), np.int64)
+    if found:
+        # One transfer from the device for all passes.
+        counts = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy().transpose(1, 2, 0).astype(np.int64)
+    real = due.any(1)
+    keys, place = np.unique(given[real], return_inverse=True)
+    everywhere = keys if group is None else _united(keys, group, device)
+    table = np.zeros((3, len(everywhere), num_layers), np.int64)
+    rows = np.searchsorted(everywhere, keys)[place]
+    for index, values in enumerate((due, *counts)):
+        np.add.at(table[index], rows, values[real])
+    if group is not None:
+        shared = torch.from_numpy(table).to(device)
+        torch.distributed.all_reduce(shared, group=group)
+        table = shared.cpu().numpy()
+    return SampleFlips(everywhere, *table)
+
+
+def _united(keys: np.ndarray, group: ProcessGroup, device: torch.device) -> np.ndarray:
+    """Ascending keys of all ranks."""
+    size = torch.tensor([len(keys)], device=device)
+    torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX, group=group)
+    padded = torch.full((int(size),), -1, dtype=torch.int64, device=device)
+    padded[: len(keys)] = torch.from_numpy(keys).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(group.size())]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    whole = np.unique(torch.cat(gathered).cpu().numpy())
+    return whole[whole >= 0]
