@@ -43,7 +43,7 @@ def build(experts: int) -> Any:
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> dict[str, Any]:
     tokens = torch.randint(3, 32, (1, R + 1), generator=torch.Generator().manual_seed(0)).expand(2, -1)
     return {
         "input_ids": tokens[:, :-1].contiguous(),
@@ -52,7 +52,7 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def source(experts: int, data: dict[str, Tensor]) -> tuple[ReplayRecords, np.ndarray]:
+def source(experts: int, data: dict[str, Any]) -> tuple[ReplayRecords, np.ndarray]:
     """Records of two samples with the same tokens. In one the ids of a row differ by 256; in the other they are any."""
     rng = np.random.default_rng(0)
     low = rng.integers(0, experts - 256, (R, len(LAYERS), 1))
