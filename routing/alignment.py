@@ -237,10 +237,8 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
         return (agreement - chance) / (1 - chance) if chance < 1 else 1.0
 
     # The layer where the sample stands out decides, or all of them together.
-    inside = min(
-        (relation(_share(v[0]), chance), scope) for scope, (v, chance) in enumerate(zip(here, chances, strict=True))
-    )
-    scope = inside[1]
+    relations = [relation(_share(values[0]), chance) for values, chance in zip(here, chances, strict=True)]
+    inside, scope = min((found, scope) for scope, found in enumerate(relations))
     chance = chances[scope]
     others = {PLACES[shift]: _share(here[scope][shift]) for shift in (1, 2)}
     if scope == 0:
@@ -253,8 +251,8 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
     )
     tokens, strangers = sums.strangers[place].tolist()
     elsewhere = relation(others[best], chance)
-    if inside[0] < max(RELATED, elsewhere - RELATED):
-        whose = f": these are the routes {best}" if elsewhere > max(0.5, inside[0]) else ": they are unrelated"
+    if inside < max(RELATED, elsewhere - RELATED):
+        whose = f": these are the routes {best}" if elsewhere > max(0.5, inside) else ": they are unrelated"
         return Finding(suspect, False, words + whose)
     if tokens and strangers / tokens >= PART:
         return Finding(suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether")

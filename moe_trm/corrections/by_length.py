@@ -129,12 +129,13 @@ class LengthTracker:
 
     def _recent(self, rows: Tensor) -> Tensor:
         """The rows without the oldest steps of each octave that has enough newer ones."""
-        octave, keep = octave_of(rows[:, -2].long()), torch.ones(len(rows), dtype=torch.bool)
-        for number in octave.unique().tolist():
+        octave, age = octave_of(rows[:, -2].long()), self.num_steps - rows[:, -1].long()
+        keep = torch.ones(len(rows), dtype=torch.bool)
+        for number in _present(octave):
             here = octave == number
-            steps, counts = rows[here, -1].unique(return_counts=True)
-            newer = counts.flip(0).cumsum(0).flip(0) - counts
-            keep &= ~here | (rows[:, -1] >= steps[newer < ROWS_TO_KEEP / self._target].min())
+            counts = age[here].bincount()
+            newer = counts.cumsum(0) - counts
+            keep &= ~here | (age <= (newer < ROWS_TO_KEEP / self._target).nonzero().max())
         return rows[keep]
 
     def _made(self) -> LengthThresholds:
@@ -149,7 +150,7 @@ class LengthTracker:
         position = torch.zeros(NUM_OCTAVES, dtype=torch.float64)
         value = torch.full((NUM_OCTAVES, num_statistics), math.inf, dtype=torch.float64)
         octave, wider = octave_of(self._rows[:, -2].long()), min(3 * self._target, (1 + self._target) / 2)
-        for number in octave.unique().tolist():
+        for number in _present(octave):
             rows = self._rows[octave == number]
             if len(rows) * self._target < ROWS_TO_JUDGE:
                 continue
@@ -161,6 +162,11 @@ class LengthTracker:
             quantile, lower = (common_quantile(rows[:, :-2] - line, rate) for rate in (self._target, wider))
             value[number] = quantile + self._offset[number] * (quantile - lower)
         return LengthThresholds(position, value, *_slopes(position, value))
+
+
+def _present(octave: Tensor) -> list[int]:
+    """Octaves that have rows."""
+    return [number for number, count in enumerate(octave.bincount().tolist()) if count]
 
 
 def _slopes(position: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class RegisteredRule:
     defaults: Mapping[str, Parameter]
     required: tuple[str, ...]
     function: RuleFunction
-    calibrate: Callable[..., Mapping[str, float]] | None = None
+    calibrate: Callable[..., Mapping[str, Any]] | None = None
     weighs: bool = False
 
     @property
@@ -145,7 +145,7 @@ def rule(
     *,
     ratio: Ratio,
     scope: Scope,
-    calibrate: Callable[..., Mapping[str, float]] | None = None,
+    calibrate: Callable[..., Mapping[str, Any]] | None = None,
     weighs: bool = False,
 ) -> Callable[[RuleFunction], RegisteredRule]:
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds.

@@ -98,7 +98,8 @@ def servers(history: Sequence[Mapping[str, float]]) -> Verdict | None:
     lost, evidence = seen.get("rollout/servers_lost", 0.0), pick(seen, "rollout/servers_lost", "rollout/losses")
     if lost:
         total = lost + seen.get("rollout/servers", 0.0)
-        said = f"{lost:.0f} of {total:.0f} rollout servers are out of service: rollout.log says why."
+        away = f"{lost:.0f} of {total:.0f} rollout servers {'is' if lost == 1 else 'are'} out of service"
+        said = f"{away}: rollout.log says why."
         return Verdict("servers", said, evidence, "")
     before = series(history[:-1], "rollout/losses")
     now = seen.get("rollout/losses", 0.0)

@@ -278,4 +278,4 @@ def test_a_server_that_is_killed_in_the_middle_of_a_batch_is_seen_at_once_with_i
     assert [batch.metrics[f"rollout/{name}"] for name in ("servers", "servers_lost", "losses")] == [1, 1, 1]
     assert batch.metrics["rollout/lost_s"] > 0
     assert len(records(batch)) == GROUPS * GROUP_SIZE
-    assert verdict([dict(batch.metrics) | HEALTHY]).sentence.startswith("1 of 2 rollout servers are out of service")
+    assert verdict([dict(batch.metrics) | HEALTHY]).sentence.startswith("1 of 2 rollout servers is out of service")

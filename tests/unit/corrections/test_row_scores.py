@@ -45,19 +45,25 @@ EXACT: dict[str, Callable[[Row], float]] = {
     "ser": lambda kl: mean([min(2.0, math.sqrt(2 * v)) for v in kl]),
 }
 BAND = {**REDUCED, "max": lambda x: abs(max(x, key=abs))}
+
+
+def absolute(function: Callable[[Row], float]) -> Callable[[Row], float]:
+    return lambda x: abs(function(x))
+
+
+def lost(function: Callable[[Row], float]) -> Callable[[Row], float]:
+    return lambda x: function([-v for v in x])
+
+
+LOST = {score: lost(function) for score, function in REDUCED.items()}
+BANDED = {score: absolute(function) for score, function in BAND.items()}
 # rule -> its other thresholds, and the score it reports for a row of log-ratios (bands report the absolute value)
 SAMPLED: dict[str, tuple[dict[str, float | str], dict[str, Callable[[Row], float]]]] = {
     "trm": ({"max_score": 0.1}, DIVERGENCE),
-    "opsm": (
-        {"delta": 0.05},
-        {**{s: lambda x, f=f: f([-v for v in x]) for s, f in REDUCED.items()}, "ser": DIVERGENCE["ser"]},
-    ),
-    "geometric_mask": ({"low": 0.9, "high": 1.2}, {s: lambda x, f=f: abs(f(x)) for s, f in BAND.items()}),
-    "seq_icepop": (
-        {"low": 0.9, "high": 1.2, "weight": "one"},
-        {s: lambda x, f=f: abs(f(x)) for s, f in BAND.items()},
-    ),
-    "token_veto": ({"min_ratio": 0.9}, {s: lambda x, f=f: f([-v for v in x]) for s, f in REDUCED.items()}),
+    "opsm": ({"delta": 0.05}, {**LOST, "ser": DIVERGENCE["ser"]}),
+    "geometric_mask": ({"low": 0.9, "high": 1.2}, BANDED),
+    "seq_icepop": ({"low": 0.9, "high": 1.2, "weight": "one"}, BANDED),
+    "token_veto": ({"min_ratio": 0.9}, LOST),
 }
 CASES = [(rule, score) for rule, (_, scores) in SAMPLED.items() for score in scores]
 

@@ -168,6 +168,8 @@ def test_every_setting_can_be_typed(tmp_path: Path) -> None:
 def test_a_server_that_was_lost_is_told_in_the_step_in_which_it_was_lost() -> None:
     before, lost = HEALTHY | {"rollout/losses": 1.0}, HEALTHY | {"rollout/losses": 2.0, "rollout/lost_s": 41.0}
     assert verdict([before]).case == "servers"
+    away = verdict([lost | {"rollout/servers": 1.0, "rollout/servers_lost": 1.0}])
+    assert away.sentence.startswith("1 of 2 rollout servers is out of service")
     found = verdict([before, lost])
     assert (found.case, "2 losses, 41 s" in found.sentence) == ("servers", True)
     assert verdict([lost, lost]).case == "ok"
