@@ -30,8 +30,8 @@ from moe_trm.ratios import LogRatios
 PRESET = "decoupled_geo_rs_seq_tis"
 PAIRS = 15
 SAME_NAMES = (
-    "kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio",
-    "chi2_token", "chi2_seq",
+    "kl", "k3_kl", "training_ppl", "rollout_ppl", "training_log_ppl", "rollout_log_ppl", "log_ppl_diff",
+    "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "chi2_token", "chi2_seq",
 )  # fmt: skip
 
 

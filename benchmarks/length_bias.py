@@ -1,41 +1,60 @@
-"""Reject rate by length when the policies differ by noise only.
+"""Reject rate by length when the policies differ by noise only, with one threshold for all and with `by_length`.
 
-`python -m benchmarks.length_bias [--json FILE]`. Token log-ratios are independent N(0, 0.1^2) at every length, so no
-length deserves to be rejected more than another.
+`python -m benchmarks.length_bias [--json FILE] [--picture FILE]`. Token log-ratios are independent N(0, s^2) at every
+length, so no length deserves to be rejected more than another. Rows have 8 to 511 tokens, as many in every octave. A
+run has 40 steps: 8 are measured, then rows are judged. It is repeated with noise s that doubles over the run, which is
+how a policy drifts from the engine.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from benchmarks.length_bias_figure import draw
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm import corrections
 from moe_trm.corrections import Evidence
+from moe_trm.corrections.by_length import LengthTracker, octave_name, octave_of
+from moe_trm.corrections.calibration import scores_and_lengths
 from moe_trm.ratios import LogRatios
 
 LENGTHS = (8, 16, 32, 64, 128, 256)
-ROWS = 1000
+"""First lengths of the octaves."""
+STEPS, WARM_UP, ROWS = 40, 8, 600
+SLOPE_ROWS = 1000
 NOISE = 0.1
 REJECTED = 0.1
 """Thresholds are calibrated to reject this share of all rows."""
 
-RULES: dict[str, dict[str, float]] = {
+RULES: dict[str, dict[str, float | str]] = {
     "trm_max": {},
     "token_veto": {},
+    "seq_max_k2": {},
     "seq_max_k3": {},
+    "seq_sum_k1": {},
+    "seq_sum_k2": {},
     "seq_sum_k3": {},
+    "seq_mis": {},
     "trm_avg": {},
+    "trm_max_avg": {},
+    "seq_mean_k1": {},
+    "seq_mean_k2": {},
     "seq_mean_k3": {},
     "geometric_mask": {},
+    "seq_icepop": {},
     "opsm": {},
     "ln_trm": {"delta": 0.02},
     "ser": {},
+    "trm": {"score": "sum"},
 }
 
 
@@ -52,47 +71,94 @@ class Slope:
     rates: tuple[float, ...]
 
 
-def slope(name: str, fixed: dict[str, float]) -> Slope:
+@dataclass(frozen=True)
+class Octaves:
+    """Rejected rows of one rule in percent by octave of length, over a run."""
+
+    rule: str
+    threshold: str
+    noise: str
+    rates: tuple[float, ...]
+
+
+def slope(name: str, fixed: Mapping[str, float | str]) -> Slope:
     """Least-squares slope of the reject rate over log2 of length. The interval assumes independent binomial counts."""
     rule = corrections.get(name)
-    batches = [noise(length) for length in LENGTHS]
+    batches = [noise(torch.full((SLOPE_ROWS,), length), NOISE, length) for length in LENGTHS]
     bound = corrections.calibrate(rule, [corrections.scores(rule, b, **fixed) for b in batches], REJECTED, **fixed)
     rates = [1 - float(bound(batch).keep.any(dim=1).double().mean()) for batch in batches]
     doublings = [math.log2(length) for length in LENGTHS]
     center = sum(doublings) / len(doublings)
     spread = sum((x - center) ** 2 for x in doublings)
     value = sum((x - center) * rate for x, rate in zip(doublings, rates, strict=True)) / spread
-    variance = sum(((x - center) / spread) ** 2 * p * (1 - p) / ROWS for x, p in zip(doublings, rates, strict=True))
+    variance = sum(
+        ((x - center) / spread) ** 2 * p * (1 - p) / SLOPE_ROWS for x, p in zip(doublings, rates, strict=True)
+    )
     margin = 1.96 * math.sqrt(variance)
     return Slope(name, 100 * value, 100 * (value - margin), 100 * (value + margin), tuple(100 * rate for rate in rates))
 
 
-def noise(length: int) -> Evidence:
-    """`ROWS` rows of `length` tokens, all with negative advantage, so that one-sided rules judge every row."""
-    log_ratio = torch.randn(ROWS, length, generator=torch.Generator().manual_seed(length)) * NOISE
-    zero = torch.zeros_like(log_ratio)
-    return Evidence(LogRatios(zero, log_ratio, log_ratio, torch.ones_like(zero, dtype=torch.bool)), zero - 1)
+def noise(lengths: Tensor, deviation: float, seed: int) -> Evidence:
+    """Rows of these lengths, all with negative advantage, so that one-sided rules judge every row."""
+    width = int(lengths.max())
+    log_ratio = torch.randn(len(lengths), width, generator=torch.Generator().manual_seed(seed)) * deviation
+    zero, mask = torch.zeros_like(log_ratio), torch.arange(width) < lengths[:, None]
+    return Evidence(LogRatios(zero, log_ratio, log_ratio, mask), zero - 1)
 
 
+@cache
 def slopes() -> list[Slope]:
     """One of each rule."""
     return [slope(name, fixed) for name, fixed in RULES.items()]
 
 
+def octaves(drifts: bool) -> list[Octaves]:
+    """Every rule over one run: at one threshold from its first steps, and by length."""
+    one = {name: torch.zeros(len(LENGTHS)) for name in RULES}
+    every = {name: torch.zeros(len(LENGTHS)) for name in RULES}
+    trackers = {name: LengthTracker(REJECTED, corrections.get(name).num_statistics) for name in RULES}
+    windows: dict[str, list[Tensor]] = {name: [] for name in RULES}
+    seen, first = torch.zeros(len(LENGTHS)), int(math.log2(LENGTHS[0]))
+    for step in range(STEPS):
+        gen = torch.Generator().manual_seed(1000 + step)
+        lengths = torch.exp2(first + len(LENGTHS) * torch.rand(ROWS, generator=gen)).long()
+        octave = octave_of(lengths) - first
+        batch = noise(lengths, NOISE * 2 ** (step / STEPS if drifts else 0), step)
+        seen += octave.bincount(minlength=len(LENGTHS)) if step >= WARM_UP else 0
+        for name, fixed in RULES.items():
+            rule = corrections.get(name)
+            statistics, _ = scores_and_lengths(rule, batch, **fixed)
+            if step >= WARM_UP:
+                by_length = (statistics > trackers[name].thresholds.at(lengths)).any(dim=1)
+                every[name].index_add_(0, octave, by_length.float())
+                bound = corrections.calibrate(rule, windows[name], REJECTED, **fixed)
+                one[name].index_add_(0, octave, (~bound(batch).keep.any(dim=1)).float())
+            else:
+                windows[name].append(statistics)
+            trackers[name].add(statistics, lengths)
+    label = "doubles" if drifts else "steady"
+    return [
+        Octaves(name, threshold, label, tuple((100 * counts[name] / seen).tolist()))
+        for name in RULES
+        for threshold, counts in (("one", one), ("by_length", every))
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
+    parser.add_argument("--picture", type=Path, help="SVG of the rejected shares")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    found = [*octaves(drifts=False), *octaves(drifts=True)]
+    names = [octave_name(int(math.log2(length))).replace("_", "-") for length in LENGTHS]
     rows: list[Row] = [
-        {
-            "rule": s.rule,
-            "slope": s.slope,
-            "low": s.low,
-            "high": s.high,
-            **{f"at {length}": rate for length, rate in zip(LENGTHS, s.rates, strict=True)},
-        }
-        for s in slopes()
+        {"rule": one.rule, "threshold": one.threshold, "noise": one.noise, **dict(zip(names, one.rates, strict=True))}
+        for one in found
     ]
-    title = f"Rejected rows in percent by length, and points per doubling of length (iid noise, {ROWS} rows each)"
-    report(title, rows, parser.parse_args(argv).json)
+    title = f"Rejected rows in percent by length, target {REJECTED:.0%} (iid noise, {STEPS} steps of {ROWS} rows)"
+    report(title, rows, args.json)
+    if args.picture is not None:
+        args.picture.write_text(draw(found, names, 100 * REJECTED), encoding="utf-8")
     return 0
 
 

@@ -13,8 +13,17 @@ from typing import Any
 from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
-from moe_trm.batch.outcome import GDPO, OUTCOME
-from moe_trm.diagnostics import acceptance, bounds, certificate_estimate, divergences, metrics, verdict
+from moe_trm.batch.outcome import GDPO, OUTCOME, explained_variance
+from moe_trm.diagnostics import (
+    acceptance,
+    bounds,
+    certificate_estimate,
+    divergences,
+    gradient_noise,
+    gradient_power,
+    metrics,
+    verdict,
+)
 from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.step.passes import interpolated
@@ -39,6 +48,28 @@ are `[B]`. Only sampled tokens count: prompts, tool outputs and padding change n
 
 **Calibration.** Where `target_reject_rate` is possible, it takes the place of the thresholds: the rule measures for
 `correction.calibration_steps` steps, and then rejects what would have been that share.
+
+**Scores.** A rule on rows compares one number of the row with its threshold. `score` chooses the number, alike in every
+rule that has it and on any ratio: `max` (the worst token), `mean`, `sum`, `ln` (the mean with weights that fall towards
+the end of the row; needs `ln_delta`) or `ser` (the mean of abs(w - 1)). Rules on a band of ratios and the veto refuse
+`ser`, which has no sign.
+
+**By length.** One threshold is never neutral to length: maxima and sums reject long rows more, means short ones. With
+`by_length: true` beside `target_reject_rate` each octave of length (8 to 15 tokens, 16 to 31, ...) has its own
+threshold, linear in log2 length in between. It comes from a running buffer of the octave's latest scores and follows
+the run. `correction/<rule>/rejected_length_<octave>` is the share that was rejected, and
+`correction/<rule>/threshold_<name>_length_<octave>` the threshold. It costs:
+
+- **A bound.** The threshold follows a slow drift, so a growing mismatch hides behind a constant share. Watch the
+  thresholds, and put a rule with a fixed one beside it, such as `token_veto`. A batch that is suddenly broken is
+  rejected whole. If it lasts, it becomes the usual after about 20 / `target_reject_rate` rows of an octave.
+- **Rare lengths.** An octave is judged from 10 / `target_reject_rate` rows on. Until then its rows are kept and counted
+  in `correction/<rule>/unjudged_fraction`. Nothing is borrowed from other octaves.
+- **Time.** The rule is computed twice on each micro-batch. Once a step, two numbers of each row are gathered from all
+  ranks, and some thousand are sorted.
+
+It is for rules that reject rows. Rules on tokens and `seq_tis`, which only truncates, are refused. A rule of your own
+takes part if it has `calibrate` and its thresholds may be tensors `[B]`.
 """
 
 TOKENS = "element-wise on the micro-batch; nothing is sent between ranks."
@@ -88,7 +119,8 @@ def page() -> str:
         *_functions("", _of_module(advantages) + _of_module(token_advantages)),
         *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
-        *_functions("Diagnostics", [metrics, acceptance, divergences, certificate_estimate, verdict]),
+        *_functions("Diagnostics", [metrics, acceptance, gradient_power, gradient_noise, explained_variance]),
+        *_functions("", [divergences, certificate_estimate, verdict]),
         *_functions("Bounds", _of_module(bounds)),
         _length_bias(),
     ]
@@ -171,6 +203,8 @@ def _length_bias() -> str:
         f"in percent by number of tokens, at thresholds that reject {length_bias.REJECTED:.0%} of all rows. The slope",
         "is in percentage points per doubling of length, with its 95% interval (binomial counts at the calibrated",
         "threshold): `python -m benchmarks.length_bias`.\n",
+        "![left: with one threshold up to 64% of the long or 35% of the short rows are rejected; right: with by_length "
+        "10% of each octave](length_bias.svg)\n",
         "| rule | slope | " + " | ".join(str(length) for length in length_bias.LENGTHS) + " |",
         "|---|---|" + "---|" * len(length_bias.LENGTHS),
     ]
@@ -179,7 +213,8 @@ def _length_bias() -> str:
         lines.append(f"| `{found.rule}` | {found.slope:+.1f} ({found.low:+.1f} to {found.high:+.1f}) | {rates} |")
     lines.append(
         "\nMaxima and sums reject long rows more. Means reject short rows more, because their spread shrinks with\n"
-        "length.\n"
+        "length. With `by_length` every octave is rejected alike, while the noise doubles too. The figures of every\n"
+        "rule are in `benchmarks/RESULTS.md`.\n"
     )
     return "\n".join(lines)
 

@@ -91,6 +91,7 @@ def write_answer(path: Path, length: int) -> None:
         "finish_reason": {"type": "length"},
         "prompt_tokens": 1,
         "output_token_logprobs": [[-1.0, 2, None]] * sampled,
+        "num_retractions": 0,
         "weight_versions": [{"version": "0", "start": 0, "end": sampled}],
         "routed_experts": base64.b64encode(routes.astype("<i4").tobytes()).decode(),
     }

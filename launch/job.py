@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from moe_trm.doctor.preflight import check_launch, load_here, smallest_world
+from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
 
@@ -47,7 +47,7 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     """
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
-    check_launch(config, world_size=ranks)
+    check_start(config, world_size=ranks)
     if not config.rollout.starts_server:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 

@@ -14,8 +14,10 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -29,18 +31,24 @@ from moe_trm.checkpoint.checkpoints import Checkpoints
 from moe_trm.config.choices import Choice, replay_mode
 from moe_trm.config.schema import Config
 from moe_trm.doctor.preflight import check_launch, load_here
+from moe_trm.doctor.trial import try_task
 from moe_trm.errors import REFUSED, MoeTrmError
 from moe_trm.learner.megatron.notices import silence_known_notices
 from moe_trm.learner.protocol import Learner
 from moe_trm.loop import train
 from moe_trm.observe.build import open_sinks
 from moe_trm.observe.sinks import Sink
+from moe_trm.report.run import CHOICES
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
+from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
+
+REFUSAL_S = 5.0
+"""Time in which a rank that refuses is ended by torchrun where the first one refused as well."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,11 +69,28 @@ def main(argv: list[str] | None = None) -> int:
         config, choices = load_here(args.config, args.overrides)
         restarted = args.restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         check_launch(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), restarted=restarted)
+        if first and not restarted:
+            try_task(config)
         run(config, interruption, choices, restarted=restarted)
     except (MoeTrmError, RouteError, ReplayProofError, ReplayRefusedError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return error.exit_status if isinstance(error, MoeTrmError) else REFUSED
+        status = error.exit_status if isinstance(error, MoeTrmError) else REFUSED
+        if not (status == REFUSED and told_by_another(interruption)):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return status
     return 0
+
+
+def told_by_another(interruption: Interruption) -> bool:
+    """True when torchrun ends this rank because another one has refused, which then has said why.
+
+    All ranks refuse the same configuration. The first of each machine says so at once; the others wait a little.
+    """
+    if not dist.is_torchelastic_launched() or os.environ.get("LOCAL_RANK", "0") == "0":
+        return False
+    deadline = time.monotonic() + REFUSAL_S
+    while not interruption.requested and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(interruption.requested)
 
 
 def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = (), *, restarted: bool = False) -> None:
@@ -93,12 +118,13 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
         if rank == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.json").write_text(json.dumps(config.dump(), indent=2) + "\n")
+            (run_dir / CHOICES).write_text(json.dumps([asdict(choice) for choice in choices], indent=2) + "\n")
             sinks = stack.enter_context(open_sinks(config, run_dir, first_step=checkpoints.first_step))
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
             for choice in choices:
                 print(f"  {choice.key}: {choice}", flush=True)
         learner = build_learner(config)
-        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host))
+        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host, sinks))
         pusher = build_pusher(config, store, rank, learner, rollouts, run_dir, host)
         stack.callback(pusher.close)
         stack.callback(checkpoints.close)
@@ -109,7 +135,13 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
 
 
 def connect(
-    config: Config, store: Store, ranks: tuple[int, int], learner: Learner, run_dir: Path, host: Host
+    config: Config,
+    store: Store,
+    ranks: tuple[int, int],
+    learner: Learner,
+    run_dir: Path,
+    host: Host,
+    sinks: Sequence[Sink],
 ) -> RolloutClient:
     """Start the controller on the first rank and tell the others its address.
 
@@ -122,7 +154,20 @@ def connect(
         store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
     key, endpoint, public_key = store.get("moe-trm/controller").decode().split(" ")
     data = (learner.data_rank, learner.data_size)
-    return RolloutClient(endpoint, key, ranks=ranks, data=data, process=process, public_key=public_key)
+
+    def watch(states: Sequence[ServerState]) -> None:
+        for sink in sinks:
+            sink.servers(states)
+
+    return RolloutClient(
+        endpoint,
+        key,
+        ranks=ranks,
+        data=data,
+        process=process,
+        public_key=public_key,
+        watch=watch if sinks else None,
+    )
 
 
 def build_pusher(

@@ -35,14 +35,30 @@ COMMANDS = (
     ),
     Command(
         "config",
-        "moe_trm.config.commands",
-        "show, explain and compare configurations, and translate those of verl and slime",
+        "moe_trm.translate.commands",
+        "show, explain and compare configurations, and translate those of verl, slime and miles",
         (
             "show configs/kl.yaml kl.coef=0.01",
             "explain replay.mode",
             "diff configs/quickstart.yaml configs/async.yaml",
             "from-verl run_qwen3_moe.sh > mine.yaml",
         ),
+    ),
+    Command(
+        "eval",
+        "moe_trm.evaluate.commands",
+        "measure trained weights on held-out prompts, greedy and sampled, by a real server",
+        (
+            "runs/quickstart --samples 8",
+            "runs/quickstart --step 40 --by learner",
+            "MODEL_FOLDER --prompts held_out.jsonl task.reward=my_task.py:reward",
+        ),
+    ),
+    Command(
+        "export",
+        "moe_trm.export.commands",
+        "write a checkpoint of a run as a Hugging Face folder, which other programs load",
+        ("runs/quickstart", "runs/quickstart --step 40 --out model", "runs/quickstart/checkpoints/step-000040"),
     ),
     Command(
         "report",
@@ -60,7 +76,11 @@ COMMANDS = (
         "whatif",
         "moe_trm.whatif.commands",
         "say what other corrections and losses would have kept of a recorded run; needs no engine",
-        ("runs/bundle", "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json"),
+        (
+            "runs/bundle",
+            "runs/bundle --rules '[{name: icepop}]' --loss gspo cispo --json whatif.json",
+            "runs/quickstart --sweep trm_max.max_kl=1e-4:1",
+        ),
     ),
 )
 

@@ -26,7 +26,7 @@ class MoeTrmError(Exception):
         self.what, self.where, self.got, self.expected, self.fix = what, where, got, expected, fix
         lines = [what + (f" ({where})" if where else "")]
         if got is not None or expected is not None:
-            lines.append(f"  got:      {got}")
+            lines.append("  got:      " + str(got).replace("\n", "\n            "))
         if expected is not None:
             lines.append(f"  expected: {expected}")
         if fix:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_trm.checkpoint.checkpoints import Checkpoints, RunState, folder_of
 from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.diagnostics import gradient_noise
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.observe.judge import Judge
 from moe_trm.observe.phases import Phases
@@ -106,11 +107,15 @@ def train(
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
             best.offer(step, evaluation, learner)
         measured = objective.take(learner) | probed
-        measured |= reference.adapt(measured, sum(mini.num_sequences for mini in batch.mini_batches))
+        num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
+        measured |= reference.adapt(measured, num_rows)
+        updated = update_metrics(updates)
+        noise = gradient_noise(measured, updated["optimizer/grad_norm"], num_rows / len(batch.mini_batches))
         metrics = {
             **batch.metrics,
             **measured,
-            **update_metrics(updates),
+            **updated,
+            **noise,
             **guarded,
             **replay_metrics(report),
             **phases.take(),

@@ -9,6 +9,11 @@ A metric is a set of 0-d float64 tensors under `NAME:ROLE`. The roles of one nam
 | `sum`, `square`, `count` | `NAME_mean`, `NAME_std`, `NAME_eff_sample_size` = mean^2 / mean of squares, in (0, 1] |
 | `x`, `y`, `xx`, `yy`, `xy`, `count` | `NAME` = Pearson correlation |
 | `max` or `min` | `NAME` = the largest or smallest value: compared, not added, by `add` and by `Learner.reduce` |
+| `bin0`, `bin1`, ... | `NAME_p95`, the 95th percentile of a histogram |
+
+A histogram has two bins for each power of two, from 2^-20 (about 1e-6) up. A percentile is interpolated within its
+bin, so it is right to a few per cent where values lie densely. What is below the first bin counts as 0, what is beyond
+the last as its edge.
 
 The names depend on configuration and shapes, never on values: every rank has the same keys, an empty micro-batch
 included. A name with count 0 is left out of the result.
@@ -17,12 +22,14 @@ included. A name with count 0 is left out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 Summable = dict[str, Tensor]
+LOWEST, PERCENTILE = -20, 0.95
+"""Power of two at which histograms begin, and what is read from them."""
 
 
 def mean(name: str, values: Tensor, mask: Tensor) -> Summable:
@@ -62,6 +69,22 @@ def lowest(values: Tensor) -> Tensor:
     return values.amin().double() if values.numel() else values.new_full((), math.inf, dtype=torch.float64)
 
 
+def bins(values: Tensor, top: int) -> Tensor:
+    """Number of `values` in each bin of a histogram that ends at 2^`top`, `[bins]` float64. NaN is in the last one.
+
+    The upper bits of a float32, its exponent and the first bit of its mantissa, are the number of its bin.
+    """
+    num = 2 * (top - LOWEST) + 2
+    bits = values.detach().float().clamp(min=0).abs().view(torch.int32) >> 22
+    index = (bits - (2 * (LOWEST + 127) - 1)).clamp_(0, num - 1)
+    return torch.bincount(index, minlength=num).double()
+
+
+def histogram(name: str, counts: Tensor) -> Summable:
+    """The roles of a histogram of `counts` (see `bins`)."""
+    return {f"{name}:bin{place}": count for place, count in enumerate(counts.unbind())}
+
+
 def compared(name: str) -> bool:
     """True when the metric `name` is a maximum or minimum, which is compared where others are added."""
     return name.endswith((":max", ":min"))
@@ -98,9 +121,12 @@ def _total(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
 
 
-def _finish(name: str, parts: Mapping[str, float]) -> dict[str, float]:
+def _finish(name: str, parts: dict[str, float]) -> dict[str, float]:
     if "" in parts:
         return {name: parts[""]}
+    if "bin0" in parts:
+        counts = [parts.pop(f"bin{place}") for place in range(sum(role.startswith("bin") for role in parts))]
+        return _finish_percentile(name, counts) | (_finish(name, parts) if parts else {})
     extreme = parts.get("max", parts.get("min"))
     if extreme is not None:
         return {} if math.isinf(extreme) and (extreme < 0) == ("max" in parts) else {name: extreme}
@@ -119,6 +145,19 @@ def _finish(name: str, parts: Mapping[str, float]) -> dict[str, float]:
     return both | {
         f"{name}_eff_sample_size": average**2 / square if square > 0 else 1.0,
     }
+
+
+def _finish_percentile(name: str, counts: Sequence[float]) -> dict[str, float]:
+    wanted = PERCENTILE * math.fsum(counts)
+    if not wanted:
+        return {}
+    place = next(i for i in range(len(counts)) if math.fsum(counts[: i + 1]) >= wanted)
+    below = math.fsum(counts[:place])
+    if place == 0:
+        return {f"{name}_p95": 0.0}
+    within = (wanted - below) / counts[place] if place < len(counts) - 1 else 0.0
+    low, high = (2.0 ** (LOWEST + bound // 2) * (1 + bound % 2 / 2) for bound in (place - 1, place))
+    return {f"{name}_p95": low + within * (high - low)}
 
 
 def _finish_correlation(name: str, parts: Mapping[str, float], count: float) -> dict[str, float]:

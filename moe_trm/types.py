@@ -9,14 +9,14 @@ Row convention, everywhere: row `r` has input token `r`, the routes of that toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from moe_trm.sampling_mask.record import SamplingMask
-from routing import RouteRecord
+from routing import RouteRecord, sample_origin, token_digest
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,21 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """A rollout server at this moment.
+
+    Attributes:
+        url: its address.
+        lost_s: seconds that it has been out of service; None while it is in service.
+        why: what took it out of service; empty while it is in service.
+    """
+
+    url: str
+    lost_s: float | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,17 @@ class RolloutRecord:
             return np.ones(self.num_sampled, bool)
         return np.diff(self.sampling_mask.offsets) > 0
 
+    @property
+    def origin(self) -> bytes:
+        """What its routes are bound to besides its tokens: the sample, and the version of every sampled token."""
+        return sample_origin(self.sample_id, self.versions)
+
+    def bound(self) -> RolloutRecord:
+        """The same record with its routes bound to it, where they were bound to its tokens alone."""
+        if self.routes is None or self.routes.token_digest != token_digest(self.tokens):
+            return self
+        return replace(self, routes=self.routes.bind(self.tokens, self.origin))
+
 
 @dataclass(frozen=True)
 class SampledTurn:
@@ -108,8 +134,9 @@ class SampledTurn:
         tokens: `[S]` int32 sampled ids, the stop token included.
         routes: of the rows `start..T-2`, where T counts the context and the sampled tokens; its digest is that of all T
             tokens.
-        recomputed: number of leading sampled tokens whose routes the engine may have recomputed after a change of
-            weights: all before the last version of an answer that was not interrupted.
+        recomputed: number of leading sampled tokens whose routes the engine may have recomputed: all before the last
+            version of an answer that was not interrupted, and all but the last of one that was retracted.
+        retracted: the engine computed routes again under unchanged weights, for want of memory.
     """
 
     tokens: np.ndarray
@@ -120,6 +147,7 @@ class SampledTurn:
     sampling_mask: SamplingMask | None
     finish_reason: str
     recomputed: int = 0
+    retracted: bool = False
 
     @property
     def num_sampled(self) -> int:
@@ -184,6 +212,8 @@ class TokenBatch:
         advantages: `[B, R]` float32, 0 where `mask` is False.
         routes: the route records of the B rows in order, None on padding rows and where none was recorded; cut to
             tensors by `routing.layout`.
+        origins: what the routes of each row are bound to besides its tokens (`RolloutRecord.origin`), None on padding
+            rows; empty in batches that are made of no records.
         rewards: `[B]` float32 reward of each row, 0 on padding rows; `group_ids`: `[B]` int64 prompt of each row, -1 on
             padding rows. None in batches that are only scored.
         kept_ids, kept_offsets: sampling mask as CSR over the `mask` positions in row-major order: int64 ids, `[N + 1]`
@@ -208,4 +238,5 @@ class TokenBatch:
     rewards: torch.Tensor | None = None
     group_ids: torch.Tensor | None = None
     kept_logprobs: torch.Tensor | None = None
+    origins: tuple[bytes | None, ...] = ()
     sample_ids: tuple[int, ...] = ()

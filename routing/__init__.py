@@ -5,7 +5,7 @@ from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError
 from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
-from routing.record import RouteRecord, expert_dtype, token_digest
+from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 
 __all__ = [
     "FlipBoundError",
@@ -20,5 +20,6 @@ __all__ = [
     "encode",
     "expert_dtype",
     "flips",
+    "sample_origin",
     "token_digest",
 ]

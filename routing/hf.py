@@ -186,7 +186,7 @@ class HFReplayer:
             return opened
         free = None
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing)
+            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
             layout = Layout(*input_ids.shape)
             cut = local_targets(source.records, layout, self.layer_ids, self.num_experts, self.top_k)
             batch_order = {layer: layout.from_router(ids).flatten(0, 1) for layer, ids in cut.items()}

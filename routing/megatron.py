@@ -208,7 +208,7 @@ class MegatronReplayer:
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing)
+            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
             for record in source.records:
                 # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
                 # model.

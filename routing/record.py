@@ -18,9 +18,23 @@ from routing.errors import RouteError
 _PART = 1 << 15
 
 
-def token_digest(tokens: np.ndarray) -> bytes:
-    """16-byte digest that binds routes to the token ids `[T]` they belong to (blake2b over little-endian int32)."""
-    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), digest_size=16).digest()
+def token_digest(tokens: np.ndarray, origin: bytes = b"") -> bytes:
+    """16-byte digest that binds routes to the token ids `[T]` they belong to (blake2b over little-endian int32).
+
+    With an `origin`, also to what that stands for (`sample_origin`): it is the key of the hash.
+    """
+    ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return hashlib.blake2b(ids, digest_size=16, key=origin).digest()
+
+
+def sample_origin(sample_id: int, versions: np.ndarray) -> bytes:
+    """16 bytes that stand for a sample and the weight version `[S]` of each token sampled in it.
+
+    Two samples may have the same tokens, and so may a sample of older weights.
+    """
+    hasher = hashlib.blake2b(int(sample_id).to_bytes(8, "little", signed=True), digest_size=16)
+    hasher.update(np.ascontiguousarray(versions, dtype="<i8").tobytes())
+    return hasher.digest()
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
@@ -40,7 +54,8 @@ class RouteRecord:
         layer_ids: the model's 0-based decoder layer of each of the `L` recorded MoE layers, ascending. Dense layers are
             absent.
         num_experts: `E`, routed experts per layer.
-        token_digest: `token_digest(tokens)` of the sequence, or None where the tokens are not known yet.
+        token_digest: `token_digest(tokens)` of the sequence, with the origin of its sample once that is known (`bind`).
+            None where the tokens are not known yet.
         order: `engine` while ids stand in the order the engine gave them; `set` after an order-free codec, when they
             ascend.
         covered: `[T-1]` bool, rows whose routes are known, or None when all are. A row that is not covered holds
@@ -147,14 +162,19 @@ class RouteRecord:
         if (self.experts[~self.covered] != np.arange(self.top_k)).any():
             raise RouteError("rows", "a row without routes holds ids other than the mark", expected="0..K-1")
 
-    def check_tokens(self, tokens: np.ndarray) -> None:
-        """Raise `RouteError` unless this record was made for exactly these token ids `[T]`."""
-        if self.token_digest is None or self.token_digest != token_digest(tokens):
+    def bind(self, tokens: np.ndarray, origin: bytes) -> RouteRecord:
+        """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
+        self.check_tokens(tokens)
+        return replace(self, token_digest=token_digest(tokens, origin))
+
+    def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
+        """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
+        if self.token_digest is None or self.token_digest != token_digest(tokens, origin):
             raise RouteError(
                 "digest",
-                "routes belong to other tokens",
+                "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
                 got=self.token_digest.hex() if self.token_digest else None,
-                expected=token_digest(tokens).hex(),
+                expected=token_digest(tokens, origin).hex(),
                 fix="The record is stale or was swapped with another sample's.",
             )
 

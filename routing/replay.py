@@ -87,9 +87,16 @@ class Record:
 
 @dataclass(frozen=True)
 class ReplayRecords:
-    """R3: the rollout's routes, one record per row of the micro-batch, in order. Padding rows have None."""
+    """R3: the rollout's routes, one record per row of the micro-batch, in order. Padding rows have None.
+
+    Attributes:
+        records: see above.
+        origins: what each record is bound to besides its tokens (`routing.sample_origin`), None on padding rows. Empty
+            where records are bound to their tokens alone.
+    """
 
     records: tuple[RouteRecord | None, ...]
+    origins: tuple[bytes | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,7 @@ def check_records(
     target_ids: Tensor,
     valid: Tensor,
     missing: Literal["reject", "native"] = "reject",
+    origins: Sequence[bytes | None] = (),
 ) -> None:
     """Raise `RouteError` unless row `b` of the micro-batch is the sequence that `records[b]` was made for.
 
@@ -196,6 +204,7 @@ def check_records(
         target_ids: `[B, R]`, likewise.
         valid: `[B, R]` bool, likewise.
         missing: `reject` refuses records with rows that have no routes.
+        origins: as in `ReplayRecords`.
 
     Raises:
         RouteError: `rows` (count, missing or superfluous record, rows without routes, not right-padded), `digest`.
@@ -207,6 +216,8 @@ def check_records(
             got=len(records),
             expected=int(input_ids.shape[0]),
         )
+    if origins and len(origins) != len(records):
+        raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
     inputs, targets = input_ids.cpu().numpy(), target_ids.cpu().numpy()
     for row, (record, length) in enumerate(zip(records, row_lengths(valid), strict=True)):
         if record is None or length == 0:
@@ -238,7 +249,7 @@ def check_records(
             )
         tokens = np.append(inputs[row, :length], targets[row, length - 1])
         try:
-            record.check_tokens(tokens)
+            record.check_tokens(tokens, (origins[row] or b"") if origins else b"")
         except RouteError as error:
             raise RouteError(
                 error.reason,

@@ -14,7 +14,11 @@ import numpy as np
 from routing.errors import RouteError
 from routing.record import RouteRecord, expert_dtype, token_digest
 
+PAYLOAD_DTYPE = "int32"
+"""Type of the ids in a payload whose sender does not name one."""
 _PART_BYTES = 1 << 20
+PAYLOAD_BYTES = {"int32": 4, "uint16": 2, "uint8": 1}
+"""Bytes of an id, by the types that a payload can have."""
 
 
 def decode_payload(
@@ -26,11 +30,12 @@ def decode_payload(
     num_experts: int,
     top_k: int,
     start: int = 0,
+    dtype: str = PAYLOAD_DTYPE,
 ) -> RouteRecord:
-    """Decode base64 of little-endian int32 `[T-1-start, D, K]` and bind it to `tokens`.
+    """Decode base64 of little-endian `dtype` `[T-1-start, D, K]` and bind it to `tokens`.
 
     The payload has one column per decoder layer, dense ones included; only the columns named by `layer_ids` are kept.
-    Ids are checked as int32 before they are narrowed, so a negative or oversized id cannot wrap into a legal one.
+    Ids are checked as they came before they are narrowed, so a negative or oversized id cannot wrap into a legal one.
 
     Args:
         payload: the `routed_experts` field of one response.
@@ -40,13 +45,14 @@ def decode_payload(
         num_experts: routed experts per layer.
         top_k: `K`, routed experts per token.
         start: first row that was asked for (request field `routed_experts_start_len`), as in `routing.groups.extend`.
+        dtype: int32, uint16 or uint8, as the response names it.
 
     Returns:
         A validated record with the rows `start..T-2` and the digest of `tokens`.
 
     Raises:
         RouteError: `payload` (not base64, or a length that is no whole number of rows), `rows` (too few or too many
-            rows), `layers`, `range`, `duplicate`.
+            rows), `layers`, `dtype` (not one of the three, or too small for the model), `range`, `duplicate`.
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
@@ -58,7 +64,8 @@ def decode_payload(
             got=wanted,
             expected=f"distinct ascending ids in 0..{num_layers - 1}",
         )
-    num_rows, expected_rows = _num_rows(payload, num_layers, top_k), int(np.asarray(tokens).shape[0]) - 1 - start
+    row_bytes = num_layers * top_k * _payload_dtype(dtype, num_experts).itemsize
+    num_rows, expected_rows = _num_rows(payload, row_bytes), int(np.asarray(tokens).shape[0]) - 1 - start
     if num_rows != expected_rows:
         raise RouteError(
             "rows",
@@ -71,8 +78,8 @@ def decode_payload(
             ),
         )
     experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
-    for first, rows_TDK in _parts(payload, num_rows, num_layers, top_k):
-        routes_TLK = rows_TDK[:, wanted, :]
+    for first, flat in _parts(payload, num_rows, row_bytes):
+        routes_TLK = flat.view(_payload_dtype(dtype, num_experts)).reshape(-1, num_layers, top_k)[:, wanted, :]
         outside = (routes_TLK < 0) | (routes_TLK >= num_experts)
         if outside.any():
             row, column, slot = np.argwhere(outside)[0]
@@ -89,7 +96,19 @@ def decode_payload(
     return record
 
 
-def _num_rows(payload: str | bytes | memoryview, num_layers: int, top_k: int) -> int:
+def _payload_dtype(name: str, num_experts: int) -> np.dtype:
+    """The little-endian type. Raises `RouteError` for one that no engine sends, or that cannot name every expert."""
+    if 256 ** PAYLOAD_BYTES.get(name, 0) < num_experts:
+        raise RouteError(
+            "dtype",
+            "routes are sent in a type that is not known or too small for the model",
+            got=f"{name} for {num_experts} experts",
+            expected=f"one of {', '.join(PAYLOAD_BYTES)} that holds {num_experts - 1}",
+        )
+    return np.dtype(name).newbyteorder("<")
+
+
+def _num_rows(payload: str | bytes | memoryview, row_bytes: int) -> int:
     """Rows that the length of the payload stands for, or a `RouteError`; nothing is decoded."""
     if not isinstance(payload, str | bytes | memoryview):
         raise RouteError(
@@ -99,26 +118,22 @@ def _num_rows(payload: str | bytes | memoryview, num_layers: int, top_k: int) ->
         raise _not_base64(payload, "its length is no multiple of 4")
     end = payload[-2:] if isinstance(payload, str) else bytes(payload[-2:]).decode("latin-1")
     num_bytes = len(payload) // 4 * 3 - (len(end) - len(end.rstrip("=")))
-    row_bytes = 4 * num_layers * top_k
     if num_bytes % row_bytes:
         raise RouteError(
             "payload",
             "routes do not divide into whole rows",
             got=f"{num_bytes} bytes",
-            expected=f"a multiple of {row_bytes} ({num_layers} layers x {top_k} experts x 4)",
-            fix="The payload was cut, or the served model has other layers or another top-k.",
+            expected=f"a multiple of {row_bytes} (layers x experts per token x bytes of an id)",
+            fix="The payload was cut, or the served model has other layers, another top-k or another type of ids.",
         )
     return num_bytes // row_bytes
 
 
-def _parts(
-    payload: str | bytes | memoryview, num_rows: int, num_layers: int, top_k: int
-) -> Iterator[tuple[int, np.ndarray]]:
-    """The payload as int32 `[rows, D, K]`, a part after the other with its first row. Raises `RouteError`.
+def _parts(payload: str | bytes | memoryview, num_rows: int, row_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The payload's bytes as uint8, whole rows at a time with the number of the first. Raises `RouteError`.
 
     In parts, because the whole of a long sequence takes several times the memory of its record.
     """
-    row_bytes = 4 * num_layers * top_k
     # Three rows are a whole number of base64's groups of three bytes.
     rows = 3 * max(1, _PART_BYTES // (3 * row_bytes))
     step = rows * row_bytes // 3 * 4
@@ -130,7 +145,7 @@ def _parts(
         first = start // step * rows
         if len(raw) != min(rows, num_rows - first) * row_bytes:
             raise _not_base64(payload, "it ends before its last character")
-        yield first, np.frombuffer(raw, dtype="<i4").reshape(-1, num_layers, top_k)
+        yield first, np.frombuffer(raw, dtype=np.uint8)
 
 
 def _not_base64(payload: str | bytes | memoryview, why: str) -> RouteError:

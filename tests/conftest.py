@@ -16,9 +16,11 @@ GROUPS = {
     "integration/test_three_engines.py": "server of the briefly warmed model",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
+    "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",
     "integration/test_server_security.py": "tiny server",
     "integration/test_several_servers.py": "tiny server",
+    "integration/test_slow_keeper.py": "tiny server",
 }
 """Tests that share a running server, by the beginning of their names. All others go with those of their file."""
 LONGEST_FIRST = (

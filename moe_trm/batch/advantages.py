@@ -2,11 +2,14 @@
 
 Shape letters: N samples, D reward dimensions. Arrays are NumPy float64; `group_ids` may be any integers in any order.
 Values are those of every sampled token of the row. Token-level estimators are in `batch.token_advantages`.
+
+A sample may be alone in its group, because the others were rejected. `lone` says what it gets: `zero`, for there is
+nothing to compare with, or `reward`, as if the others' mean were 0.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from moe_trm.errors import ConfigError
 
 Array = NDArray[Any]
+Lone = Literal["zero", "reward"]
 EPSILON = 1e-6
 
 
@@ -36,9 +40,13 @@ class Groups:
         """Mean over each sample's group, `[N]`."""
         return self.sum(values) / self.size
 
-    def centered(self, values: Array) -> Array:
-        """Values minus the mean of their group; exactly 0 in a group of equal values, despite rounding."""
-        return np.where(self.spread(values) == 0, 0.0, values - self.mean(values))
+    def centered(self, values: Array, lone: Lone = "zero") -> Array:
+        """Values minus the mean of their group; exactly 0 in a group of equal values, despite rounding.
+
+        With `lone="reward"` the only value of a group stays as it is.
+        """
+        result: Array = np.where(self.spread(values) == 0, 0.0, values - self.mean(values))
+        return np.where(self.size == 1, values, result) if lone == "reward" else result
 
     def spread(self, values: Array) -> Array:
         """Largest minus smallest value of each sample's group, `[N]`."""
@@ -54,44 +62,47 @@ class Groups:
         return np.where(self.size > 1, np.sqrt(squares / np.maximum(self.size - 1, 1)), 1.0)
 
 
-def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Array:
+def grpo(rewards: Array, group_ids: Array, *, normalize_std: bool = True, lone: Lone = "reward") -> Array:
     """GRPO: A_i = (R_i - mean_g) / (std_g + 1e-6), std with n - 1.
 
     Without `normalize_std`, A_i = R_i - mean_g, as in Dr.GRPO.
 
-    A group of equal rewards gets 0. A group of one has nothing to compare with: mean 0 and std 1, so A = R.
+    A group of equal rewards gets 0. A group of one has mean 0 and std 1, so A = R, as in verl; 0 with `lone="zero"`.
     Source: GRPO (arXiv 2402.03300), Dr.GRPO (2503.20783).
 
     When: the default, with groups of 8 or more.
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     scale = groups.std(rewards) + EPSILON if normalize_std else np.ones_like(rewards)
-    result: Array = np.where(groups.size == 1, rewards, groups.centered(rewards) / scale)
+    result: Array = groups.centered(rewards, lone) / np.where(groups.size == 1, 1.0, scale)
     return result
 
 
-def rloo(rewards: Array, group_ids: Array) -> Array:
-    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g); 0 in a group of one.
+def rloo(rewards: Array, group_ids: Array, *, lone: Lone = "zero") -> Array:
+    """RLOO: reward minus the mean of the others, A_i = n / (n - 1) (R_i - mean_g).
 
+    0 in a group of one, where there are no others; verl gives it A = R, as `lone="reward"` does. TRL and slime know
+    whole groups only.
     Source: RLOO (arXiv 2402.14740).
 
     When: small groups; unbiased, and large rewards are not scaled down.
     """
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
-    result: Array = groups.centered(rewards) * groups.size / np.maximum(groups.size - 1, 1)
+    result: Array = groups.centered(rewards, lone) * groups.size / np.maximum(groups.size - 1, 1)
     return result
 
 
-def opo(rewards: Array, group_ids: Array, num_tokens: Array) -> Array:
+def opo(rewards: Array, group_ids: Array, num_tokens: Array, *, lone: Lone = "zero") -> Array:
     """OPO: A_i = R_i - b_g, with the length-weighted baseline b_g = sum_j T_j R_j / sum_j T_j.
 
-    Source: OPO (arXiv 2505.23585).
+    0 in a group of one; verl gives it A = R, as `lone="reward"` does. Source: OPO (arXiv 2505.23585).
 
     When: lengths differ much within a group.
     """
     rewards, lengths, groups = np.asarray(rewards, np.float64), np.asarray(num_tokens, np.float64), Groups(group_ids)
     weight = groups.sum(lengths)
-    return rewards - groups.sum(lengths * rewards) / np.where(weight > 0, weight, 1.0)
+    result = rewards - groups.sum(lengths * rewards) / np.where(weight > 0, weight, 1.0)
+    return np.where(groups.size == 1, rewards if lone == "reward" else 0.0, result)
 
 
 def remax(rewards: Array, greedy_rewards: Array) -> Array:
@@ -102,15 +113,17 @@ def remax(rewards: Array, greedy_rewards: Array) -> Array:
     return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
 
 
-def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0) -> Array:
+def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0, lone: Lone = "zero") -> Array:
     """GPG: A_i = alpha (R_i - mean_g) / scale, alpha = N / #(R != 0): all-zero rewards do not dilute the gradient.
 
-    With no reward at all everything is 0. Source: GPG (arXiv 2504.02546).
+    With no reward at all everything is 0. 0 in a group of one; verl gives it alpha R / scale, as `lone="reward"` does.
+    Source: GPG (arXiv 2504.02546).
 
     When: most groups have no reward at all.
     """
     rewards = np.asarray(rewards, np.float64)
-    return Groups(group_ids).centered(rewards) * (len(rewards) / max(int(np.count_nonzero(rewards)), 1)) / scale
+    alpha = len(rewards) / max(int(np.count_nonzero(rewards)), 1)
+    return Groups(group_ids).centered(rewards, lone) * alpha / scale
 
 
 def pass_at_k(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -> Array:
@@ -140,14 +153,33 @@ def pass_at_k(rewards: Array, group_ids: Array, *, normalize_std: bool = True) -
     return result / (groups.std(rewards) + EPSILON) if normalize_std else result
 
 
-def gdpo(rewards_ND: Array, group_ids: Array, weights_D: Array) -> Array:
-    """GDPO: GRPO of each reward dimension, weighted sum, then whitened over the batch. Source: GDPO, as in verl.
+def gdpo(rewards_ND: Array, group_ids: Array, weights_D: Array, num_tokens: Array, *, lone: Lone = "reward") -> Array:
+    """GDPO: GRPO of each reward dimension, weighted sum, then whitened over the sampled tokens of the batch.
+
+    Long answers count more in mean and variance than short ones (`whiten_rows`), as in verl.
+    Source: GDPO (arXiv 2601.05242), as in verl.
 
     When: several rewards of different scale, none of which may drown the others.
     """
     columns = np.asarray(rewards_ND, np.float64).T
-    parts = [weight * grpo(column, group_ids) for column, weight in zip(columns, weights_D, strict=True)]
-    return whiten(np.sum(parts, axis=0))
+    parts = [weight * grpo(column, group_ids, lone=lone) for column, weight in zip(columns, weights_D, strict=True)]
+    return whiten_rows(np.sum(parts, axis=0), num_tokens)
+
+
+def whiten_rows(values: Array, num_tokens: Array) -> Array:
+    """Row values whitened over all *tokens* of the batch; each token carries the value of its row.
+
+    Equals `whiten` on tokens.
+
+    (x - m) / sqrt(v + 1e-8) with m = sum_i T_i x_i / M, v = sum_i T_i (x_i - m)^2 / (M - 1), M = sum_i T_i.
+    """
+    lengths = np.asarray(num_tokens, np.float64)
+    total = float(lengths.sum())
+    if total == 0:
+        return values
+    centered = values - (lengths * values).sum() / total
+    variance = (lengths * centered**2).sum() / (total - 1) if total > 1 else 1.0
+    return np.asarray(centered / np.sqrt(variance + 1e-8))
 
 
 def whiten(values: Array) -> Array:

@@ -62,6 +62,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         rewards=torch.from_numpy(rewards),
         group_ids=torch.from_numpy(group_ids),
         kept_logprobs=kept_logprobs,
+        origins=tuple(row.record.origin for row in rows) or (None,),
         sample_ids=tuple(row.record.sample_id for row in rows) or (-1,),
     )
 

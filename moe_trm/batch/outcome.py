@@ -9,18 +9,25 @@ need more than a run records; they are functions of `batch.advantages` and `batc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from moe_trm.batch import advantages as estimators
-from moe_trm.batch.advantages import Array, Groups
+from moe_trm.batch.advantages import Array, Groups, Lone, whiten_rows
 from moe_trm.errors import ControllerError
 from moe_trm.functions.parameters import unknown
 
 
 def outcome_advantages(
-    name: str, rewards: Array, group_ids: Array, num_tokens: Array, *, normalize_std: bool = True
+    name: str,
+    rewards: Array,
+    group_ids: Array,
+    num_tokens: Array,
+    *,
+    normalize_std: bool = True,
+    lone: Lone | None = None,
 ) -> Array:
     """The advantage of each row under the estimator `name`, `[N]` float64. Raises `ConfigError` for an unknown name.
 
@@ -28,11 +35,16 @@ def outcome_advantages(
         rewards, group_ids: `[N]` reward and prompt of each row.
         num_tokens: `[N]` sampled tokens of each row.
         normalize_std: for `grpo` and `pass_at_k`.
+        lone: what a sample gets that is alone in its group; None: as in `LONE`.
     """
     if name not in OUTCOME:
         raise unknown("advantage", name, OUTCOME, "advantage.name")
     result: Array = OUTCOME[name](
-        np.asarray(rewards, np.float64), np.asarray(group_ids), np.asarray(num_tokens), normalize_std
+        np.asarray(rewards, np.float64),
+        np.asarray(group_ids),
+        np.asarray(num_tokens),
+        normalize_std,
+        lone or LONE.get(name, "zero"),
     )
     return result
 
@@ -41,8 +53,17 @@ GDPO = "gdpo"
 """The estimator that compares each part of a reward by itself."""
 
 
-def advantages_by_part(parts: Sequence[Mapping[str, float]], group_ids: Array, weights: Mapping[str, float]) -> Array:
+def advantages_by_part(
+    parts: Sequence[Mapping[str, float]],
+    group_ids: Array,
+    weights: Mapping[str, float],
+    num_tokens: Array,
+    *,
+    lone: Lone | None = None,
+) -> Array:
     """GDPO's advantage of each row from its named rewards, `[N]` float64; a name without a weight has weight 1.
+
+    `num_tokens` and `lone` as in `outcome_advantages`.
 
     Raises:
         ControllerError: rows without named rewards, or with other names than the first.
@@ -60,25 +81,27 @@ def advantages_by_part(parts: Sequence[Mapping[str, float]], group_ids: Array, w
     rewards_ND = np.array([[part[name] for name in names] for part in parts], np.float64).reshape(
         len(parts), len(names)
     )
-    return estimators.gdpo(rewards_ND, np.asarray(group_ids), np.array([weights.get(name, 1.0) for name in names]))
+    chosen = np.array([weights.get(name, 1.0) for name in names])
+    return estimators.gdpo(rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or LONE[GDPO])
 
 
-def whiten_rows(values: Array, num_tokens: Array) -> Array:
-    """Row values whitened over all *tokens* of the batch; each token carries the value of its row.
+def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:
+    """`reward/explained_variance` = 1 - Var(R - b) / Var(R), b the mean reward of the others of a sample's group.
 
-    Equals `whiten` on tokens.
-
-    (x - m) / sqrt(v + 1e-8) with m = sum_i T_i x_i / M, v = sum_i T_i (x_i - m)^2 / (M - 1), M = sum_i T_i.
+    The share of the rewards' spread that a group's baseline takes away, as `vf_explained_var` is a critic's: near 1,
+    prompts differ and their samples hardly do; 0, the baseline says nothing; below 0, it adds noise. Samples alone in
+    their group are left out. Empty where no others are left, or rewards are all the same.
     """
-    total = float(num_tokens.sum())
-    if total == 0:
-        return values
-    centered = values - (num_tokens * values).sum() / total
-    variance = (num_tokens * centered**2).sum() / (total - 1) if total > 1 else 1.0
-    return np.asarray(centered / np.sqrt(variance + 1e-8))
+    groups = Groups(group_ids)
+    several = groups.size > 1
+    chosen = np.asarray(rewards, np.float64)[several]
+    if not len(chosen) or np.ptp(chosen) == 0:
+        return {}
+    left = estimators.rloo(chosen, np.asarray(group_ids)[several])
+    return {"reward/explained_variance": float(1 - left.var() / chosen.var())}
 
 
-def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool) -> Array:
+def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_std: bool, _lone: Lone) -> Array:
     # Rejected samples may leave one of a group: alone it leads nobody.
     several = Groups(group_ids).size > 1
     result = np.zeros_like(rewards)
@@ -86,13 +109,16 @@ def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_s
     return result
 
 
-OUTCOME: dict[str, Callable[[Array, Array, Array, bool], Any]] = {
-    "grpo": lambda r, g, t, std: estimators.grpo(r, g, normalize_std=std),
-    "dr_grpo": lambda r, g, t, std: estimators.grpo(r, g, normalize_std=False),
-    "rloo": lambda r, g, t, std: estimators.rloo(r, g),
-    "opo": lambda r, g, t, std: estimators.opo(r, g, t),
-    "gpg": lambda r, g, t, std: estimators.gpg(r, g),
+LONE: Mapping[str, Lone] = MappingProxyType({"grpo": "reward", "dr_grpo": "reward", GDPO: "reward"})
+"""What a sample gets that is alone in its group, unless `advantage.lone_sample` says so; `zero` for all others."""
+
+OUTCOME: dict[str, Callable[[Array, Array, Array, bool, Lone], Any]] = {
+    "grpo": lambda r, g, t, std, lone: estimators.grpo(r, g, normalize_std=std, lone=lone),
+    "dr_grpo": lambda r, g, t, std, lone: estimators.grpo(r, g, normalize_std=False, lone=lone),
+    "rloo": lambda r, g, t, std, lone: estimators.rloo(r, g, lone=lone),
+    "opo": lambda r, g, t, std, lone: estimators.opo(r, g, t, lone=lone),
+    "gpg": lambda r, g, t, std, lone: estimators.gpg(r, g, lone=lone),
     "pass_at_k": _pass_at_k,
-    "reinforce_plus_plus": lambda r, g, t, std: whiten_rows(r, t),
-    "reinforce_plus_plus_baseline": lambda r, g, t, std: whiten_rows(Groups(g).centered(r), t),
+    "reinforce_plus_plus": lambda r, g, t, std, lone: whiten_rows(r, t),
+    "reinforce_plus_plus_baseline": lambda r, g, t, std, lone: whiten_rows(Groups(g).centered(r, lone), t),
 }

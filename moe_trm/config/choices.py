@@ -13,8 +13,9 @@ They look at a terminal and at a folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from moe_trm.config.schema import Config, LearnerConfig, ReplayMode, ServerConfig
@@ -33,7 +34,7 @@ class Choice:
     Attributes:
         key: dotted.
         value: what it became.
-        reason: why, in one sentence.
+        reason: why, and what another value would lose, in one sentence.
     """
 
     key: str
@@ -84,23 +85,50 @@ def replay_mode(config: Config) -> tuple[ReplayMode, str]:
     `auto` follows off-policiness (N = optimizer steps per rollout batch) and age: N = 1 at age 0: none;
     N = 2 or 3 at age 0: R2; N >= 4, or any age: R3.
     """
-    mode, max_age = config.replay.mode, config.pipeline.staleness_limit
     updates = config.learner.minibatches * config.learner.epochs
-    if mode != "auto":
-        return mode, "as configured"
+    if config.replay.mode != "auto":
+        return config.replay.mode, "as configured"
+    return _replay(updates, config.pipeline.staleness_limit)
+
+
+def _replay(updates: int, max_age: int) -> tuple[ReplayMode, str]:
+    """The mode that `auto` becomes, why, and what the run would lose with the other."""
     if max_age > 0:
         return (
             "R3",
-            f"samples may be {max_age} versions old, so the learner's own routes are not those that sampled",
+            f"samples may be {max_age} version{'s' if max_age > 1 else ''} old, so the learner's own routes are not "
+            "those that sampled; R2 would freeze the learner's newer routes, and the flips since then would stay in "
+            "the ratios, for corrections to drop or clip",
         )
     if updates >= 4:
-        return "R3", f"{updates} optimizer steps per rollout batch move the routers far from the rollout's"
+        return (
+            "R3",
+            f"{updates} optimizer steps per rollout batch move the routers far from the rollout's; R2 would freeze the "
+            "learner's routes, and its flips against the rollout would stay in the ratios, for corrections to drop or "
+            "clip",
+        )
     if updates >= 2:
         return (
             "R2",
-            f"{updates} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough",
+            f"{updates} optimizer steps per fresh rollout batch; freezing the learner's own routes is enough, and R3 "
+            "would train under routes that are not the learner's, and record and send those of every token (it alone "
+            "takes the engines' flips out of the ratios)",
         )
-    return "none", "one optimizer step per fresh rollout batch is on-policy"
+    return (
+        "none",
+        "one optimizer step per fresh rollout batch is on-policy; R2 would have no second step to hold routes for, and "
+        "R3 would record and send those of every token (it alone takes the engines' flips out of the ratios)",
+    )
+
+
+BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "replay.mode": tuple(
+            f"{mode}: {reason}" for mode, reason in (_replay(1, 0), _replay(2, 0), _replay(4, 0), _replay(1, 1))
+        )
+    }
+)
+"""What an `auto` becomes in typical cases, and why, for whoever explains the key."""
 
 
 def wants_routes(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""`moe-trm config`: show, explain and compare configurations, and translate those of verl and slime."""
+"""`moe-trm config`: show, explain and compare configurations."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from moe_trm.config.choices import MACHINE
+from moe_trm.config.choices import BECOMES, MACHINE
 from moe_trm.config.fields import REQUIRED, Setting, lookup, walk
 from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import resolve
 from moe_trm.config.problems import suggest
 from moe_trm.config.schema import Config
-from moe_trm.config.translate import from_slime, from_verl
 from moe_trm.errors import ConfigError
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `moe-trm config` and its subcommands."""
+def configure(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Arguments of `moe-trm config` and its subcommands, to which `moe_trm.translate` adds its own."""
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="print the resolved configuration with the source of each value")
     show.add_argument("config", help="YAML configuration")
@@ -32,13 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("a", help="YAML file")
     diff.add_argument("b", help="YAML file")
     diff.add_argument("overrides", nargs="*", metavar="key=value", help="applied to both")
-    for name, takes in (("verl", "YAML file or launch script"), ("slime", "launch script")):
-        foreign = commands.add_parser(
-            f"from-{name}", help=f"translate {name} settings, and list what has no equivalent"
-        )
-        foreign.add_argument("file", help=f"{name}'s {takes}")
-        foreign.add_argument("words", nargs=argparse.REMAINDER, help="further settings as on its command line")
-        foreign.set_defaults(foreign=name)
+    return commands
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
         return _show(args.config, args.overrides, as_json=args.json)
     if args.config_command == "explain":
         return _explain(args.key)
-    if args.config_command.startswith("from-"):
-        return _translate(args.foreign, Path(args.file), args.words)
     return _diff(args.a, args.b, args.overrides)
 
 
@@ -98,24 +88,12 @@ def _explain(key: str | None) -> int:
     print(f"{setting.path}\n  {setting.doc}\n  type:    {setting.type_text}")
     if setting.section is None:
         print(f"  default: {_default(setting).removeprefix('default ')}")
+    for case in BECOMES.get(setting.path, ()):
+        print(f"  auto -> {case}")
     for inner in walk():
         if inner.path.startswith(f"{setting.path}."):
             print(f"  {inner.path}  ({inner.type_text}; {_default(inner)})")
     return 0
-
-
-def _translate(framework: str, path: Path, words: list[str]) -> int:
-    """The configuration on standard output, what was left out on standard error.
-
-    Returns 1 when it needs work before it can run.
-    """
-    draft = {"verl": from_verl, "slime": from_slime}[framework](path, words)
-    print(draft.yaml(f"Translated from {framework}: {path.name}"), end="")
-    print(draft.summary(), file=sys.stderr)
-    problems = draft.problems()
-    for problem in problems:
-        print(f"to do: {problem}", file=sys.stderr)
-    return 1 if problems else 0
 
 
 def _default(setting: Setting) -> str:

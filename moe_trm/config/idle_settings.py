@@ -62,8 +62,9 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
-        *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "where")),
+        *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "ratio", "where")),
         *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
+        ("kl", "ratio", config.kl.coef > 0 and config.kl.estimator != "k3_is", "only kl.estimator=k3_is is weighted"),
         (
             "loss",
             "measure_entropy",
@@ -92,6 +93,12 @@ def idle_settings(config: Config) -> Iterator[str]:
             "advantage",
             "normalize_std",
             config.advantage.name not in ("grpo", "pass_at_k"),
+            f"advantage.name={config.advantage.name} has no such choice",
+        ),
+        (
+            "advantage",
+            "lone_sample",
+            config.advantage.name in ("pass_at_k", "reinforce_plus_plus"),
             f"advantage.name={config.advantage.name} has no such choice",
         ),
         (

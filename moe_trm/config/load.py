@@ -27,6 +27,9 @@ from moe_trm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+UNSET = "???"
+"""A value that somebody has yet to decide, as the translations from other frameworks leave it. It is refused."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -83,13 +86,17 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
         sources = {known: source for known, source in sources.items() if not f"{known}.".startswith(f"{key}.")}
         sources |= dict.fromkeys(_leaves(value, key), "override")
     problems += _interpolations(data)
+    undecided = _undecided(data)
     where = str(path) + (" with overrides" if overrides else "")
     try:
         config = Config.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        refuse(where, problems + from_validation(error) + _refusals_of_the_rest(data, error))
+        refuse(
+            where,
+            problems + undecided + from_validation(error) + _decided(_refusals_of_the_rest(data, error), undecided),
+        )
         raise
-    refuse(where, problems + rules.refusals(config))
+    refuse(where, problems + undecided + _decided(rules.refusals(config), undecided))
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
 
@@ -245,6 +252,28 @@ def _leaves(data: Any, prefix: str = "") -> list[str]:
     if not items:
         return [prefix] if prefix else []
     return [leaf for key, value in items for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _undecided(data: dict[str, Any]) -> list[Problem]:
+    """Values that are left open, where nothing else would refuse them: a text may hold anything."""
+    texts = [key for key in _leaves(data) if (setting := lookup(key)) and setting.annotation in (str, str | None)]
+    fix = "the comment beside it says what it was made of"
+    return [
+        Problem(key, "nobody has decided this yet", got=UNSET, expected="a value", fix=fix)
+        for key in texts
+        if _value_at(data, key) == UNSET
+    ]
+
+
+def _decided(problems: Sequence[Problem], undecided: Sequence[Problem]) -> list[Problem]:
+    """The problems of settings that somebody has decided."""
+    return [problem for problem in problems if problem.key not in {open_one.key for open_one in undecided}]
+
+
+def _value_at(data: Any, key: str) -> Any:
+    for part in key.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return data
 
 
 def _interpolations(data: Any, prefix: str = "") -> list[Problem]:

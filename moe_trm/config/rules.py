@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_trm.config import (
+    anti_patterns,
     deepspeed_rules,
     engine_rules,
     precision_rules,
     rollout_rules,
+    server_flags,
     task_rules,
     training_rules,
 )
@@ -48,6 +50,7 @@ def _refusals(config: Config) -> list[Problem]:
     return [
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
+        *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
         *precision_rules.refusals(config),
@@ -63,6 +66,7 @@ def warnings(config: Config) -> list[str]:
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config),
         *precision_rules.surprises(config),
+        *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]
 

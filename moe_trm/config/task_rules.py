@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, TaskConfig
 
 
 def refusals(config: Config) -> list[Problem]:
@@ -67,9 +67,9 @@ def _evaluation(config: Config) -> Iterator[Problem]:
                 expected="letters, digits, dots, dashes and underscores",
             )
     sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
-    metrics = ["accuracy", "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    metrics = [greedy_metric(config.task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
     known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
-    if settings.keep_best and settings.best_metric not in known:
+    if settings.keep_best and settings.best_metric is not None and settings.best_metric not in known:
         yield Problem(
             "eval.best_metric",
             "no evaluation measures this",
@@ -77,3 +77,13 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             expected=", ".join(known),
             fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
         )
+
+
+def greedy_metric(task: TaskConfig) -> str:
+    """Name of the mean reward of greedy answers: a share of right ones only where a reward says right or wrong."""
+    return "accuracy" if task.right_or_wrong else "reward"
+
+
+def best_metric(config: Config) -> str:
+    """The metric whose highest value is the best evaluation."""
+    return config.eval.best_metric or f"eval/{greedy_metric(config.task)}"

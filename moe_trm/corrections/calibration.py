@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from moe_trm.corrections.evidence import Evidence
+from moe_trm.corrections.quantile import common_quantile
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.errors import ConfigError
 
@@ -20,13 +20,35 @@ def scores(rule: RegisteredRule, evidence: Evidence, **fixed: float | str) -> Te
     `[units]`, or `[units, D]` for a rule with D thresholds. `fixed` are thresholds that are not calibrated, such as
     `delta` of LN-TRM or `divergence`.
     """
-    correction = _at(rule, [1.0] * rule.num_statistics, fixed)(evidence)
-    statistics = correction.score if correction.statistics is None else correction.statistics
-    assert statistics is not None
-    judged = evidence.mask if rule.scope == "token" else evidence.mask.any(dim=1)
-    if correction.judged is not None:
-        judged = judged & correction.judged
-    return statistics[judged].detach()
+    return _measured(rule, evidence, fixed)[0]
+
+
+def scores_and_lengths(rule: RegisteredRule, evidence: Evidence, **fixed: float | str) -> tuple[Tensor, Tensor]:
+    """`scores` of a rule on rows as `[N, D]`, and the sampled tokens of each of these rows, `[N]` int64.
+
+    Raises:
+        ConfigError: a rule that rejects no rows by a threshold.
+    """
+    check_by_length(rule)
+    statistics, judged = _measured(rule, evidence, fixed)
+    return statistics.reshape(-1, rule.num_statistics), evidence.ratios.packing.lengths[judged]
+
+
+def check_by_length(rule: RegisteredRule) -> None:
+    """Refuse a rule whose threshold cannot depend on the length of a row, with the reason."""
+    where = f"correction {rule.name}, by_length"
+    _check_calibrated(rule)
+    if rule.scope != "sequence":
+        raise ConfigError(
+            "this rule judges single tokens, which have no length", where=where, got=True, expected="a rule on rows"
+        )
+    if "cap" in rule.calibrated:
+        raise ConfigError(
+            "this rule rejects no rows: a cap by length would let long rows weigh more",
+            where=where,
+            got=True,
+            expected="a rule that rejects rows",
+        )
 
 
 def calibrate(
@@ -61,11 +83,19 @@ def calibrate(
             expected="at least one batch",
         )
     statistics = collected.nan_to_num(nan=torch.inf).reshape(-1, rule.num_statistics)
-    ascending, order = statistics.sort(dim=0, stable=True)
-    # A unit is rejected when any of its statistics is above its threshold: its highest place in any column counts.
-    place = order.argsort(dim=0).amax(dim=1).sort().values
-    chosen = ascending[place[math.ceil((len(place) - 1) * (1 - target_reject_rate))]]
+    chosen = common_quantile(statistics, target_reject_rate)
     return _at(rule, [max(value, 1e-12) for value in chosen.tolist()], fixed)
+
+
+def _measured(rule: RegisteredRule, evidence: Evidence, fixed: Mapping[str, float | str]) -> tuple[Tensor, Tensor]:
+    """The statistics of the units that the threshold of `rule` can reject, and which these are."""
+    correction = _at(rule, [1.0] * rule.num_statistics, fixed)(evidence)
+    statistics = correction.score if correction.statistics is None else correction.statistics
+    assert statistics is not None
+    judged = evidence.mask if rule.scope == "token" else evidence.mask.any(dim=1)
+    if correction.judged is not None:
+        judged = judged & correction.judged
+    return statistics[judged].detach(), judged
 
 
 def _at(rule: RegisteredRule, quantiles: Sequence[float], fixed: Mapping[str, float | str]) -> BoundRule:

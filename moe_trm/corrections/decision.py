@@ -7,6 +7,7 @@ no `inf * 0` can arise later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.evidence import Correction, RowDecision
 from moe_trm.errors import ConfigError
+
+Threshold = float | Tensor
+"""One number, or one for each row, `[B]`, where it depends on the length (`by_length`)."""
 
 
 def weigh(
@@ -43,8 +47,10 @@ def weigh_rows(weights: Tensor, keep: Tensor | None = None) -> RowDecision:
     return RowDecision(kept, torch.where(kept, weights.detach(), 0.0), {})
 
 
-def check_band(rule: str, low: float, high: float) -> None:
+def check_band(rule: str, low: Threshold, high: Threshold) -> None:
     """Refuse a band of ratios that keeps nothing or is not one of ratios: `0 <= low <= high`, `high > 0`."""
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        return  # made by calibration
     if not (0 <= low <= high and high > 0):
         raise ConfigError(
             "not a band of ratios",
@@ -54,7 +60,17 @@ def check_band(rule: str, low: float, high: float) -> None:
         )
 
 
-def check_positive(rule: str, name: str, value: float) -> None:
-    """Refuse a threshold that is not above 0."""
-    if not value > 0:
+def check_positive(rule: str, name: str, value: Threshold) -> None:
+    """Refuse a threshold that is not above 0. One for each row is made by calibration."""
+    if not isinstance(value, Tensor) and not value > 0:
         raise ConfigError("threshold must be above 0", where=f"correction {rule}, {name}", got=value, expected="> 0")
+
+
+def exponential(value: Threshold) -> Threshold:
+    """e^value."""
+    return value.exp() if isinstance(value, Tensor) else math.exp(value)
+
+
+def logarithm(value: Threshold) -> Threshold:
+    """log(value), which must be above 0 unless it is a tensor."""
+    return value.log() if isinstance(value, Tensor) else math.log(value)

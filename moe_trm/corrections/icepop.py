@@ -1,4 +1,4 @@
-"""IcePop: calibrate tokens on which both engines agree well enough, and let the others go."""
+"""IcePop: calibrate tokens or rows on which both engines agree well enough, and let the others go."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_trm.corrections.decision import check_band, weigh
-from moe_trm.corrections.evidence import Correction, Evidence
+from moe_trm.corrections.decision import check_band, exponential, weigh, weigh_rows
+from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
+from moe_trm.corrections.row_scores import NO_SIGN, check_score, signed_score, unscored
 from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
@@ -41,3 +42,49 @@ def icepop(
     keep = (ratio >= low) & (ratio <= high)
     decision = weigh(ratio if weight == "ratio" else torch.ones_like(ratio), evidence.mask, keep)
     return replace(decision, score=clamp_log_ratio(log_ratio).abs())
+
+
+@rule(
+    ratio="engine",
+    scope="sequence",
+    calibrate=lambda quantile: {"low": exponential(-quantile), "high": exponential(quantile)},
+    weighs=True,
+)
+def seq_icepop(
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+    score: str = "mean",
+    ln_delta: float | None = None,
+    weight: str = "ratio",
+) -> RowDecision:
+    """IcePop on rows: M(k_i) = k_i if low <= k_i <= high, else 0, with k_i = exp(score of log rho_t).
+
+    Both bounds belong to the band. `score`: `mean` (k_i is the geometric mean of the token ratios), `sum` (their
+    product), `max` (the token farthest from 1) or `ln`; not `ser`, which has no sign. `weight="one"` is the 0/1 form,
+    and the only one for `max` and `ln`, which are not the ratio of a row. The band is that of `icepop`; none has been
+    published for rows.
+    Source: ours, after IcePop (Ring-1T, arXiv 2510.18855).
+
+    When: as `icepop`, where an answer should train as a whole or not at all.
+    """
+    check_band("seq_icepop", low, high)
+    check_score("seq_icepop", score, ln_delta, impossible={"ser": NO_SIGN})
+    if weight not in ("ratio", "one"):
+        raise ConfigError(
+            "unknown weight form", where="correction seq_icepop, weight", got=weight, expected="ratio, one"
+        )
+    if weight == "ratio" and score not in ("mean", "sum"):
+        raise ConfigError(
+            "only the product of the token ratios and their geometric mean are the ratio of a row",
+            where="correction seq_icepop, weight",
+            got=f"weight=ratio with score={score}",
+            expected="weight=one, or score=mean or sum",
+        )
+    log_row = clamp_log_ratio(signed_score(score, evidence, log_ratio, ln_delta))
+    row_ratio = log_row.exp()
+    keep = (row_ratio >= low) & (row_ratio <= high)
+    decision = weigh_rows(row_ratio if weight == "ratio" else torch.ones_like(row_ratio), keep)
+    return replace(decision, score=log_row.abs(), metrics=unscored(score, evidence))

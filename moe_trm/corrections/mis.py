@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_trm.corrections.decision import check_band, weigh, weigh_rows
+from moe_trm.corrections.decision import check_band, exponential, weigh, weigh_rows
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
-from moe_trm.corrections.rows import row_sum
+from moe_trm.corrections.row_scores import reduced
 from moe_trm.corrections.rule import rule
 from moe_trm.ratios import clamp_log_ratio
 
@@ -37,7 +37,7 @@ def token_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: 
 @rule(
     ratio="engine",
     scope="sequence",
-    calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+    calibrate=lambda quantile: {"low": exponential(-quantile), "high": exponential(quantile)},
     weighs=True,
 )
 def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: float = 2.0) -> RowDecision:
@@ -50,6 +50,6 @@ def seq_mis(evidence: Evidence, log_ratio: Tensor, *, low: float = 0.5, high: fl
     When: as `seq_tis`, but where rows that would be capped should not train.
     """
     check_band("seq_mis", low, high)
-    total = clamp_log_ratio(row_sum(log_ratio, evidence.mask))
+    total = clamp_log_ratio(reduced(log_ratio, evidence, "sum"))
     ratio = total.exp()
     return replace(weigh_rows(ratio, (ratio >= low) & (ratio <= high)), score=total.abs())

@@ -10,28 +10,40 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.decision import weigh
 from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.corrections.rows import over_tokens, row_mean
+from moe_trm.corrections.row_scores import check_score, drop_score, unscored
+from moe_trm.corrections.rows import over_tokens
 from moe_trm.corrections.rule import rule
-from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"delta": quantile})
-def opsm(evidence: Evidence, log_ratio: Tensor, *, delta: float) -> Correction:
+def opsm(
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    delta: float,
+    score: str = "mean",
+    divergence: str = "sampled",
+    ln_delta: float | None = None,
+) -> Correction:
     """Drop tokens with A < 0 in rows with D_i > delta, D_i = mean_t(log mu - log pi_theta) = -mean_t log w_t.
 
     Both comparisons are strict: A = 0 and D = delta stay. The statistic is of the row, the sign of each token, so rows
     of one sign are dropped whole. Positive rows are never dropped. D splits into engine and staleness parts, because
-    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use.
+    log w = log rho + log r. delta is unpublished and has no default here; 1e-4 to 0.5 is in use. slime and miles
+    compare current with proximal (`ratio: update` here) unless told to take the rollout's log-probs.
+    `score` takes another reduction of -log w than the mean, or `ser`, which counts both directions.
+    `divergence="exact"` reads KL(mu || pi_theta) of each context, of which -log w is the sampled estimate.
     Source: off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
 
     When: rollouts are old: wrong answers that the policy no longer gives stop pushing it. Leaves right answers alone.
     """
-    mask = evidence.mask
-    divergence = -row_mean(clamp_log_ratio(log_ratio), mask)
-    too_far = over_tokens(~(divergence <= delta), mask)
+    check_score("opsm", score, ln_delta)
+    mask, distance = evidence.mask, drop_score(score, evidence, log_ratio, divergence, ln_delta)
+    too_far = over_tokens(~(distance <= delta), mask)
     negative = evidence.advantages < 0
-    metrics = summable.mean("score", divergence, mask.any(dim=1)) | summable.fraction(
+    metrics = summable.mean("score", distance, mask.any(dim=1)) | summable.fraction(
         "negative_kept_fraction", ~too_far, mask & negative
     )
+    metrics |= unscored(score, evidence)
     decision = weigh(torch.ones_like(log_ratio), mask, ~(negative & too_far), metrics)
-    return replace(decision, score=divergence, judged=(negative & mask).any(dim=1))
+    return replace(decision, score=distance, judged=(negative & mask).any(dim=1))

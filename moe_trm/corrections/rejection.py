@@ -7,31 +7,23 @@ has thinned. Shape letters: B sequences, T tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
-from moe_trm.corrections.decision import check_band, check_positive, keep_rows, keep_tokens
+from moe_trm.corrections.decision import (
+    check_band,
+    check_positive,
+    exponential,
+    keep_rows,
+    keep_tokens,
+    logarithm,
+)
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
-from moe_trm.corrections.rows import row_max
+from moe_trm.corrections.row_scores import ESTIMATORS, reduced
 from moe_trm.corrections.rule import RegisteredRule, Scope, rule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
-
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda x: -x,
-    "k2": lambda x: x**2 / 2,
-    "k3": lambda x: x.expm1() - x,
-}
-# All estimators are 0 where the log-ratio is: what a row holds off the mask does not have to be taken out of its sum.
-_REDUCTIONS: dict[str, Callable[[Tensor, Evidence], Tensor]] = {
-    "token": lambda values, evidence: values,
-    "seq_sum": lambda values, evidence: values.sum(dim=1),
-    "seq_mean": lambda values, evidence: values.sum(dim=1) / evidence.ratios.packing.lengths.clamp(min=1),
-    "seq_max": lambda values, evidence: row_max(values, evidence.mask),
-}
 
 
 def _band(level: str) -> RegisteredRule:
@@ -44,9 +36,9 @@ def _band(level: str) -> RegisteredRule:
             raise ConfigError(
                 "unknown orientation", where=f"correction {level}_k1", got=orientation, expected="verl, ratio"
             )
-        k1 = _ESTIMATORS["k1"](_REDUCTIONS[level](clamp_log_ratio(log_ratio), evidence))
+        k1 = _statistic_of(level, "k1", log_ratio, evidence)
         tested = k1 if orientation == "verl" else -k1
-        keep = (tested >= math.log(low)) & (tested <= math.log(high))
+        keep = (tested >= logarithm(low)) & (tested <= logarithm(high))
         decision = keep_tokens(keep, evidence.mask, k1) if level == "token" else keep_rows(keep, k1)
         return replace(decision, statistics=k1.abs())
 
@@ -62,14 +54,14 @@ def _band(level: str) -> RegisteredRule:
     return rule(
         ratio="engine",
         scope=_scope(level),
-        calibrate=lambda quantile: {"low": math.exp(-quantile), "high": math.exp(quantile)},
+        calibrate=lambda quantile: {"low": exponential(-quantile), "high": exponential(quantile)},
     )(function)
 
 
 def _upper(level: str, estimator: str) -> RegisteredRule:
     def function(evidence: Evidence, log_ratio: Tensor, *, upper: float) -> Correction | RowDecision:
         check_positive(f"{level}_{estimator}", "upper", upper)
-        score = _REDUCTIONS[level](_ESTIMATORS[estimator](clamp_log_ratio(log_ratio)), evidence)
+        score = _statistic_of(level, estimator, log_ratio, evidence)
         keep = score <= upper
         return keep_tokens(keep, evidence.mask, score) if level == "token" else keep_rows(keep, score)
 
@@ -82,6 +74,11 @@ def _upper(level: str, estimator: str) -> RegisteredRule:
     When: {_when(level, estimator)}
     """
     return rule(ratio="engine", scope=_scope(level), calibrate=lambda quantile: {"upper": quantile})(function)
+
+
+def _statistic_of(level: str, estimator: str, log_ratio: Tensor, evidence: Evidence) -> Tensor:
+    values = ESTIMATORS[estimator](clamp_log_ratio(log_ratio))
+    return values if level == "token" else reduced(values, evidence, level.removeprefix("seq_"))
 
 
 def _subject(level: str) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moe_trm import summable
+from moe_trm.corrections.by_length import NUM_OCTAVES, LengthThresholds, octave_name, octave_of
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind, declared
@@ -48,7 +49,7 @@ class RegisteredRule:
     defaults: Mapping[str, Parameter]
     required: tuple[str, ...]
     function: RuleFunction
-    calibrate: Callable[..., Mapping[str, float]] | None = None
+    calibrate: Callable[..., Mapping[str, Any]] | None = None
     weighs: bool = False
 
     @property
@@ -76,17 +77,7 @@ class RegisteredRule:
             self.function, self.ratio, thresholds, RATIO_NAMES, what="threshold", where=where, missing_fix=fix
         )
         bound = BoundRule(self, *chosen)
-        try:
-            bound(_no_evidence())
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                "the correction fails on a minibatch without rows",
-                where=where,
-                got=f"{type(error).__name__}: {error}",
-                expected="a Correction of shape [0, 1], or a RowDecision of shape [0]",
-            ) from error
+        _check_runs(bound)
         return bound
 
 
@@ -94,13 +85,15 @@ class RegisteredRule:
 class BoundRule:
     """A rule with the ratio it reads and all its thresholds: `bound(evidence) -> Correction`.
 
-    `label` is its name in metrics where that is not the rule's (`compose.labelled`).
+    `label` is its name in metrics where that is not the rule's (`compose.labelled`). `by_length` has quantiles that its
+    calibrated thresholds are made of for each row, in the place of those in `thresholds`.
     """
 
     rule: RegisteredRule
     ratio: str
     thresholds: Mapping[str, Parameter]
     label: str = ""
+    by_length: LengthThresholds | None = None
 
     @property
     def name(self) -> str:
@@ -112,6 +105,16 @@ class BoundRule:
         """True when it gives weights other than 0 and 1 at these thresholds."""
         return self.rule.weighs and self.thresholds.get("weight") != "one"
 
+    def following(self, by_length: LengthThresholds) -> BoundRule:
+        """This rule at thresholds by length.
+
+        Raises:
+            ConfigError: a function that takes no threshold for each row.
+        """
+        bound = replace(self, by_length=by_length)
+        _check_runs(bound)
+        return bound
+
     def __call__(self, evidence: Evidence) -> Correction:
         decision = self.decide(evidence)
         if isinstance(decision, RowDecision):
@@ -121,20 +124,28 @@ class BoundRule:
     def decide(self, evidence: Evidence) -> Correction | RowDecision:
         """The same, not yet spread over tokens where rows are treated as a whole."""
         log_ratio = evidence.ratios.get(self.ratio).detach()
-        decision = self.rule.function(evidence, log_ratio, **self.thresholds)
+        decision = self.rule.function(evidence, log_ratio, **self._thresholds(evidence.ratios.packing.lengths))
         _check_decision(decision, self.rule.name, evidence.mask)
         prefix = f"correction/{self.name}/"
         own = {prefix + key: value for key, value in decision.metrics.items()}
         if isinstance(decision, RowDecision) and decision.score is not None:
             own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.lengths > 0)
+        if self.by_length is not None:
+            own |= rejected_by_octave(prefix, decision, evidence, self.by_length)
         return replace(decision, metrics=own | kept_fractions(prefix, decision, evidence))
+
+    def _thresholds(self, lengths: Tensor) -> Mapping[str, Any]:
+        if self.by_length is None:
+            return self.thresholds
+        assert self.rule.calibrate is not None
+        return {**self.thresholds, **self.rule.calibrate(*self.by_length.at(lengths).unbind(dim=1))}
 
 
 def rule(
     *,
     ratio: Ratio,
     scope: Scope,
-    calibrate: Callable[..., Mapping[str, float]] | None = None,
+    calibrate: Callable[..., Mapping[str, Any]] | None = None,
     weighs: bool = False,
 ) -> Callable[[RuleFunction], RegisteredRule]:
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds.
@@ -169,6 +180,24 @@ def kept_fractions(prefix: str, decision: Correction | RowDecision, evidence: Ev
     }
 
 
+def rejected_by_octave(
+    prefix: str, decision: Correction | RowDecision, evidence: Evidence, thresholds: LengthThresholds
+) -> summable.Summable:
+    """Share of rows that a rule by length drops (or drops tokens of), by octave of length; and of those that it cannot
+    judge yet, `unjudged_fraction`. Rows that no threshold can reject are not counted.
+    """
+    lengths, mask = evidence.ratios.packing.lengths, evidence.mask
+    rows = lengths > 0 if decision.judged is None else (lengths > 0) & decision.judged
+    dropped = ~decision.keep if isinstance(decision, RowDecision) else (mask & ~decision.keep).any(dim=1)
+    octave, zero = octave_of(lengths).clamp(min=0), lengths.new_zeros(NUM_OCTAVES, dtype=torch.float64)
+    num_rows, num_dropped = (zero.index_add(0, octave, (rows & chosen).double()) for chosen in (rows, dropped))
+    metrics = summable.fraction(f"{prefix}unjudged_fraction", thresholds.at(lengths).isinf().any(dim=1), rows)
+    for number in range(NUM_OCTAVES):
+        name = f"{prefix}rejected_length_{octave_name(number)}"
+        metrics |= {f"{name}:sum": num_dropped[number], f"{name}:count": num_rows[number]}
+    return metrics
+
+
 def _check_decision(decision: object, name: str, mask: Tensor) -> None:
     """Refuse what `compose` would broadcast or fail on."""
     if isinstance(decision, Correction):
@@ -190,6 +219,22 @@ def _check_decision(decision: object, name: str, mask: Tensor) -> None:
             got=f"shapes {', '.join(str(tuple(shape)) for shape in shapes)}, keep of {decision.keep.dtype}",
             expected=f"shape {tuple(expected)}, keep of torch.bool",
         )
+
+
+def _check_runs(bound: BoundRule) -> None:
+    """Refuse a function that fails on no rows."""
+    try:
+        bound(_no_evidence())
+    except ConfigError:
+        raise
+    except Exception as error:
+        by_row = " and thresholds of shape [0]" if bound.by_length is not None else ""
+        raise ConfigError(
+            f"the correction fails on a minibatch without rows{by_row}",
+            where=f"correction {bound.rule.name}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a Correction of shape [0, 1], or a RowDecision of shape [0]",
+        ) from error
 
 
 def _no_evidence() -> Evidence:

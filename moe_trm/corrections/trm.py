@@ -1,4 +1,5 @@
-"""Trust-region masking: a row trains only if the policies stayed close on it, by its worst token, its average, or both.
+"""Trust-region masking: a row trains only if the policies stayed close on it, by its worst token, its average, both, or
+another score.
 
 Where the evidence holds the exact KL, every rule also reports `only_exact_keeps` and `only_sampled_keeps`: the share of
 rows on which the exact and the sampled divergence decide differently at the same thresholds.
@@ -15,10 +16,33 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.corrections.decision import check_positive, keep_rows
 from moe_trm.corrections.evidence import Evidence, RowDecision
-from moe_trm.corrections.rows import row_max, row_mean
+from moe_trm.corrections.row_scores import check_score, divergence_score, unscored
 from moe_trm.corrections.rule import rule
-from moe_trm.errors import ConfigError
-from moe_trm.ratios import clamp_log_ratio
+
+
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile})
+def trm(
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    max_score: float,
+    score: str = "mean",
+    divergence: str = "sampled",
+    ln_delta: float | None = None,
+) -> RowDecision:
+    """Trust-region masking with any score: keep row i iff score_i <= max_score.
+
+    `score`: `max` (as `trm_max`), `mean` (as `trm_avg`), `ser`, `ln` (as `ln_trm`, with `ln_delta` for its delta), or
+    `sum`, the KL of the whole row, which grows with length. `divergence="sampled"`: d = k2 for `max`, k3 for `mean` and
+    `sum`, |w - 1| for `ser` and `ln`. `divergence="exact"`: d = KL(mu || pi_theta) of each context, and for `ser` and
+    `ln` min(2, sqrt(2 KL)), which is at least E_mu |w - 1| (Pinsker). Units are those of the named rules.
+    Source: Trust Region Masking (arXiv 2512.23075).
+
+    When: scores are to be compared under one name, or `ser` and `ln_trm` should read the exact divergence.
+    """
+    check_positive("trm", "max_score", max_score)
+    check_score("trm", score, ln_delta)
+    return _masked(evidence, log_ratio, score, max_score, divergence, ln_delta)
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_kl": quantile})
@@ -34,13 +58,7 @@ def trm_max(evidence: Evidence, log_ratio: Tensor, *, max_kl: float, divergence:
     look at `acceptance/length_*`.
     """
     check_positive("trm_max", "max_kl", max_kl)
-
-    def worst(divergence: str) -> Tensor:
-        return row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
-
-    score = worst(divergence)
-    decision = keep_rows(score <= max_kl, score)
-    return _with_disagreement(decision, evidence, lambda d: worst(d) <= max_kl)
+    return _masked(evidence, log_ratio, "max", max_kl, divergence)
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"mean_kl": quantile})
@@ -55,13 +73,7 @@ def trm_avg(evidence: Evidence, log_ratio: Tensor, *, mean_kl: float, divergence
     `token_veto` or `trm_max`.
     """
     check_positive("trm_avg", "mean_kl", mean_kl)
-
-    def average(divergence: str) -> Tensor:
-        return row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
-
-    score = average(divergence)
-    decision = keep_rows(score <= mean_kl, score)
-    return _with_disagreement(decision, evidence, lambda d: average(d) <= mean_kl)
+    return _masked(evidence, log_ratio, "mean", mean_kl, divergence)
 
 
 @rule(
@@ -84,8 +96,8 @@ def trm_max_avg(
     check_positive("trm_max_avg", "mean_kl", mean_kl)
 
     def statistics(divergence: str) -> tuple[Tensor, Tensor]:
-        worst = row_max(_worst_divergence(evidence, log_ratio, divergence), evidence.mask)
-        return worst, row_mean(_average_divergence(evidence, log_ratio, divergence), evidence.mask)
+        worst, average = (divergence_score(score, evidence, log_ratio, divergence) for score in ("max", "mean"))
+        return worst, average
 
     def kept(divergence: str) -> Tensor:
         worst, average = statistics(divergence)
@@ -95,6 +107,22 @@ def trm_max_avg(
     decision = keep_rows(kept(divergence), (worst / max_kl).maximum(average / mean_kl))
     decision = replace(decision, statistics=torch.stack([worst, average], dim=1))
     return _with_disagreement(decision, evidence, kept)
+
+
+def _masked(
+    evidence: Evidence,
+    log_ratio: Tensor,
+    name: str,
+    threshold: float,
+    divergence: str,
+    ln_delta: float | None = None,
+) -> RowDecision:
+    def scored(divergence: str) -> Tensor:
+        return divergence_score(name, evidence, log_ratio, divergence, ln_delta)
+
+    score = scored(divergence)
+    decision = replace(keep_rows(score <= threshold, score), metrics=unscored(name, evidence))
+    return _with_disagreement(decision, evidence, lambda d: scored(d) <= threshold)
 
 
 def _with_disagreement(decision: RowDecision, evidence: Evidence, kept_by: Callable[[str], Tensor]) -> RowDecision:
@@ -107,27 +135,3 @@ def _with_disagreement(decision: RowDecision, evidence: Evidence, kept_by: Calla
         **summable.fraction("only_sampled_keeps", sampled & ~exact, rows),
     }
     return replace(decision, metrics={**decision.metrics, **disagreement})
-
-
-def _worst_divergence(evidence: Evidence, log_ratio: Tensor, divergence: str) -> Tensor:
-    # k3 would let a ratio of 0.01 pass at a threshold that stops 100; k2 treats both alike.
-    return clamp_log_ratio(log_ratio) ** 2 / 2 if divergence == "sampled" else _exact_kl(evidence, divergence)
-
-
-def _average_divergence(evidence: Evidence, log_ratio: Tensor, divergence: str) -> Tensor:
-    clamped = clamp_log_ratio(log_ratio)
-    return clamped.expm1() - clamped if divergence == "sampled" else _exact_kl(evidence, divergence)
-
-
-def _exact_kl(evidence: Evidence, divergence: str) -> Tensor:
-    if divergence != "exact":
-        raise ConfigError("unknown divergence", where="correction trm", got=divergence, expected="sampled, exact")
-    if evidence.exact_kl is None:
-        raise ConfigError(
-            "divergence='exact' needs the exact KL of each context, and the evidence has none",
-            where="correction trm",
-            got="exact_kl=None",
-            expected="exact_kl of shape [B, T]",
-            fix="record the sampling mask with its log-probs (sampling_mask.mode=keep), or use divergence='sampled'",
-        )
-    return evidence.exact_kl.detach()

@@ -10,18 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from moe_trm.diagnostics.verdict_mismatch import CASES, UNSPLIT, escalation, measured
-from moe_trm.diagnostics.verdict_training import (
-    LENGTH_WINDOW,
-    RISING_STEPS,
-    clipping,
-    gradient,
-    length,
-    rising,
-    router,
-    series,
-    signal,
-)
+from moe_trm.diagnostics.verdict_training import clipping, gradient, length, reward, router, servers, signal
 from moe_trm.diagnostics.verdict_types import Case, Verdict, pick
+from moe_trm.methods.limits import LENGTH_WINDOW, RISING_STEPS, rising, series
 
 __all__ = ["LENGTH_WINDOW", "RISING_STEPS", "Case", "Verdict", "escalation", "mask_hides_gap", "rising", "verdict"]
 
@@ -45,6 +36,8 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     | `router` | samples are beyond the bound on flips, with rows and layers in place | age, or lr |
     | `clipping`, `length` | over 20% clipped and rising; answers a fifth longer than 100 steps before | updates, lr |
     | `gradient`, `signal` | norm above 100; over half of the groups have equal rewards | lr, dropping groups |
+    | `reward` | the mean of 10 steps is 30% below the best such mean, by over four standard errors | lr |
+    | `servers` | a rollout server is out of service, or was during this step | its log |
 
     The order is that of the table. A step is not judged on a metric that it did not measure, and a sentence says which
     causes cannot be known. The result is `unclear` if the mismatch was not measured at all. "Nothing needs to change"
@@ -60,7 +53,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         if found:
             return found
     trained = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
-    return router(seen) or trained or _calm(seen)
+    return router(seen) or trained or reward(history) or servers(history) or _calm(seen)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from moe_trm.diagnostics.verdict_types import Verdict, pick
+from moe_trm.methods.limits import OUTLIER
 
 Seen = Mapping[str, float]
 
 PPL_TOLERANCE = 0.05
-OUTLIER = 0.8
-"""Difference of a token's probability between two engines that noise does not make."""
 SEQUENCE_CHI2 = 100.0
 COHERENT = 0.02
 """Mean absolute log-ratio per token of a row, nats, that independent noise does not make."""
@@ -205,11 +204,17 @@ def escalation(chi2_token: float, masked_fraction: float, eff_sample_size: float
 
 
 def dominant(seen: Seen, figure: str) -> str:
-    """The part of the log-ratio with the largest `figure`, of the finest parts that have it; `total` where none has."""
+    """The part of the log-ratio with the largest `figure`, of the finest parts that have it; `total` where none has.
+
+    Figures of rows are not measured of lag and update: where staleness has the largest, the larger k3 of the two tells.
+    """
     for parts in (("engine", "lag", "update"), ("engine", "staleness"), ("merged", "update")):
         known = {part: seen[f"{part}/{figure}"] for part in parts if f"{part}/{figure}" in seen}
         if len(known) == len(parts):
-            return max(known, key=lambda part: known[part])
+            largest = max(known, key=lambda part: known[part])
+            finer = {part: seen[f"{part}/k3_kl"] for part in ("lag", "update") if f"{part}/k3_kl" in seen}
+            split = largest == "staleness" and len(finer) == 2
+            return max(finer, key=lambda part: finer[part]) if split else largest
     return "total"
 
 

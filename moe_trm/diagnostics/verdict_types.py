@@ -22,6 +22,8 @@ Case = Literal[
     "length",
     "gradient",
     "signal",
+    "reward",
+    "servers",
     "unclear",
 ]
 

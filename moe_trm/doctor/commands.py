@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
             folder,
             tell,
             probe=not args.no_probe,
+            kept=args.keep is not None,
         )
     if found.advice:
         print("\nrecommended:\n" + "\n".join(f"  {line}" for line in found.advice))

@@ -10,11 +10,13 @@ from moe_trm.config.schema import Config
 from moe_trm.doctor.causes import Finding, find_cause
 from moe_trm.doctor.checks import Check, Status, attempt
 from moe_trm.doctor.environment import environment
-from moe_trm.doctor.preflight import check_launch
+from moe_trm.doctor.preflight import check_launch, check_model_and_layout
 from moe_trm.doctor.probe import Probed, ProbeFailed, zero_update
 from moe_trm.doctor.served import attached
+from moe_trm.doctor.trial import try_task
 from moe_trm.errors import MoeTrmError
 from moe_trm.probe.pooled import ProbeTokens, pooled
+from moe_trm.step.objective import Objective
 from moe_trm.tasks.tokens import Tokens
 
 HARMLESS: dict[str, Status] = {"none": "ok", "precision": "ok", "quantization": "ok", "routing": "warn"}
@@ -49,10 +51,11 @@ def examine(
     tell: Callable[[Check], None],
     *,
     probe: bool = True,
+    kept: bool = True,
 ) -> Examination:
     """Examine everything; each check is told as soon as it is made.
 
-    The probe runs in `folder`, and only when nothing failed before it.
+    The probe runs in `folder`, and only when nothing failed before it. `kept`: the folder is there afterwards.
     """
     found = Examination()
 
@@ -74,7 +77,10 @@ def examine(
     try:
         probed = zero_update(config_path, overrides, config, folder)
     except ProbeFailed as error:
-        add(Check("zero-update probe", "fail", str(error.got), f"the whole log: {error.where}"))
+        said, log = str(error.got), f"the whole log: {error.where}"
+        if not kept:  # no path that is gone when it is read
+            said, log = said.replace(str(folder), "FOLDER"), "--keep FOLDER keeps the whole log and the server's"
+        add(Check("zero-update probe", "fail", said, log))
         return found
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
@@ -88,13 +94,36 @@ def examine(
 
 def _before(config: Config, world_size: int) -> Iterator[Check]:
     yield from environment(config)
-    yield attempt("checkpoint, layout, corrections, loss", lambda: _launch(config, world_size))
+    if has_weights(config.model.checkpoint):
+        yield attempt("checkpoint, layout, corrections, loss", lambda: _launch(config, world_size))
+    else:
+        yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config))
     yield from attached(config)
 
 
+def has_weights(checkpoint: str) -> bool:
+    """True where a checkpoint folder has more than its description. A folder that is not there counts as one too."""
+    folder = Path(checkpoint)
+    return not (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))
+
+
+def without_weights(config: Config, world_size: int) -> Iterator[Check]:
+    """What config.json alone tells: whether this learner trains this model in this layout, and the mathematics."""
+    yield attempt("layout", lambda: _layout(config, world_size))
+    fix = "copy the checkpoint's safetensors and tokenizer there before the run"
+    yield Check("weights", "fail", f"{config.model.checkpoint} has config.json and no safetensors", fix)
+
+
+def _layout(config: Config, world_size: int) -> str:
+    hf_config = check_model_and_layout(config, world_size)
+    Objective(config)
+    return f"{hf_config['architectures'][0]} accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
+
+
 def _launch(config: Config, world_size: int) -> str:
     check_launch(config, world_size=world_size)
+    try_task(config)
     return f"accepted for {world_size} learner rank{'s' if world_size > 1 else ''}"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,8 @@ from moe_trm.config.choices import Choice, settle_here
 from moe_trm.config.problems import refuse
 from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
-from moe_trm.functions.check import check_functions
+from moe_trm.doctor.places import check_folders, check_prompts, check_server, refuse_together
+from moe_trm.doctor.trial import try_task
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
@@ -25,9 +27,7 @@ from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
-from moe_trm.rollout.sessions.function_sampler import ADAPTER as ROLLOUT_ADAPTER
 from moe_trm.step.objective import Objective
-from moe_trm.tasks.reward_function import ADAPTER as REWARD_ADAPTER
 
 
 def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
@@ -44,25 +44,31 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
     return settled, of_settings + of_machine
 
 
+def check_start(config: Config, *, world_size: int) -> None:
+    """As `check_launch`, on the machine that starts the rollout server, before that; and try the task.
+
+    Raises `EngineError` too, for a port that is taken.
+    """
+    starts_server = [lambda: check_server(config)] if config.rollout.starts_server else []
+    refuse_together(*_needs(config), *starts_server)
+    check_launch(config, world_size=world_size)
+    try_task(config)
+
+
 def check_launch(config: Config, *, world_size: int, restarted: bool = False) -> None:
     """Raise `ConfigError` or `CheckpointError` with the reason when this run cannot work.
 
-    The checks cover the checkpoint's config.json, tokenizer and tensor names, and whether the learner can train that
-    model (Megatron-Core: in this layout). They also cover the names and thresholds of corrections and loss, functions
-    of the user's own, the checkpoint to go on from, and another run's recording in the way. `restarted`: these ranks
+    The checks cover files and folders, the checkpoint's config.json, tokenizer and tensor names, and whether the
+    learner can train that model (Megatron-Core: in this layout). They also cover the names and thresholds of
+    corrections and loss, the checkpoint to go on from, and another run's recording in the way. `restarted`: these ranks
     replace some of the same run that died.
     """
-    hf_config = read_hf_config(config.model.checkpoint)
-    if config.learner.backend == "deepspeed":
-        check_model(config, hf_config)
-    else:
-        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
-        layers_here(config.learner)
+    refuse_together(*_needs(config))
+    hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)
-    check_functions(own_functions(config))
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))
     if config.record.bundle and not restarted:
@@ -74,14 +80,27 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
         )
 
 
-def own_functions(config: Config) -> dict[str, tuple[str, str]]:
-    """Functions of the user's own that this run calls, and their adapters, by configuration key."""
-    named = {}
-    if config.task.reward is not None and ":" in config.task.reward:
-        named["task.reward"] = (config.task.reward, REWARD_ADAPTER)
-    if config.rollout.function is not None and config.rollout.traits.samples_live:
-        named["rollout.function"] = (config.rollout.function, ROLLOUT_ADAPTER)
-    return named
+def _needs(config: Config) -> list[Callable[[], object]]:
+    """What has to be there, each apart from the others."""
+    return [
+        lambda: read_hf_config(config.model.checkpoint),
+        lambda: check_prompts(config),
+        lambda: check_folders(config),
+    ]
+
+
+def check_model_and_layout(config: Config, world_size: int) -> dict[str, Any]:
+    """Refuse a model or a layout that the learner cannot train, from config.json alone, which is returned.
+
+    Raises `ConfigError` or `CheckpointError` with the reason.
+    """
+    hf_config = read_hf_config(config.model.checkpoint)
+    if config.learner.backend == "deepspeed":
+        check_model(config, hf_config)
+    else:
+        check_layout(config, version("megatron-core"), hf_config, world_size=world_size)
+        layers_here(config.learner)
+    return hf_config
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

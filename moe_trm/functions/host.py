@@ -34,6 +34,11 @@ class FunctionHost:
         """Load the function. Raises `ConfigError` when that fails."""
         return (await self._running()).ready
 
+    @property
+    def place(self) -> str:
+        """File and line of the function; its name before it was loaded."""
+        return self._process.ready.place if self._process is not None else self._hello.function
+
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
         """Call the function with `payload` and return its value.
 

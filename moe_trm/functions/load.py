@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +49,21 @@ def load_function(name: str, *, key: str) -> Callable[..., Any]:
             expected="a function",
         )
     return function  # type: ignore[no-any-return]
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """File and line where `function` is defined, as `FILE:LINE`; its name where it has no code in Python."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
+
+
+def place_in(error: BaseException, function: Callable[..., Any]) -> str:
+    """Line of `function`'s file that raised `error`, or else the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = place_of(function).rpartition(":")[0]
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1] if frames else None)
+    return f"{frame.filename}:{frame.lineno}" if frame is not None else place_of(function)
 
 
 def _by_name(name: str) -> ModuleType:

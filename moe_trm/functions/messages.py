@@ -48,11 +48,12 @@ class Reply(msgspec.Struct, tag=True, frozen=True):
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """From the process, once: the function is loaded.
 
-    `batched`: it takes lists. `concurrent`: several calls may be open at once.
+    `batched`: it takes lists. `concurrent`: several calls may be open at once. `place`: file and line of the function.
     """
 
     batched: bool
     concurrent: bool
+    place: str = ""
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):

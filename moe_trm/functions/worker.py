@@ -21,7 +21,7 @@ import msgspec
 from moe_trm.errors import ConfigError
 from moe_trm.functions.current_call import CurrentCall
 from moe_trm.functions.hosted import Hosted
-from moe_trm.functions.load import load_function
+from moe_trm.functions.load import load_function, place_in, place_of
 from moe_trm.functions.messages import (
     LENGTH,
     Ask,
@@ -47,7 +47,15 @@ _NUM_TOLD = 3
 class Worker:
     """Runs calls as tasks of one event loop and says on the board whose code is being executed."""
 
-    def __init__(self, hosted: Hosted, hello: Hello, board: CurrentCall, send: Callable[[FromProcess], None]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        hosted: Hosted,
+        hello: Hello,
+        board: CurrentCall,
+        send: Callable[[FromProcess], None],
+    ) -> None:
+        self._function = function
         self._hosted, self._limit_s, self._board, self._send = hosted, hello.limit_s, board, send
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
@@ -86,7 +94,7 @@ class Worker:
                 value = await self._hosted.call(call.payload, lambda op, given: self._ask(call.number, op, given))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
             reason = "timeout" if isinstance(error, TimeoutError) and limit.expired() else "error"
-            text = f"nothing within {self._limit_s:g} s" if reason == "timeout" else f"{type(error).__name__}: {error}"
+            text = f"nothing within {self._limit_s:g} s" if reason == "timeout" else self._raised(error)
             if reason == "error" and self._num_told < _NUM_TOLD:
                 self._num_told += 1
                 traceback.print_exception(error)
@@ -96,6 +104,9 @@ class Worker:
             self._send(Done(call.number, value))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             self._send(Failed(call.number, "type", f"{value!r:.200} ({error})"))
+
+    def _raised(self, error: BaseException) -> str:
+        return f"{type(error).__name__}: {error} ({place_in(error, self._function)})"
 
     async def _ask(self, number: int, op: str, arguments: dict[str, Any]) -> Any:
         self._num_asked += 1
@@ -126,7 +137,14 @@ def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: CurrentC
             step, given = coroutine.throw, error
 
 
-async def serve(hello: Hello, hosted: Hosted, board: CurrentCall, source: BinaryIO, sink: BinaryIO) -> None:
+async def serve(
+    hello: Hello,
+    function: Callable[..., Any],
+    hosted: Hosted,
+    board: CurrentCall,
+    source: BinaryIO,
+    sink: BinaryIO,
+) -> None:
     """Answer calls until the parent closes the pipe."""
     loop = asyncio.get_running_loop()
 
@@ -134,10 +152,10 @@ async def serve(hello: Hello, hosted: Hosted, board: CurrentCall, source: Binary
         sink.write(pack(message))
         sink.flush()
 
-    worker = Worker(hosted, hello, board, send)
+    worker = Worker(function, hosted, hello, board, send)
     loop.set_task_factory(worker.marked)
     threading.Thread(target=_read, args=(source, loop, worker.receive), daemon=True).start()
-    send(Ready(hosted.batched, hosted.concurrent))
+    send(Ready(hosted.batched, hosted.concurrent, place_of(function)))
     await asyncio.Event().wait()
 
 
@@ -162,12 +180,13 @@ def main(descriptor: int) -> None:
     hello = _message(source, msgspec.msgpack.Decoder(ToProcess))
     try:
         adapt = load_function(hello.adapter, key=hello.key)
-        hosted: Hosted = adapt(load_function(hello.function, key=hello.key), hello)
+        function = load_function(hello.function, key=hello.key)
+        hosted: Hosted = adapt(function, hello)
     except ConfigError as error:
         sink.write(pack(Broken(error.what, error.where, str(error.got), str(error.expected), error.fix)))
         sink.flush()
         return
-    asyncio.run(serve(hello, hosted, CurrentCall(descriptor), source, sink))
+    asyncio.run(serve(hello, function, hosted, CurrentCall(descriptor), source, sink))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,14 @@ class HfCheckpoint:
         tensor: Tensor = self._handle(name).get_tensor(name)
         return tensor
 
+    def file_of(self, name: str) -> str:
+        """The file of the folder that holds the tensor `name`."""
+        return self._file_of[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`, whose values are not read."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
     def read_row(self, name: str, row: int, num_rows: int) -> Tensor:
         """Row `row` alone of the tensor `name`, which must have `num_rows` of them.
 

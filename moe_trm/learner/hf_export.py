@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +52,32 @@ class HfExporter:
         self.write_shard(directory, self._dtype)
         dist.barrier()
         if dist.get_rank() == 0:
-            self._write_index(directory)
-            self._copy_companions(directory)
+            files = [directory / _file_name(rank) for rank in range(dist.get_world_size())]
+            write_index(directory, [file for file in files if file.is_file()])
+            write_companions(directory, self._source, self._hf, self._dtype)
         dist.barrier()
 
-    def _write_index(self, directory: Path) -> None:
-        weight_map: dict[str, str] = {}
-        total_bytes = 0
-        for rank in range(dist.get_world_size()):
-            path = directory / _file_name(rank)
-            if not path.is_file():
-                continue
-            total_bytes += path.stat().st_size
-            with safe_open(path, framework="pt") as shard:
-                weight_map |= dict.fromkeys(shard.keys(), path.name)
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def _copy_companions(self, directory: Path) -> None:
-        weights = {path for pattern in _WEIGHTS for path in self._source.glob(pattern)}
-        for path in self._source.iterdir():
-            if path.is_file() and path not in weights and path.name != "config.json":
-                shutil.copyfile(path, directory / path.name)
-        config = {**self._hf, "dtype": self._dtype}
-        config.pop("torch_dtype", None)
-        (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+def write_index(directory: Path, shards: Sequence[Path]) -> None:
+    """Write the index of a checkpoint folder: the shard of every tensor."""
+    weight_map: dict[str, str] = {}
+    for path in shards:
+        with safe_open(path, framework="pt") as shard:
+            weight_map |= dict.fromkeys(shard.keys(), path.name)
+    total_bytes = sum(path.stat().st_size for path in shards)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def write_companions(directory: Path, source: Path, hf: Mapping[str, Any], dtype: str) -> None:
+    """Copy everything but weights from the folder `source`, and write config.json, with `dtype` in it."""
+    weights = {path for pattern in _WEIGHTS for path in source.glob(pattern)}
+    for path in source.iterdir():
+        if path.is_file() and path not in weights and path.name != "config.json":
+            shutil.copyfile(path, directory / path.name)
+    config = {**hf, "dtype": dtype}
+    config.pop("torch_dtype", None)
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _file_name(rank: int) -> str:

@@ -19,7 +19,8 @@ def gspo(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4, clip_
     log_update) over all sampled tokens of the row, kept or not.
 
     Every token carries its row's X_i, so `seq-mean-token-mean` is the mean over rows. A_i is the mean advantage of the
-    row.
+    row. The form of the paper; `gspo` of verl is `gspo_token` here. Both agree unless tokens of a row have unlike
+    weights or advantages: here a token's weight multiplies the whole row's gradient.
     Source: GSPO (arXiv 2507.18071).
 
     When: MoE policies and long answers, where token ratios are noise and rewards are of whole answers.
@@ -38,8 +39,9 @@ def gspo_token(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 3e-4,
     """GSPO-token: PPO's clip on sigma_it = sg[sigma_i] pi_theta / sg[pi_theta], which lets advantages differ along a
     row.
 
-    With one advantage a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. Source: GSPO (arXiv
-    2507.18071).
+    With one advantage and one weight a row, value and gradient are those of `gspo`. The log-ratio is capped at 10. This
+    is `gspo` of verl, which always aggregates it by `seq-mean-token-mean` and takes tokens that a rule on tokens
+    rejects out of sigma_i; here they stay in it. Source: GSPO (arXiv 2507.18071).
 
     When: as `gspo`, when advantages differ within an answer.
     """

@@ -52,18 +52,20 @@ def importance_corrected_k3(
 
     With tokens from another policy its mean has the exact gradient of KL(pi_theta || pi_ref); with a detached ratio it
     has not. `log_ratio` `[B, T]` carries the gradient: total, or update if the proximal policy stands for the one that
-    sampled.
+    sampled, as slime and miles take it (`kl.ratio`).
     """
     k3 = kl_estimate("k3", current_logprobs, reference_logprobs, mask)
     return torch.where(mask, clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp() * k3, 0.0)
 
 
-def kl_term(name: str, ratios: LogRatios, current_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` on the total
-    ratio.
+def kl_term(
+    name: str, ratios: LogRatios, current_logprobs: Tensor, reference_logprobs: Tensor, *, ratio: str = "total"
+) -> Tensor:
+    """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` weighted by
+    `ratio`.
     """
     if name == CORRECTED:
-        return importance_corrected_k3(ratios.total, current_logprobs, reference_logprobs, ratios.mask)
+        return importance_corrected_k3(ratios.get(ratio), current_logprobs, reference_logprobs, ratios.mask)
     return kl_estimate(name, current_logprobs, reference_logprobs, ratios.mask)
 
 

@@ -12,6 +12,7 @@ CORRECTIONS: Mapping[str, str] = MappingProxyType(
         "ln_trm": "ln_trm",
         "m2po": "m2po",
         "opsm": "opsm",
+        "seq_icepop": "icepop",
         "seq_max_k2": "rejection",
         "seq_max_k3": "rejection",
         "seq_mean_k1": "rejection",
@@ -29,9 +30,13 @@ CORRECTIONS: Mapping[str, str] = MappingProxyType(
         "token_mis": "mis",
         "token_tis": "tis",
         "token_veto": "token_veto",
+        "trm": "trm",
         "trm_avg": "trm",
         "trm_max": "trm",
         "trm_max_avg": "trm",
     }
 )
 """Module of `moe_trm.corrections` that each is defined in."""
+
+READ_TOTAL = frozenset({"ln_trm", "m2po", "opsm", "ser", "trm_avg", "trm_max", "trm_max_avg"})
+"""Those that read the total ratio unless told otherwise; the others read the engine ratio."""

@@ -25,47 +25,61 @@ class LossEntry:
         module: of `moe_trm.losses`, where the loss is defined.
         needs: inputs that not every run has.
         holds: the ratio that its gradient depends on. A rule must not weigh by any part of it a second time.
+        ratio: the one it is written on, unless told otherwise.
     """
 
     module: str
     needs: tuple[Need, ...] = ()
     holds: Held = "own"
+    ratio: str = "update"
 
 
 LOSSES: Mapping[str, LossEntry] = MappingProxyType(
     {
         "aspo": LossEntry("aspo"),
-        "capped_ratio": LossEntry("capped_ratio"),
+        "capped_ratio": LossEntry("capped_ratio", ratio="total"),
         "cispo": LossEntry("cispo"),
         "clip_cov": LossEntry("covariance"),
         "ctpo": LossEntry("ctpo"),
         "dispo": LossEntry("dispo"),
-        "dppo_kl": LossEntry("dppo"),
-        "dppo_tv": LossEntry("dppo"),
+        "dppo_kl": LossEntry("dppo", ratio="total"),
+        "dppo_tv": LossEntry("dppo", ratio="total"),
         "dro": LossEntry("dro"),
         "espo": LossEntry("espo", needs=("entropy",)),
         "gmpo": LossEntry("gmpo"),
-        "gpg": LossEntry("reinforce", holds="none"),
+        "gpg": LossEntry("reinforce", holds="none", ratio="total"),
         "gspo": LossEntry("gspo"),
         "gspo_token": LossEntry("gspo"),
-        "ipo_tv": LossEntry("ipo_tv"),
+        "ipo_tv": LossEntry("ipo_tv", ratio="total"),
         "kl_cov": LossEntry("covariance"),
         "m2po_clip": LossEntry("m2po_clip"),
         "minirl": LossEntry("minirl", holds="total"),
         "minpro": LossEntry("minpro"),
-        "oapl": LossEntry("oapl", needs=("groups",)),
+        "oapl": LossEntry("oapl", needs=("groups",), ratio="total"),
         "ppo_clip": LossEntry("ppo_clip"),
         "quatro": LossEntry("quatro"),
         "r2vpo": LossEntry("r2vpo"),
-        "reinforce": LossEntry("reinforce", holds="none"),
+        "reinforce": LossEntry("reinforce", holds="none", ratio="total"),
         "sapo": LossEntry("sapo"),
         "tbpo": LossEntry("tbpo"),
-        "topr": LossEntry("topr"),
+        "topr": LossEntry("topr", ratio="total"),
         "turn_ppo": LossEntry("turn_ppo"),
         "unclipped": LossEntry("unclipped"),
-        "vespo": LossEntry("vespo"),
+        "vespo": LossEntry("vespo", ratio="total"),
     }
 )
+
+
+def contains_lag(name: str, ratio: str | None = None) -> bool:
+    """True where the loss weighs by how far weights moved since sampling; one of the user's own may do so.
+
+    `ratio` is the one it is told to read, None its own.
+    """
+    entry = LOSSES.get(name)
+    if entry is None:
+        return True
+    read = "total" if entry.holds == "total" else ratio or entry.ratio
+    return entry.holds != "none" and read in ("lag", "merged", "staleness", "total")
 
 
 def needs(name: str | None) -> tuple[Need, ...]:

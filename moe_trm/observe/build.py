@@ -12,6 +12,7 @@ from moe_trm.observe.lines import ProgressLines
 from moe_trm.observe.panel import LivePanel
 from moe_trm.observe.prometheus import open_prometheus
 from moe_trm.observe.report_page import ReportPage
+from moe_trm.observe.server_log import ServerLog
 from moe_trm.observe.sinks import Guarded, JsonLines, Sink, keep_steps
 from moe_trm.observe.trackers import open_tracker
 from moe_trm.observe.transcripts import open_transcripts
@@ -28,7 +29,7 @@ def open_sinks(config: Config, run_dir: Path, *, first_step: int) -> Iterator[li
     """
     path = run_dir / "metrics.jsonl"
     keep_steps(path, first_step)
-    others: dict[str, Sink] = {"terminal": _terminal(config)}
+    others: dict[str, Sink] = {"terminal": _terminal(config), "servers": ServerLog(run_dir, first_step=first_step)}
     others |= {name: open_tracker(name, config, run_dir) for name in config.observe.sinks}
     if config.observe.prometheus_port:
         others["prometheus"] = open_prometheus(config.observe.prometheus_port)

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from moe_trm.diagnostics.verdict_changes import VerdictChanges
+from moe_trm.observe.server_log import ServerChanges
 from moe_trm.observe.sinks import Sink
+from moe_trm.types import ServerState
 
 NOTHING = "–"
 """Stands for the share of routes that were applied where none was replayed."""
 
 
 class ProgressLines(Sink):
-    """One line per step, and the verdict under it when it is another one."""
+    """One line per step, and the verdict under it when it is another one; one for each server lost or back."""
 
     _FIELDS: Sequence[tuple[str, str, str]] = (
         ("reward/mean", "reward", "{:.3f}"),
@@ -29,11 +31,17 @@ class ProgressLines(Sink):
         ("optimizer/grad_norm", "grad", "{:.2f}"),
         ("ledger/rejected", "rejected", "{:.0f}"),
         ("eval/accuracy", "ACCURACY", "{:.3f}"),
+        ("eval/reward", "EVAL REWARD", "{:.3f}"),
         ("time/step_s", "s", "{:.2f}"),
     )
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         self._steps, self._stream, self._verdicts = steps, stream or sys.stdout, VerdictChanges()
+        self._servers = ServerChanges()
+
+    def servers(self, states: Sequence[ServerState]) -> None:
+        for change in self._servers.of(states):
+            print(f"        {change}", file=self._stream, flush=True)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         if metrics.get("replay/token_layers") == 0.0:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_trm.observe.sinks import Sink
+from moe_trm.types import ServerState
 
 WHOLE = ("step", "eval")
 """Phases that are no part of a step."""
@@ -22,7 +23,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 # Label, metric (the first that is known) and format, three to a line.
 FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
     ("reward", ("reward/mean",), "{:.3f}"),
-    ("evaluation", ("eval/accuracy",), "{:.3f}"),
+    ("evaluation", ("eval/accuracy", "eval/reward"), "{:.3f}"),
     ("length", ("response/length_mean",), "{:.1f}"),
     ("engine k3", ("engine/k3_kl",), "{:.1e}"),
     ("engine and lag k3", ("merged/k3_kl",), "{:.1e}"),
@@ -35,6 +36,7 @@ FIGURES: Sequence[tuple[str, tuple[str, ...], str]] = (
     ("rejected", ("ledger/rejected",), "{:.0f}"),
     ("grad norm", ("optimizer/grad_norm",), "{:.2f}"),
     ("tokens/s", ("rollout/tokens_per_s",), "{:.0f}"),
+    ("servers", ("rollout/servers",), "{:.0f}"),
     ("version", ("weights/version",), "{:.0f}"),
     ("age, oldest", ("rollout/age_max",), "{:.0f}"),
 )
@@ -55,12 +57,17 @@ class LivePanel(Sink):
         self._known: dict[str, float | str] = {}
         self._rewards: deque[float] = deque(maxlen=RECENT)
         self._ends: deque[float] = deque(maxlen=11)
+        self._servers: Sequence[ServerState] = ()
+        self._told = 0.0
 
     def enter(self, phase: str) -> None:
         self._live.start()
         self._phase, self._entered = phase, time.monotonic()
         if phase not in (*WHOLE, *self._parts):
             self._parts.append(phase)
+
+    def servers(self, states: Sequence[ServerState]) -> None:
+        self._servers, self._told = states, time.monotonic()
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._live.start()
@@ -84,7 +91,7 @@ class LivePanel(Sink):
         head.add_column(ratio=1)
         head.add_column(justify="right", no_wrap=True)
         head.add_row(f"step {self._step}/{self._steps}", ProgressBar(self._steps, self._step), self._remaining())
-        body = Group(head, self._phases(), Text(), self._figures(), Text(), self._verdict())
+        body = Group(head, self._phases(), *self._lost_servers(), Text(), self._figures(), Text(), self._verdict())
         return Box(body, title=self._name, title_align="left", border_style="dim")
 
     def _remaining(self) -> str:
@@ -104,6 +111,20 @@ class LivePanel(Sink):
             bar = Text("█" * max(1, round(24 * seconds / longest)) if longest else "", style="blue")
             table.add_row(Text(name, style="dim"), bar, f"{seconds:.2f} s")
         return table
+
+    def _lost_servers(self) -> list[Text]:
+        """One line for each server that was out of service at the last look."""
+        since = time.monotonic() - self._told
+        lost = [(state, state.lost_s + since) for state in self._servers if state.lost_s is not None]
+        left = len(self._servers) - len(lost)
+        return [
+            Text(
+                f"rollout server {state.url} is out of service for {clock(seconds)}, {left} of {len(self._servers)} "
+                f"in service: {state.why}",
+                style="bold red",
+            )
+            for state, seconds in lost
+        ]
 
     def _figures(self) -> Table:
         table = Table.grid(padding=(0, 2))

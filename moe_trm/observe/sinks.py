@@ -14,7 +14,7 @@ from moe_trm.errors import RunError
 
 if TYPE_CHECKING:
     from moe_trm.corrections.evidence import Correction, Evidence
-    from moe_trm.types import TrainRow
+    from moe_trm.types import ServerState, TrainRow
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ class Sink:
 
     def enter(self, phase: str) -> None:
         """A phase of a step begins (`wait`, `score`, `update`, ...)."""
+
+    def servers(self, states: Sequence[ServerState]) -> None:
+        """Called about twice a second while the learner waits for the rollout side."""
 
     def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
         """Called after an update has judged a micro-batch of this rank.
@@ -98,6 +101,9 @@ class Guarded(Sink):
 
     def enter(self, phase: str) -> None:
         self._try(lambda sink: sink.enter(phase))
+
+    def servers(self, states: Sequence[ServerState]) -> None:
+        self._try(lambda sink: sink.servers(states))
 
     def judged(self, rows: Sequence[TrainRow], evidence: Evidence, correction: Correction) -> None:
         self._try(lambda sink: sink.judged(rows, evidence, correction))

@@ -15,8 +15,8 @@ import torch
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.ratios import k3_sum
+from moe_trm.step.passes import rollout_routes
 from moe_trm.types import TokenBatch
-from routing.replay import ReplayRecords
 
 CAST = "cast"
 """Name of the snapshot with rounded weights."""
@@ -44,7 +44,7 @@ def cast_share(
     """
     learner.snapshot(CAST, rounded_to=dtype)
     try:
-        cast = learner.score(batches, [ReplayRecords(batch.routes) for batch in batches], weights=CAST)
+        cast = learner.score(batches, [rollout_routes(batch) for batch in batches], weights=CAST)
     finally:
         learner.forget(CAST)
     sums = dict.fromkeys(("tokens", "cast", "arithmetic"), torch.zeros((), dtype=torch.float64))

@@ -22,10 +22,10 @@ from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.ratios import k3_sum
 from moe_trm.step.anchors import snapshot_name
-from moe_trm.step.passes import Anchored
+from moe_trm.step.passes import Anchored, rollout_routes
 from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
-from routing.replay import Record, ReplayRecords
+from routing.replay import Record
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Probe:
         replayed = (
             anchors
             if mode == "R3" and all(part.scored for part in anchored)
-            else learner.score(batches, [ReplayRecords(batch.routes) for batch in batches])
+            else learner.score(batches, [rollout_routes(batch) for batch in batches])
         )
         tokens = _join([_compare(learner, *item) for item in zip(batches, rows, native, replayed, strict=True)])
         if self._config.save and learner.leads:

@@ -1,6 +1,6 @@
 """A recorded run: every accepted record of every step on disk, written and read step by step.
 
-A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 4 (docs/bundles.md). What the
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 5 (docs/bundles.md). What the
 updates saw is in files of its own, `recording.scores`. Shape letters, summed over the N records of a step: T tokens, S
 sampled tokens, Q bytes of encoded routes.
 """
@@ -25,7 +25,9 @@ from routing import RouteError, RouteRecord
 from routing.groups import decode_group, encode_group
 
 FORMAT = "moe-trm-bundle"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+TOKENS_ALONE = 4
+"""The version whose routes are bound to their tokens alone; reading binds them to their samples."""
 _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
@@ -101,12 +103,12 @@ class BundleReader:
 
     def header(self, step: int) -> Header:
         """The header of one step, without reading its arrays; the checksum is not verified."""
-        return read_header(self._existing(step), Header, FORMAT, FORMAT_VERSION)
+        return read_header(self._existing(step), Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
 
     def read(self, step: int) -> list[RolloutRecord]:
         """The records of one step as they were written, after checking the checksum and the lengths."""
         path = self._existing(step)
-        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
+        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
         try:
             return _unpack(header, arrays)
         except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
@@ -115,7 +117,7 @@ class BundleReader:
     def logprobs(self, step: int) -> dict[int, np.ndarray]:
         """`[S]` rollout log-probs of each record of one step by sample id; routes and masks are not decoded."""
         path = self._existing(step)
-        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION)
+        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
         parts = np.split(arrays["rollout_logprobs"], arrays["sampled_offsets"][1:-1])
         return dict(zip(header.sample_ids, parts, strict=True))
 
@@ -230,4 +232,4 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 reward_parts=header.reward_parts[number] if header.reward_parts else {},
             )
         )
-    return records
+    return [record.bound() for record in records] if header.version == TOKENS_ALONE else records

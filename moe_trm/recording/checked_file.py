@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,22 +44,22 @@ def write_checked(path: Path, header: CheckedHeader, arrays: Arrays) -> None:
     os.replace(partial, path)
 
 
-def read_header(path: Path, kind: type[H], file_format: str, version: int) -> H:
-    """The header alone; the checksum is not verified.
+def read_header(path: Path, kind: type[H], file_format: str, *versions: int) -> H:
+    """The header alone, of a file of one of `versions`, the newest first; the checksum is not verified.
 
     Raises:
         BundleError: a file that is damaged, truncated, of another format or of another version.
     """
-    header, _, _ = _open(path, kind, file_format, version, with_arrays=False)
+    header, _, _ = _open(path, kind, file_format, versions, with_arrays=False)
     return header
 
 
-def read_checked(path: Path, kind: type[H], file_format: str, version: int) -> tuple[H, Arrays]:
+def read_checked(path: Path, kind: type[H], file_format: str, *versions: int) -> tuple[H, Arrays]:
     """Header and arrays after checking the checksum.
 
     Raises `BundleError` as `read_header` does, and where it does not match.
     """
-    header, text, arrays = _open(path, kind, file_format, version, with_arrays=True)
+    header, text, arrays = _open(path, kind, file_format, versions, with_arrays=True)
     if _checksum(text, arrays) != header.checksum:
         raise damaged(path, "the checksum does not match")
     return header, arrays
@@ -76,19 +76,21 @@ def damaged(path: Path, how: str) -> BundleError:
     )
 
 
-def _open(path: Path, kind: type[H], file_format: str, version: int, *, with_arrays: bool) -> tuple[H, bytes, Arrays]:
+def _open(
+    path: Path, kind: type[H], file_format: str, versions: Sequence[int], *, with_arrays: bool
+) -> tuple[H, bytes, Arrays]:
     try:
         with safe_open(path, framework="np") as file:
             text = (file.metadata() or {}).get("bundle", "")
             stamp = msgspec.json.decode(text, type=CheckedHeader)
-            if (stamp.format, stamp.version) != (file_format, version):
+            if stamp.format != file_format or stamp.version not in versions:
                 raise BundleError(
                     "a bundle of another format",
                     where=str(path),
                     got=f"{stamp.format} {stamp.version}",
-                    expected=f"{file_format} {version}",
+                    expected=f"{file_format} {' or '.join(map(str, versions))}",
                     fix="Record the run again, or read it with the version of moe-trm that wrote it"
-                    f" ({'newer' if stamp.version > version else 'older'} than this one, {__version__}).",
+                    f" ({'newer' if stamp.version > versions[0] else 'older'} than this one, {__version__}).",
                 )
             header = msgspec.json.decode(text, type=kind)
             return header, text.encode(), {name: file.get_tensor(name) for name in file.keys()} if with_arrays else {}  # noqa: SIM118

@@ -65,9 +65,44 @@ class Cards:
 
     def sections(self) -> Iterable[str]:
         for section in SECTIONS:
-            cards = [card for chart in section.charts if (card := self._card(chart))]
-            if cards:
-                yield f'<section><h2>{escape(section.title)}</h2><div class="cards">{"".join(cards)}</div></section>'
+            cards, still = [], []
+            for chart in section.charts:
+                if line := self._still(chart):
+                    still.append(line)
+                elif card := self._card(chart):
+                    cards.append(card)
+            if cards or still:
+                few = " few" if len(cards) <= 2 else ""
+                drawn = f'<div class="cards{few}">{"".join(cards)}</div>' if cards else ""
+                yield f"<section><h2>{escape(section.title)}</h2>{drawn}{_folded(still)}</section>"
+
+    def _still(self, chart: Chart) -> str:
+        """A chart that would show nothing but one value of each metric, as a line; empty for any other.
+
+        Runs that have other values than each other are drawn.
+        """
+        found = shown(chart, self._known)
+        if isinstance(chart, Totals):
+            return f"<div><dt>{escape(chart.title)}</dt><dd>{escape(chart.nothing)}</dd></div>" if not found else ""
+        values: dict[str, set[float | None]] = {}
+        for name, _ in found:
+            for run in self._runs:
+                points = run.series(name)
+                if len(points) == 1:
+                    return ""
+                values.setdefault(name, set()).update(value for _, value in points)
+        values = {name: seen for name, seen in values.items() if seen}
+        if not values or any(len(seen) > 1 or None in seen for seen in values.values()):
+            return ""
+        if not isinstance(chart, Lines) and len(set.union(*values.values())) > 1:
+            return ""
+        self._shown |= values.keys()
+        labels = dict(found)
+        told = ", ".join(
+            f"{escape(labels[name]) or escape(chart.title)} <b>{number(next(iter(seen)))}</b>"
+            for name, seen in values.items()
+        )
+        return f"<div><dt>{escape(chart.title)}</dt><dd>{told}</dd></div>"
 
     def _card(self, chart: Chart) -> str:
         found = shown(chart, self._known)
@@ -108,7 +143,7 @@ class Cards:
         for each in series:
             last = each.points[-1][1]
             whose = f" {escape(self._runs[each.run].name)}" if len(self._runs) > 1 else ""
-            dashed = " dashed" if each.run else ""
+            dashed = draw.dashes(each.run)
             items.append(
                 f'<li><i class="f{each.colour}{dashed}"></i>{escape(each.label)}{whose} <b>{number(last)}</b></li>'
             )
@@ -135,6 +170,16 @@ class Cards:
             for run, _, label, value in bars
         )
         return self._frame(chart, f'<table class="bars">{rows}</table>')
+
+
+def _folded(lines: Sequence[str]) -> str:
+    if not lines:
+        return ""
+    many = "1 chart is" if len(lines) == 1 else f"{len(lines)} charts are"
+    return (
+        f'<details class="still"><summary>{many} not drawn: the value never changed</summary>'
+        f"<dl>{''.join(lines)}</dl></details>"
+    )
 
 
 def _left_out(series: Sequence[Series], *, log: bool) -> str:

@@ -73,9 +73,10 @@ SECTIONS = (
         (
             Lines("Reward and evaluation",
                   "Mean reward of the step's samples; evaluation is greedy, on held-out prompts.",
-                  (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "evaluation"),
+                  (("reward/mean", "reward"), ("reward/*/mean", ""), ("eval/accuracy", "accuracy"),
+                   ("eval/reward", "evaluation"),
                    ("eval/avg_at_*", "evaluation, mean of "), ("eval/pass_at_*", "evaluation, best of "),
-                   ("eval/*/accuracy", "")), floor=True),
+                   ("eval/*/accuracy", ""), ("eval/*/reward", "")), floor=True),
             Lines("Answer length", "Tokens sampled for one answer.",
                   (("response/length_mean", "mean"), ("eval/length_mean", "evaluation, mean"),
                    ("response/length_max", "longest")), floor=True),
@@ -83,12 +84,19 @@ SECTIONS = (
                   "Share of answers that ended by themselves; share of prompts whose samples all got the same reward.",
                   (("response/finished_fraction", "finished"),
                    ("reward/zero_variance_groups", "same reward")), floor=True),
+            Lines("Explained by the baseline",
+                  "Share of the rewards' variance that the mean of a prompt's other samples explains; near 1 the "
+                  "samples of a prompt hardly differ.", (("reward/explained_variance", "explained"),)),
             Lines("Gradient", "Norm of the gradient before clipping, mean over the step's updates.",
                   (("optimizer/grad_norm", "norm"),), floor=True),
             Lines("Loss", "Its terms, mean over the step's updates; the level means little, a jump means much.",
                   (("loss/policy", "policy"), ("loss/kl", "KL"), ("loss/entropy", "entropy"))),
             Lines("Clipped tokens", "Share of tokens whose ratio the clip holds.",
                   (("loss/pg_clipfrac", "clipped"), ("loss/pg_clipfrac_lower", "dual clip")), floor=True),
+            Lines("Variance of the gradient",
+                  "Proxies, of which the course counts: power of the rows' gradients, and noise left in their mean.",
+                  (("variance/total_power", "power"), ("variance/pure_noise", "noise"),
+                   ("variance/signal_strength", "signal")), log=True),
             Lines("Entropy", "Of the policy's distribution, per token.", (("policy/entropy", "entropy"),), floor=True),
             Lines("Distance from the reference",
                   "KL of the policy from the frozen reference, per token, two estimates.",
@@ -125,8 +133,21 @@ SECTIONS = (
             Lines("Effective sample size",
                   "Share of tokens that importance weights leave effective; 1: all count alike.",
                   (("engine/rollout_is_eff_sample_size", "engine"), ("total/rollout_is_eff_sample_size", "total"))),
+            Lines("Difference of probabilities",
+                  "Of one token under both policies. A proxy of total variation, which bounds the bias of token "
+                  "ratios.",
+                  (("engine/probs_diff_mean", "engine, mean"), ("engine/probs_diff_p95", "engine, 95%"),
+                   ("engine/probs_diff_max", "engine, largest"), ("total/probs_diff_mean", "total, mean"),
+                   ("total/probs_diff_p95", "total, 95%"), ("total/probs_diff_max", "total, largest")), log=True),
+            Lines("Perplexity", "Mean over answers of exp(mean -log p), on what the rollout sampled.",
+                  (("total/rollout_ppl", "rollout"), ("engine/training_ppl", "learner, same weights"),
+                   ("total/training_ppl", "learner, now"))),
+            Lines("Gap of log-perplexity", "Rollout to learner, by answer: the smallest, mean and largest.",
+                  (("total/log_ppl_diff_min", "smallest"), ("total/log_ppl_diff", "mean"),
+                   ("total/log_ppl_diff_max", "largest"))),
             Lines("Weight variance", "chi2 of the total ratio. Above 1 a few tokens dominate.",
-                  (("total/chi2_token", "tokens"), ("total/chi2_seq", "sequences"))),
+                  (("total/chi2_token", "tokens"), ("total/chi2_token_p95", "rows, 95%"),
+                   ("total/chi2_seq", "sequences"))),
         ),
     ),
     ChartSection(
@@ -178,12 +199,19 @@ SECTIONS = (
                  "Share of sequences that lost no token, by sampled tokens. Paler rows below darker ones: long "
                  "answers are rejected more.",
                  (("acceptance/length_*", ""),), top=1.0),
+            Heat("Rejected sequences by length, rules by length",
+                 "Share of sequences that each rule with by_length drops, by sampled tokens: even, if it is neutral.",
+                 (("correction/*/rejected_length_*", ""),), top=1.0),
             Lines("Kept sequences by kind", "A rule that prefers right or wrong answers biases what is learned.",
                   (("acceptance/correct", "right"), ("acceptance/wrong", "wrong"),
                    ("acceptance/positive", "positive advantage"), ("acceptance/negative", "negative advantage"))),
             Lines("Importance weights", "Of kept tokens, after caps.",
                   (("correction/weight_mean", "mean"), ("correction/weight_std", "deviation"),
                    ("correction/weight_eff_sample_size", "effective sample size"))),
+            Lines("Truncated weights", "Share of tokens (of rows: seq_tis) whose ratio is above the cap, or below the "
+                  "floor. Where it is large, the weights no longer correct.",
+                  (("correction/*/truncated_fraction", "cap: "), ("correction/*/raised_fraction", "floor: ")),
+                  floor=True),
         ),
     ),
     ChartSection(
@@ -233,9 +261,10 @@ SECTIONS = (
             Lines("Idle shares",
                   "Of the learner's step, waiting for samples; of the rollout engine's time, with nothing to sample.",
                   (("time/learner_idle_share", "learner"), ("time/rollout_idle_share", "rollout")), floor=True),
-            Lines("Rollout servers", "In service; recoveries and samples asked for again since the start.",
-                  (("rollout/servers", "servers"), ("rollout/recoveries", "recoveries"),
-                   ("rollout/reissued", "asked again")), floor=True),
+            Lines("Rollout servers", "In service; since the start: losses, recoveries, samples asked for again, and "
+                  "answers whose routes a server short of cache computed again.",
+                  (("rollout/servers", "servers"), ("rollout/losses", "losses"), ("rollout/recoveries", "recoveries"),
+                   ("rollout/reissued", "asked again"), ("rollout/retracted", "retracted")), floor=True),
             Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",
                   (("batch/padding_fraction", "padding"), ("batch/rank_imbalance", "imbalance")), floor=True),
             Lines("Learning rate", "Of the step's last update.", (("optimizer/lr", "rate"),), floor=True),
@@ -275,6 +304,8 @@ def matching(metrics: tuple[tuple[str, str], ...], known: Iterable[str]) -> list
 def _readable(pattern: str, parts: Sequence[str]) -> str:
     if pattern in ("acceptance/length_*", "routing/flips/engine/position_*", "routing/flips/engine/margin_*"):
         return parts[0].replace("_up", " and more").replace("_", " to ")
+    if pattern == "correction/*/rejected_length_*":
+        return f"{parts[0]}, {parts[1].replace('_up', ' and more').replace('_', ' to ')}"
     return parts[0]
 
 

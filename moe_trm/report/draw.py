@@ -18,6 +18,8 @@ WIDTH, HEIGHT = 360.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 10.0, 164.0
 MOST_POINTS = 600
 """Points of a curve that are drawn; of more, the extremes of each stretch."""
+LETTER = 6.2
+"""Width of a letter of a label at most, on average over a word."""
 MOST_COLUMNS = 120
 MOST_CELLS = 6000
 
@@ -26,7 +28,7 @@ Points = Sequence[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: `colour` is its place in the palette; runs after the first are dashed."""
+    """One metric of one run: `colour` is its place in the palette; each run has its own dashes."""
 
     run: int
     metric: str
@@ -57,27 +59,28 @@ def heat(title: str, rows: Sequence[Series], steps: tuple[int, int], top: float 
     values = [value for each in rows for _, value in each.finite]
     most = top if top is not None else max(values, default=1.0) or 1.0
     height = max(96.0, min(300.0, 14.0 * len(rows)))
-    x = step_scale(*steps, LEFT + 4, RIGHT - 4)
+    step_between = math.ceil(len(rows) / 12)
+    labels = [each.label.removeprefix("layer ") for each in rows]
+    left = max(LEFT, 12 + LETTER * max(len(label) for label in labels[::step_between]))
+    x = step_scale(*steps, left + 4, RIGHT - 4)
     y = Scale(0, len(rows), TOP, TOP + height)
     chosen = _spread(
         sorted({step for each in rows for step, _ in each.points}), min(MOST_COLUMNS, MOST_CELLS // len(rows))
     )
-    edges = _edges([x(step) for step in chosen], LEFT, RIGHT)
+    edges = _edges([x(step) for step in chosen], left, RIGHT)
     body = []
     for index, each in enumerate(rows):
         found = dict(each.points)
         cells = [
-            f'<rect x="{left:.2f}" y="{y(index):.2f}" width="{right - left:.2f}" '
+            f'<rect x="{begin:.2f}" y="{y(index):.2f}" width="{end - begin:.2f}" '
             f'height="{y(index + 1) - y(index):.2f}" fill-opacity="{value / most:.3f}"/>'
-            for step, left, right in zip(chosen, edges, edges[1:], strict=False)
+            for step, begin, end in zip(chosen, edges, edges[1:], strict=False)
             if (value := found.get(step)) is not None
         ]
         body.append(f'<g class="cells" {each.source}>{"".join(cells)}</g>')
-    step_between = math.ceil(len(rows) / 12)
     for index in range(0, len(rows), step_between):
-        label = rows[index].label.removeprefix("layer ")
-        body.append(_text(LEFT - 6, (y(index) + y(index + 1)) / 2 + 3.5, label, "end"))
-    frame = f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{height}"/>'
+        body.append(_text(left - 6, (y(index) + y(index + 1)) / 2 + 3.5, labels[index], "end"))
+    frame = f'<rect class="frame" x="{left:g}" y="{TOP}" width="{RIGHT - left:g}" height="{height}"/>'
     return _drawing(title, x, y, [*body, frame, *_steps(x, TOP + height)], TOP + height + 26)
 
 
@@ -143,7 +146,7 @@ def _curve(series: Series, x: Scale, y: Scale) -> list[str]:
             pieces.append([])
         else:
             pieces[-1].append((step, value))
-    dashed = " dashed" if series.run else ""
+    dashed = dashes(series.run)
     drawn = []
     for piece in pieces:
         places = [f"{x(step):.2f},{y(value):.2f}" for step, value in thinned(piece, x)]
@@ -156,6 +159,11 @@ def _curve(series: Series, x: Scale, y: Scale) -> list[str]:
                 for place in places
             ]
     return drawn
+
+
+def dashes(run: int) -> str:
+    """The classes of the run's curves."""
+    return f" dashed d{min(run, 3)}" if run else ""
 
 
 def _axes(x: Scale, y: Scale) -> list[str]:

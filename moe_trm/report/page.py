@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from moe_trm.report import words
+from moe_trm.report import lint, words
 from moe_trm.report.cards import Cards
 from moe_trm.report.html import document
 from moe_trm.report.run import Run
+from moe_trm.report.servers import lost_servers
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The report of one run, or of two side by side."""
+    """The report of one run, or of several side by side."""
     cards = Cards(runs)
-    title = " and ".join(run.name for run in runs)
+    title = " and ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if len(runs) > 3 else "")
     body = [
         f"<header><h1>{escape(title)}</h1>{''.join(words.state(run, many=len(runs) > 1) for run in runs)}</header>",
+        words.concluded(runs) if len(runs) > 1 else "",
         words.compared(runs) if len(runs) > 1 else "",
         *(words.verdict_now(run, many=len(runs) > 1) for run in runs),
+        *(lost_servers(run, many=len(runs) > 1) for run in runs),
         cards.tiles(),
         *(words.proofs(run, many=len(runs) > 1) for run in runs),
+        *(lint.section(run, many=len(runs) > 1) for run in runs),
         *cards.sections(),
         words.verdicts(runs),
         *(words.transcripts(run) for run in runs),

@@ -12,6 +12,8 @@ import orjson
 from moe_trm.errors import RunError
 
 Row = Mapping[str, Any]
+CHOICES = "choices.json"
+"""File of a run directory with what every `auto` became: a list of `key`, `value` and `reason`."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Run:
         rows: the steps of `metrics.jsonl` in order; numbers, text, or None for values that were not finite. The last
             line of a step counts.
         notes: remarks on damaged, missing or unfinished files.
+        choices: what every `auto` became, and why; a sentence each.
     """
 
     folder: Path
     config: Mapping[str, Any]
     rows: Sequence[Row]
     notes: tuple[str, ...]
+    choices: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -92,7 +96,16 @@ def read_run(folder: Path) -> Run:
     if damaged:
         lines = ", ".join(str(number) for number in damaged[:10]) + (", ..." if len(damaged) > 10 else "")
         notes.append(f"Damaged lines of metrics.jsonl were left out: {lines} ({len(damaged)} in all).")
-    return Run(folder, config, rows, tuple(notes))
+    return Run(folder, config, rows, tuple(notes), _choices(folder / CHOICES))
+
+
+def _choices(path: Path) -> tuple[str, ...]:
+    """None for a run that was started before they were kept."""
+    if not path.is_file():
+        return ()
+    return tuple(
+        f"{made['key']}: auto -> {made['value']}: {made['reason']}" for made in orjson.loads(path.read_bytes())
+    )
 
 
 def _config(path: Path) -> tuple[dict[str, Any], list[str]]:

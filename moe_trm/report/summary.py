@@ -23,7 +23,8 @@ class Tile:
 
 def tiles() -> tuple[Tile, ...]:
     return (
-        Tile("Evaluation", ("eval/accuracy",), "greedy accuracy, first → last", first=True),
+        Tile("Accuracy", ("eval/accuracy",), "right greedy answers on held-out prompts, first → last", first=True),
+        Tile("Evaluation", ("eval/reward",), "mean reward of greedy answers, first → last", first=True),
         Tile("Reward", ("reward/mean",), "mean of a step, first → last", first=True),
         Tile("Engine mismatch", ("engine/k3_kl",), "k3 KL in nats at equal weights", log=True),
         Tile("Router flips", ("routing/native_flip_rate", "routing/local_flip_rate"), "share of token-layers"),
@@ -60,6 +61,7 @@ def checks(run: Run) -> list[ProofCheck]:
         _worst(run, f"Live router against the record, at most {bound:g}",
                "routing/local_flip_rate", max, lambda v: v <= bound, "note"),
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
+        _worst(run, "Times that a rollout server was lost", "rollout/losses", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
     if rounding := run.config.get("rollout", {}).get("quantization"):
@@ -139,6 +141,6 @@ def sayings(run: Run) -> list[Saying]:
 
 
 def _state(row: Any) -> State:
-    if row.get("verdict/config"):
+    if row.get("verdict/config") or row.get("verdict/case") == "servers":
         return "bad"
     return "good" if "nothing needs to change" in row["verdict"] else "fair"

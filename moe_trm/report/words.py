@@ -10,8 +10,10 @@ from html import escape
 from typing import Any
 
 from moe_trm.config.flat import as_yaml, different_keys, flatten
+from moe_trm.report.conclusion import differences, sentences
 from moe_trm.report.html import number
 from moe_trm.report.run import Run
+from moe_trm.report.scale import short
 from moe_trm.report.summary import ProofCheck, Saying, checks, sayings
 
 
@@ -27,6 +29,7 @@ def state(run: Run, *, many: bool) -> str:
     about += [f"replay {run.config['replay']['mode']}"] if "mode" in run.config.get("replay", {}) else []
     about += _methods(run.config)
     notes = "".join(f'<p class="warning">{escape(note)}</p>' for note in run.notes)
+    notes += "".join(f'<p class="note">{escape(choice)}</p>' for choice in run.choices)
     whose = f"<strong>{escape(run.name)}</strong> " if many else ""
     return f'<p class="about">{whose}{escape(" · ".join(about))}</p>{notes}'
 
@@ -116,18 +119,42 @@ def verdicts(runs: Sequence[Run]) -> str:
     )
 
 
+def concluded(runs: Sequence[Run]) -> str:
+    """How the runs differ in what they measured, and how sure that is."""
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(runs))
+    found = differences(runs)
+    if not found:
+        return f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>'
+    rows = "".join(
+        f"<tr><th scope=row>{escape(each.measure.words)}</th><td>{escape(each.when)}</td>"
+        f"<td>{escape(each.first.label)}: {short(each.first_value)}</td>"
+        f"<td>{escape(each.other.label)}: {short(each.other_value)}</td><td>{escape(each.told)}</td></tr>"
+        for each in found
+    )
+    head = "<tr><th>measure</th><th>when</th><th>first</th><th>other</th><th>difference</th></tr>"
+    note = (
+        "Other minus first. What every step measures is the mean over the last common steps; evaluations are those of "
+        "the last common step. Intervals are over seeds."
+    )
+    return (
+        f'<section class="conclusion"><h2>Conclusion</h2>{said}<div class="wide"><table class="rows">{head}{rows}'
+        f'</table></div><p class="note">{note}</p></section>'
+    )
+
+
 def compared(runs: Sequence[Run]) -> str:
-    """The settings of two runs that differ."""
-    one, other = (flatten(run.config) for run in runs)
-    keys = [key for key in different_keys(one, other) if key != "name"]
-    both = [key for key in keys if key in one and key in other]
+    """The settings that are not the same in all runs."""
+    every = [flatten(run.config) for run in runs]
+    differing = dict.fromkeys(key for other in every[1:] for key in different_keys(every[0], other))
+    keys = [key for key in differing if key != "name"]
+    both = [key for key in keys if all(key in flat for flat in every)]
     lone = [key for key in keys if key not in both]
     head = "<tr><th>setting</th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
 
     def table(keys: Sequence[str]) -> str:
         rows = "".join(
             f"<tr><th scope=row><code>{escape(key)}</code></th>"
-            + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in (one, other))
+            + "".join(f"<td>{escape(as_yaml(flat[key])) if key in flat else '(absent)'}</td>" for flat in every)
             + "</tr>"
             for key in keys
         )
@@ -135,7 +162,7 @@ def compared(runs: Sequence[Run]) -> str:
 
     main = table(both) if both else "<p>None.</p>"
     more = (
-        f"<details><summary>{len(lone)} settings that only one of them has</summary>{table(lone)}</details>"
+        f"<details><summary>{len(lone)} settings that only some of them have</summary>{table(lone)}</details>"
         if lone
         else ""
     )

@@ -28,7 +28,9 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
     try:
         await task.start()
-        sampler = await _sampler(config.rollout, engine, task, params, keep_changed=config.replay.missing == "native")
+        sampler = await build_sampler(
+            config.rollout, engine, task, params, keep_changed=config.replay.missing == "native"
+        )
         await engine.start()
     except MoeTrmError:
         await task.close()
@@ -54,7 +56,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
     return engine
 
 
-async def _sampler(
+async def build_sampler(
     rollout: RolloutConfig, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> Sampler:
     """The sampler of the run: a function of the user's own, loaded here, or one answer to the prompt.

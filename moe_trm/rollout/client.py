@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ControllerReply, Request, Start
 from moe_trm.runtime import wire
 from moe_trm.sync.manifest import Meeting, TensorEntry
-from moe_trm.types import TrainBatch
+from moe_trm.types import ServerState, TrainBatch
 
 _POLL_MS = 500
 
@@ -102,6 +102,7 @@ class RolloutClient:
         data: this rank's index and the number of ranks that hold different rows.
         process: the controller, on the rank that started it.
         public_key: of a controller that speaks CurveZMQ; empty for one on this machine.
+        watch: told the state of the rollout servers again and again while this rank waits for the controller.
     """
 
     def __init__(
@@ -113,8 +114,10 @@ class RolloutClient:
         data: tuple[int, int],
         process: ControllerProcess | None = None,
         public_key: str = "",
+        watch: Callable[[tuple[ServerState, ...]], None] | None = None,
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
+        self._watch, self._looks, self._lost = watch, 0, False
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         if public_key:
@@ -145,7 +148,7 @@ class RolloutClient:
         self._receive("push")
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """Greedy accuracy of `version` on held-out prompts; measured once, however many ranks ask.
+        """Evaluation of `version` on held-out prompts; measured once, however many ranks ask.
 
         Empty without held-out prompts.
         """
@@ -185,11 +188,38 @@ class RolloutClient:
         self._socket.send_multipart(wire.encode(request))
 
     def _receive(self, op: str) -> ControllerReply:
-        while not self._socket.poll(_POLL_MS):
-            if self._process is not None:
-                self._process.check()
-        frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
-        reply = wire.decode(frames, ControllerReply)
+        """The answer to `op`; the servers are looked at meanwhile, and once more after it where one was lost."""
+        looks = self._watch is not None and op != "stop"
+        reply: ControllerReply | None = None
+        while reply is None or (self._looks and not reply.error):
+            answer = self._next()
+            if answer is not None and answer.op == "servers":
+                self._looks -= 1
+                self._tell(answer)
+            elif answer is not None:
+                reply = answer
+                if looks and self._lost:
+                    self._look()
+            elif looks and not self._looks:
+                self._look()
         if reply.error:
             raise ControllerError(f"the controller refused '{op}'", got=reply.error, may_pass=reply.may_pass)
         return reply
+
+    def _next(self) -> ControllerReply | None:
+        """The next answer; None when there is none for a while. Raises `ControllerError` when the controller ended."""
+        if not self._socket.poll(_POLL_MS):
+            if self._process is not None:
+                self._process.check()
+            return None
+        frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
+        return wire.decode(frames, ControllerReply)
+
+    def _look(self) -> None:
+        self._looks += 1
+        self._send("servers")
+
+    def _tell(self, answer: ControllerReply) -> None:
+        self._lost = any(state.lost_s is not None for state in answer.servers)
+        if self._watch is not None and not answer.error:
+            self._watch(answer.servers)

@@ -15,9 +15,10 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.config.schema import Config
+from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
@@ -32,7 +33,7 @@ from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
-from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, ServerState, TrainBatch, TrainRow
 
 
 class RolloutController:
@@ -58,7 +59,9 @@ class RolloutController:
     ) -> None:
         self._config, self._engine, self._task, self._params = config, engine, task, params
         self._sampler = sampler or SingleTurn(engine, task, params)
-        self._evaluator = Evaluator(config.eval, self._sampler, task.eval_sets(), params)
+        self._evaluator = Evaluator(
+            config.eval, self._sampler, task.eval_sets(), params, greedy_metric=greedy_metric(config.task)
+        )
         rollout, eta = config.rollout, config.pipeline.staleness_limit
         self._ledger = Ledger()
         self._store = GroupStore(
@@ -112,7 +115,9 @@ class RolloutController:
                 where=f"step {step}",
                 got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
                 expected="at least one accepted sample",
-                fix="The reasons above say what the engine sent; `rollout.log` in the run directory has its side.",
+                fix="\n".join(
+                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
+                ),
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
@@ -135,6 +140,10 @@ class RolloutController:
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """State of each rollout server now; none where the engine asks no servers."""
+        return self._engine.servers() if self._engine.traits.has_servers else ()
 
     async def evaluate(self) -> Mapping[str, float]:
         """Metrics of the engine's present weights on the held-out prompts.
@@ -174,16 +183,22 @@ class RolloutController:
 
     def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
         settings, groups = self._config.advantage, np.array([record.group_id for record in records])
+        num_tokens = np.array([record.num_sampled for record in records])
         if settings.name == GDPO:
             return advantages_by_part(
-                [record.reward_parts for record in records], groups, self._config.task.reward_weights
+                [record.reward_parts for record in records],
+                groups,
+                self._config.task.reward_weights,
+                num_tokens,
+                lone=settings.lone_sample,
             )
         return outcome_advantages(
             settings.name,
             np.array([record.reward for record in records], np.float64),
             groups,
-            np.array([record.num_sampled for record in records]),
+            num_tokens,
             normalize_std=settings.normalize_std,
+            lone=settings.lone_sample,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
@@ -214,6 +229,7 @@ class RolloutController:
         return {
             "reward/mean": float(rewards.mean()),
             "reward/zero_variance_groups": float(np.mean(np.array(spread) == 0)),
+            **explained_variance(rewards, groups),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),

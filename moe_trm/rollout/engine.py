@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moe_trm.config.engines import EngineTraits
 from moe_trm.sync.manifest import Share, WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
 
 class RolloutEngine(Protocol):
@@ -55,6 +55,10 @@ class RolloutEngine(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Totals of events since the run began, such as servers lost."""
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """State of each rollout server now; asked where `EngineTraits.has_servers` is set."""
+        return ()
 
     async def close(self) -> None:
         """Release connections."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,15 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 Answer = RolloutRecord | str
 """A rewarded answer, or why there is none."""
+
+
+@dataclass(frozen=True)
+class SetAnswers:
+    """Answers to the prompts of one set, in their order: a greedy one each, and `samples[k]`, the k-th sampled ones."""
+
+    prompts: tuple[Prompt, ...]
+    greedy: Sequence[Answer]
+    samples: Sequence[Sequence[Answer]]
 
 
 class Evaluator:
@@ -29,12 +38,20 @@ class Evaluator:
         sets: held-out prompts by the name of their set, `""` for the main one.
         params: of the behaviour policy; its stop tokens and, without `settings.max_new_tokens`, its length hold for
             evaluation too.
+        greedy_metric: name of the mean reward of greedy answers (`config.task_rules.greedy_metric`).
     """
 
     def __init__(
-        self, settings: EvalConfig, sampler: Sampler, sets: Mapping[str, Sequence[Prompt]], params: SamplingParams
+        self,
+        settings: EvalConfig,
+        sampler: Sampler,
+        sets: Mapping[str, Sequence[Prompt]],
+        params: SamplingParams,
+        *,
+        greedy_metric: str,
     ) -> None:
         self._sampler, self._sets, self._num_samples = sampler, sets, settings.samples
+        self._greedy_metric = greedy_metric
         bounded = replace(params, max_new_tokens=settings.max_new_tokens or params.max_new_tokens, min_p=0.0)
         self._greedy = replace(bounded, temperature=1.0, top_p=1.0, top_k=1)
         self._sampled = replace(bounded, temperature=settings.temperature, top_p=settings.top_p)
@@ -44,7 +61,7 @@ class Evaluator:
 
         | metric | meaning |
         |---|---|
-        | `accuracy` | mean reward of the greedy answers |
+        | `accuracy`, or `reward` | mean reward of the greedy answers |
         | `length_mean`, `finished_fraction` | of the greedy answers: sampled tokens; share of finished ones |
         | `avg_at_<k>` | mean reward of k sampled answers to each prompt |
         | `pass_at_<k>` | mean of the best of k; for rewards of 0 and 1 the share of prompts solved at least once |
@@ -53,33 +70,40 @@ class Evaluator:
         """
         metrics: dict[str, float] = {}
         for name, prompts in self._sets.items():
-            prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {f"{prefix}{key}": value for key, value in (await self._measure(prompts)).items()}
+            metrics |= self.summary(name, await self.answers(prompts))
         return metrics
 
-    async def _measure(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+    async def answers(self, prompts: Sequence[Prompt]) -> SetAnswers:
+        """The greedy answer to each prompt, and the sampled ones."""
         greedy, *samples = await asyncio.gather(
             self._answers(prompts, self._greedy),
             *(self._answers(prompts, self._sampled) for _ in range(self._num_samples)),
         )
-        metrics = {"prompts": float(len(prompts))}
-        records = [answer for answer in greedy if isinstance(answer, RolloutRecord)]
+        return SetAnswers(tuple(prompts), greedy, samples)
+
+    def summary(self, name: str, answers: SetAnswers) -> dict[str, float]:
+        """The metrics of the set `name`; see `measure`."""
+        metrics = {"prompts": float(len(answers.prompts))}
+        records = [answer for answer in answers.greedy if isinstance(answer, RolloutRecord)]
         if records:
             metrics |= {
-                "accuracy": float(np.mean([_reward(record) for record in records])),
+                self._greedy_metric: float(np.mean([reward_of(record) for record in records])),
                 "length_mean": float(np.mean([record.num_sampled for record in records])),
                 "finished_fraction": float(np.mean([record.finish_reason == "stop" for record in records])),
             }
         of_prompt = [
-            [_reward(answer) for answer in answers if isinstance(answer, RolloutRecord)]
-            for answers in zip(*samples, strict=True)
+            [reward_of(answer) for answer in given if isinstance(answer, RolloutRecord)]
+            for given in zip(*answers.samples, strict=True)
         ]
         scored = [rewards for rewards in of_prompt if rewards]
         if scored:
             metrics[f"avg_at_{self._num_samples}"] = float(np.mean([np.mean(rewards) for rewards in scored]))
             metrics[f"pass_at_{self._num_samples}"] = float(np.mean([max(rewards) for rewards in scored]))
-        reasons = Counter(answer for answers in (greedy, *samples) for answer in answers if isinstance(answer, str))
-        return metrics | {f"rejected/{reason}": float(number) for reason, number in sorted(reasons.items())}
+        every = (answers.greedy, *answers.samples)
+        reasons = Counter(answer for given in every for answer in given if isinstance(answer, str))
+        metrics |= {f"rejected/{reason}": float(number) for reason, number in sorted(reasons.items())}
+        prefix = f"eval/{name}/" if name else "eval/"
+        return {f"{prefix}{key}": value for key, value in metrics.items()}
 
     async def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(prompt, params) for prompt in prompts)))
@@ -91,6 +115,7 @@ class Evaluator:
             return rejection.reason
 
 
-def _reward(record: RolloutRecord) -> float:
+def reward_of(record: RolloutRecord) -> float:
+    """The reward that its sampler gave the record."""
     assert record.reward is not None, "the sampler gives rewards"
     return record.reward

@@ -64,6 +64,8 @@ class Producer:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.clock = BusyClock()
+        self.examples: dict[str, str] = {}
+        """The first rejection of each reason, in words."""
 
     def admit_steps(self, steps: int) -> None:
         """Groups of the first `steps` training steps may be issued: i + eta + 1. Starts what is now admitted."""
@@ -137,9 +139,12 @@ class Producer:
     async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
         outcome: Outcome
         try:
-            outcome = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+            sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+            # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
+            outcome = sample.bound()
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
+            self.examples.setdefault(rejection.reason, str(rejection))
             if self._ledger.rejected[rejection.reason] <= NUM_TOLD:
                 log.warning("rejected as %s: %s", rejection.reason, rejection)
             outcome = rejection.reason

@@ -11,7 +11,7 @@ from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.sampler import SingleTurn, rewarded
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.rewards import score
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
 KEPT_STEPS = 8
 """Steps held in memory: where sampling runs ahead of training, samples of several steps are asked for in turn."""
@@ -105,6 +105,10 @@ class BundleEngine:
     def metrics(self) -> dict[str, float]:
         """Nothing happens to it."""
         return {}
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """It has none."""
+        return ()
 
     async def close(self) -> None:
         """Nothing is held open."""

@@ -25,7 +25,7 @@ from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.runtime import wire
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
-from moe_trm.types import TrainBatch
+from moe_trm.types import ServerState, TrainBatch
 
 PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
@@ -48,10 +48,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: greedy accuracy.
+    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: its metrics.
 
-    `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`, before the first push. `stop`:
-    end the process.
+    `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
+    before the first push. `stop`: end the process.
     """
 
     key: str
@@ -70,10 +70,12 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class ControllerReply(msgspec.Struct, frozen=True):
-    """`error` is empty when the request succeeded; `may_pass` as of the error."""
+    """`error` is empty when the request succeeded; `may_pass` as of the error. `op`: what was asked."""
 
     error: str = ""
     may_pass: bool = False
+    op: str = ""
+    servers: tuple[ServerState, ...] = ()
     batch: TrainBatch | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
@@ -127,8 +129,10 @@ class ControllerService:
         self._stop.set()
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
+        op = ""
         try:
             request = wire.decode(frames, Request)
+            op = request.op
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
@@ -142,7 +146,8 @@ class ControllerService:
             traceback.print_exc()
             reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
-        await socket.send_multipart([identity, *wire.encode(reply)], copy=False)
+        named = msgspec.structs.replace(reply, op=op)
+        await socket.send_multipart([identity, *wire.encode(named)], copy=False)
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
@@ -196,6 +201,9 @@ class ControllerService:
         await self._settled()
         return ControllerReply(metrics=dict(await self._once("evaluate", request.version, self._controller.evaluate)))
 
+    async def _servers(self, request: Request) -> ControllerReply:
+        return ControllerReply(servers=self._controller.servers())
+
     async def _state(self, request: Request) -> ControllerReply:
         return ControllerReply(state=self._controller.state())
 
@@ -218,6 +226,7 @@ class ControllerService:
         "batch": _batch,
         "push": _push,
         "evaluate": _evaluate,
+        "servers": _servers,
         "state": _state,
         "restore": _restore,
         "stop": _end,

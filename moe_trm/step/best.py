@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe_trm.config.schema import Config
+from moe_trm.config.task_rules import best_metric
 from moe_trm.learner.protocol import Learner
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Best:
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self._settings, self._path = config.eval, folder / "best"
+        self._keeps, self._metric, self._path = config.eval.keep_best, best_metric(config), folder / "best"
         self._value: float | None = None
 
     def state(self) -> float | None:
@@ -42,14 +43,14 @@ class Best:
         """Take note of an evaluation, and write the weights when it is the best; those of step 0 are the start
         checkpoint's. Collective.
         """
-        if not self._settings.keep_best or not evaluation:
+        if not self._keeps or not evaluation:
             return
-        value = evaluation.get(self._settings.best_metric)
+        value = evaluation.get(self._metric)
         if value is None:
             if dist.get_rank() == 0:
                 log.warning(
                     "eval.best_metric=%s is not among what was measured: %s",
-                    self._settings.best_metric,
+                    self._metric,
                     sorted(evaluation),
                 )
             return

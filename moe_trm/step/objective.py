@@ -66,6 +66,11 @@ class Objective:
         return self._recipe.whole_rules or self._recipe.whole_loss or bool(self._recipe.uncalibrated)
 
     @property
+    def measuring(self) -> bool:
+        """True while a rule with a target has no threshold yet: what is kept now says nothing about it."""
+        return self._thresholds.measuring
+
+    @property
     def needs_entropy(self) -> bool:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
@@ -96,7 +101,7 @@ class Objective:
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if part.reference is not None:
                 reference = part.reference[index]
-                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference)
+                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference, ratio=chosen.kl_ratio)
                 terms["loss/kl"] = kl, ratios.mask, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
             shares = {
@@ -122,6 +127,7 @@ class Objective:
                     **diagnostics.metrics(evidence),
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
+                    **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }
             )

@@ -11,6 +11,8 @@ from typing import Literal
 from moe_trm import corrections, losses
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
+from moe_trm.corrections.by_length import LengthTracker
+from moe_trm.corrections.calibration import check_by_length
 from moe_trm.corrections.compose import labelled
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
@@ -29,13 +31,15 @@ HIDDEN = ("engine", "lag", "staleness")
 class Uncalibrated:
     """A rule whose threshold is yet to be chosen: `fixed` are its other thresholds and the ratio it reads.
 
-    `label` is its name in metrics and among the thresholds that are kept.
+    `label` is its name in metrics and among the thresholds that are kept. `by_length`: the threshold depends on the
+    length of a row and follows the run.
     """
 
     rule: RegisteredRule
     target_reject_rate: float
     fixed: Mapping[str, float | str] = field(default_factory=dict)
     label: str = ""
+    by_length: bool = False
 
     @property
     def name(self) -> str:
@@ -53,7 +57,7 @@ class Recipe:
         batch_normalize: over what the weights are divided by their mean.
         loss: the policy objective.
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
-        kl_estimator: the KL to the reference, where there is one.
+        kl_estimator: the KL to the reference, where there is one; `kl_ratio` weighs `k3_is`.
         entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
     """
 
@@ -64,6 +68,7 @@ class Recipe:
     aggregation: str
     horizon: int
     kl_estimator: str
+    kl_ratio: str
     entropy: bool
     entropy_coef: float
 
@@ -94,6 +99,13 @@ def recipe(config: Config) -> Recipe:
     rules = [corrections.get(name).bind(**thresholds) for name, thresholds in (preset.rules if preset else ())]
     uncalibrated = []
     for item in correction.rules:
+        if item.by_length and item.target_reject_rate is None:
+            raise ConfigError(
+                "a threshold by length is chosen from a target",
+                where=f"correction {item.name}, by_length",
+                got="by_length without target_reject_rate",
+                expected="both, or neither",
+            )
         if item.target_reject_rate is None:
             rules.append(corrections.get(item.name).bind(**item.thresholds))
         else:
@@ -122,6 +134,7 @@ def recipe(config: Config) -> Recipe:
         aggregation=config.loss.aggregation or loss.loss.aggregation,
         horizon=config.rollout.max_new_tokens,
         kl_estimator=config.kl.estimator,
+        kl_ratio=config.kl.ratio,
         entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or "entropy" in loss.loss.needs,
         entropy_coef=config.loss.entropy_coef,
     )
@@ -207,7 +220,11 @@ def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
             got=f"{', '.join(chosen)} and target_reject_rate={target}",
             expected="one of the two",
         )
-    return Uncalibrated(rule, target, dict(item.thresholds))
+    found = Uncalibrated(rule, target, dict(item.thresholds), by_length=item.by_length)
+    if item.by_length:
+        check_by_length(rule)
+        placeholder(found).following(LengthTracker(target, rule.num_statistics).thresholds)
+    return found
 
 
 def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundLoss:

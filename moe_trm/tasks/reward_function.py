@@ -11,6 +11,7 @@ from moe_trm.errors import RecordRejected
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.process import FunctionFailed
 from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.tasks.rewards import read_reward
 
 ADAPTER = "moe_trm.tasks.reward_adapter:adapt"
 MAX_BATCH = 64
@@ -55,7 +56,10 @@ class FunctionReward:
             await self.start()
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((sample, result))
-        return await result
+        value = await result
+        # Here, where the function's file and line are known; the weights of its parts do not matter.
+        read_reward(value, {}, f"prompt {sample.prompt_id}", place=self._hosts[0].place)
+        return value
 
     async def close(self) -> None:
         """End the processes."""

@@ -68,23 +68,27 @@ def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInp
     )
 
 
-def read_reward(value: object, weights: Mapping[str, float], where: str, prefix: str = "reward") -> Reward:
+def read_reward(
+    value: object, weights: Mapping[str, float], where: str, prefix: str = "reward", place: str = "the function"
+) -> Reward:
     """A number, or a dict of named numbers, whose weighted sum counts (a name without a weight has weight 1).
+
+    `place` is where the function is defined.
 
     Raises:
         RecordRejected: `<prefix>_type`, `<prefix>_nan`.
     """
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) for name in value):
-            raise _not_a_number(value, where, prefix)
-        parts = {name: _number(part, f"{where}, {name}", prefix) for name, part in value.items()}
+            raise _not_a_number(value, where, prefix, place)
+        parts = {name: _number(part, f"{where}, {name}", prefix, place) for name, part in value.items()}
         return Reward(math.fsum(weights.get(name, 1.0) * part for name, part in parts.items()), parts)
-    return Reward(_number(value, where, prefix))
+    return Reward(_number(value, where, prefix, place))
 
 
-def _number(value: object, where: str, prefix: str) -> float:
+def _number(value: object, where: str, prefix: str, place: str) -> float:
     if not isinstance(value, Real):
-        raise _not_a_number(value, where, prefix)
+        raise _not_a_number(value, where, prefix, place)
     if not math.isfinite(float(value)):
         raise RecordRejected(
             f"{prefix}_nan", "the reward is not finite", where=where, got=value, expected="a finite float"
@@ -92,12 +96,12 @@ def _number(value: object, where: str, prefix: str) -> float:
     return float(value)
 
 
-def _not_a_number(value: object, where: str, prefix: str) -> RecordRejected:
+def _not_a_number(value: object, where: str, prefix: str, place: str) -> RecordRejected:
     return RecordRejected(
         f"{prefix}_type",
         f"your {prefix} function returned {type(value).__name__}",
         where=where,
         got=repr(value),
         expected="a float, or a dict of named floats",
-        fix="return a number on every path of the function",
+        fix=f"return a number on every path of {place}",
     )

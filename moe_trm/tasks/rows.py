@@ -35,15 +35,24 @@ def read_rows(source: str | Path) -> Iterator[Row]:
         ConfigError: no such file or data set, a reader that is not installed, or a line that is no JSON object, told by
             its number.
     """
+    check_source(source)
     text = str(source)
     if text.startswith(HUB):
         return _hub(text)
     path = Path(source)
-    if not path.is_file():
-        raise ConfigError(
-            "prompt file not found", where=text, got="no such file", expected="a JSONL or parquet file", fix=_FIX
-        )
     return _parquet(path) if path.suffix == ".parquet" else _jsonl(path)
+
+
+def check_source(source: str | Path) -> None:
+    """Raise `ConfigError` for a file that is not there; a data set by name is looked for when it is read."""
+    if not str(source).startswith(HUB) and not Path(source).is_file():
+        raise ConfigError(
+            "prompt file not found",
+            where=str(source),
+            got="no such file",
+            expected="a JSONL or parquet file",
+            fix=_FIX,
+        )
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,23 +21,35 @@ from moe_trm.config.schema import Config, CorrectionConfig, LossConfig, RuleConf
 from moe_trm.errors import ConfigError
 from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.presets import PRESETS
+from moe_trm.whatif.curve import bars, picture
 from moe_trm.whatif.judge import Candidate, RuleOutcome, judge
 from moe_trm.whatif.recording import Recording, load
+from moe_trm.whatif.sweep import EXAMPLE, Sweep, parse_sweep
 
 AS_TRAINED = "as trained"
 _COLUMNS = (
     ("tokens kept", "correction/kept_fraction"),
     ("rows kept", "correction/kept_sequence_fraction"),
     ("weight ess", "correction/weight_eff_sample_size"),
-    ("trained", "gradient/trained_fraction"),
+    ("tokens trained", "gradient/trained_fraction"),
     ("grad weight", "gradient/weight_mean"),
     ("grad ess", "gradient/eff_sample_size"),
 )
+CELL = 8
+"""Characters of a column; its title takes two lines."""
+LEAST_NAME = 12
+"""Characters that names get at least, however narrow the terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of `moe-trm whatif`."""
-    parser.add_argument("recording", type=Path, help="bundle folder (record.bundle), or a dump of slime, miles or verl")
+    parser.add_argument(
+        "recording",
+        type=Path,
+        help="bundle folder (record.bundle), folder of a run that recorded one, or a dump of slime, miles or verl",
+    )
+    parser.add_argument("--sweep", metavar="RULE.THRESHOLD=LOW:HIGH[:N]", help=f"a threshold over a range: {EXAMPLE}")
+    parser.add_argument("--picture", type=Path, help="SVG of the sweep's curve (default: whatif-RULE.THRESHOLD.svg)")
     parser.add_argument(
         "--rules", action="append", metavar="YAML", help="as correction.rules; may be given several times"
     )
@@ -49,12 +64,19 @@ def run(args: argparse.Namespace) -> int:
     """Score the candidates, print the table, write the JSON. Raises `BundleError`, `ConfigError`."""
     torch.set_num_threads(1)
     recording = load(args.recording)
-    chosen = candidates(recording, args.rules or (), args.preset or (), args.loss or ())
+    sweep = parse_sweep(args.sweep) if args.sweep else None
+    chosen = candidates(recording, args.rules or (), args.preset or (), args.loss or (), sweep)
     outcomes = [_judge(candidate, recording) for candidate in chosen]
-    print(table(recording, outcomes))
+    print(table(recording, outcomes, shutil.get_terminal_size().columns))
+    if sweep is not None:
+        swept = outcomes[-len(sweep.values) :]
+        drawn = args.picture or Path(f"whatif-{Path(sweep.rule).name.replace(':', '.')}.{sweep.threshold}.svg")
+        drawn.write_text(picture(sweep, swept), encoding="utf-8")
+        print(f"\n{bars(sweep, swept)}\n\n{sweep.telling(recording.config)}; picture: {drawn}")
     if args.json:
         document = {
             "recording": recording.source,
+            "sweep": None if sweep is None else asdict(sweep),
             "steps": list(recording.steps),
             "candidates": [asdict(one) for one in outcomes],
         }
@@ -63,18 +85,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(
-    recording: Recording, rules: Sequence[str], presets: Sequence[str], losses: Sequence[str]
+    recording: Recording,
+    rules: Sequence[str],
+    presets: Sequence[str],
+    losses: Sequence[str],
+    sweep: Sweep | None = None,
 ) -> list[Candidate]:
     """The candidates: the recorded configuration first, then those asked for, or every preset and every loss.
 
-    A preset is tried with the recorded loss, a loss with the recorded correction.
+    A preset is tried with the recorded loss, a loss with the recorded correction. Those of `sweep` come last.
 
     Raises:
         ConfigError: rules that cannot be read, or a loss or rule that does not exist or cannot be loaded.
     """
     config = recording.config
     found = [Candidate(AS_TRAINED if recording.trained else "defaults", config.correction, config.loss)]
-    if not (rules or presets or losses):
+    if not (rules or presets or losses or sweep):
         presets, losses = tuple(PRESETS), tuple(LOSSES)
     for text in rules:
         found.append(Candidate(f"rules {text}", _without_preset(config, rules=_parse_rules(text)), config.loss))
@@ -87,27 +113,39 @@ def candidates(
         if correction.preset is not None and PRESETS[correction.preset].bypass:
             correction = _without_preset(config, rules=config.correction.rules)
         found.append(Candidate(f"loss {name}", correction, LossConfig.model_validate({"name": name})))
-    return found
+    return found + (sweep.candidates(config) if sweep is not None else [])
 
 
-def table(recording: Recording, outcomes: Sequence[RuleOutcome]) -> str:
-    """The outcomes as text, and what the recording itself says."""
-    width = max(len(outcome.name) for outcome in outcomes)
-    lines = [f"{recording.source}, steps {min(recording.steps)} to {max(recording.steps)}; means over all tokens", ""]
-    lines.append(" " * width + "".join(f"{title:>13}" for title, _ in _COLUMNS))
+def table(recording: Recording, outcomes: Sequence[RuleOutcome], columns: int = 80) -> str:
+    """The outcomes as text, and what the recording itself says.
+
+    No line is longer than `columns`: a name that does not fit has its figures below it.
+    """
+    room = max(LEAST_NAME, columns - CELL * len(_COLUMNS))
+    width = min(room, max(len(outcome.name) for outcome in outcomes))
+    wrap = partial(textwrap.wrap, width=max(LEAST_NAME, columns), break_on_hyphens=False)
+    steps = f"{recording.source}, steps {min(recording.steps)} to {max(recording.steps)}; means over all tokens"
+    lines = [*wrap(steps), ""]
+    for word in (0, 1):
+        lines.append(" " * width + "".join(f"{title.split()[word]:>{CELL}}" for title, _ in _COLUMNS))
     for outcome in outcomes:
         if outcome.pooled is None:
-            lines.append(f"{outcome.name:<{width}}  cannot: {outcome.refused}")
+            lines += wrap(f"{outcome.name:<{width}}  cannot: {outcome.refused}", subsequent_indent="    ")
             continue
+        *above, name = wrap(outcome.name, width=width) or [""]
+        lines += above
         cells = [outcome.pooled.get(key) for _, key in _COLUMNS]
-        lines.append(
-            f"{outcome.name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>13}" for c in cells)
-        )
+        lines.append(f"{name:<{width}}" + "".join(f"{'-' if c is None else format(c, '.4f'):>{CELL}}" for c in cells))
+        if outcome.uncalibrated:
+            lines += wrap(outcome.uncalibrated, initial_indent="  ", subsequent_indent="  ")
     first = outcomes[0]
     if first.histogram:
+        widest = min(50, max(10, columns - 20))
         lines += ["", f"effective gradient weights, {first.name}:"]
-        lines += [f"  {label:>8} {share:7.2%} {'#' * round(50 * share)}" for label, share in first.histogram.items()]
-    return "\n".join([*lines, "", f"verdict: {first.verdict or first.refused}"])
+        lines += [
+            f"  {label:>8} {share:7.2%} {'#' * round(widest * share)}" for label, share in first.histogram.items()
+        ]
+    return "\n".join([*lines, "", *wrap(f"verdict: {first.verdict or first.refused}")])
 
 
 def _judge(candidate: Candidate, recording: Recording) -> RuleOutcome:
@@ -123,6 +161,17 @@ def _without_preset(config: Config, *, rules: tuple[RuleConfig, ...]) -> Correct
     return config.correction.model_copy(update={"preset": None, "rules": rules})
 
 
+def _mistake(error: yaml.YAMLError | ValidationError) -> str:
+    """YAML's own words and place, or every field that is wrong."""
+    if isinstance(error, yaml.YAMLError):
+        return str(error)
+    fields = (
+        f"{'.'.join(map(str, found['loc']))}: {found['msg'][0].lower()}{found['msg'][1:]}"
+        for found in error.errors(include_url=False)
+    )
+    return "\n".join(fields)
+
+
 def _parse_rules(text: str) -> tuple[RuleConfig, ...]:
     try:
         data = yaml.safe_load(text)
@@ -131,7 +180,7 @@ def _parse_rules(text: str) -> tuple[RuleConfig, ...]:
         raise ConfigError(
             "these are no rules",
             where="--rules",
-            got=text,
+            got=f"{text}\n{textwrap.indent(_mistake(error), ' ' * 12)}",
             expected="as in correction.rules, e.g. '[{name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}]'",
         ) from error
     for rule in rules:

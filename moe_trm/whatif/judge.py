@@ -39,7 +39,8 @@ class RuleOutcome:
     Attributes:
         refused: why it cannot run on these recordings; empty when it did, and then the rest is filled.
         steps: finished metrics by step, named as in `metrics.jsonl`.
-        pooled: the same over all tokens of all steps, with `gradient/*` of `EffectiveWeights.summary`.
+        pooled: the same over all tokens of all steps, with `gradient/*` of `EffectiveWeights.summary`. Steps on which
+            a rule with a target only measured are left out.
         histogram: share of tokens by effective weight.
         verdict: what the metrics of the last step mean, in one sentence.
     """
@@ -50,6 +51,8 @@ class RuleOutcome:
     pooled: Mapping[str, float] | None = None
     histogram: Mapping[str, float] | None = None
     verdict: str = ""
+    uncalibrated: str = ""
+    """Why nothing is known of what it keeps: its rules measured on every step of the recording."""
 
 
 def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
@@ -67,6 +70,7 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
     learner = cast(Learner, recording)  # it does what an objective asks for, and cannot train
     steps: dict[int, Mapping[str, float]] = {}
     for step, updates in recorded.items():
+        measured_only = objective.measuring
         for place, update in enumerate(updates):
             part = recording.hold(update, whole=objective.whole)
             loss_of = objective.bind(part, learner, first=place == 0)
@@ -88,8 +92,20 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
                 weights.add(slope, plain_slope)
         steps[step] = objective.take(learner)
         verdict = says.say(steps[step])["verdict"]
+        if measured_only:
+            recording.total, weights = {}, EffectiveWeights()
     pooled = summable.finalize(recording.total) | weights.summary()
-    return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict)
+    uncalibrated = "" if recording.total else _uncalibrated(config, len(recorded))
+    return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict, uncalibrated)
+
+
+def _uncalibrated(config: Config, num_steps: int) -> str:
+    names = [rule.name for rule in config.correction.rules if rule.target_reject_rate is not None]
+    steps = config.correction.calibration_steps
+    return (
+        f"uncalibrated: {', '.join(names)} measures for correction.calibration_steps={steps} steps, "
+        f"and the recording has {num_steps}"
+    )
 
 
 def _slope(loss: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError
 from moe_trm.recording.bundle import BundleReader
-from moe_trm.recording.scores import ScoredUpdate, ScoresReader
+from moe_trm.recording.scores import CONFIG_FILE, ScoredUpdate, ScoresReader
 from moe_trm.whatif import foreign
 
 
@@ -35,11 +37,12 @@ class Recording:
 
 
 def load(path: Path) -> Recording:
-    """Read a bundle folder, a folder of dumps, or one dump file.
+    """Read a bundle folder, the folder of a run that recorded one, a folder of dumps, or one dump file.
 
     Raises:
         BundleError: nothing readable there, damage, another version, or a dump without the log-probs that are needed.
     """
+    path = _bundle_of(path) or path
     reader = ScoresReader(path)
     if reader.steps():
         steps = {step: reader.read(step) for step in reader.steps()}
@@ -67,6 +70,34 @@ def load(path: Path) -> Recording:
     names = ", ".join(sorted({dump.framework for dump in dumps}))
     grouped = all(dump.grouped for dump in dumps)
     return Recording(f"a dump of {names}", config, steps, trained=False, grouped=grouped)
+
+
+def _bundle_of(folder: Path) -> Path | None:
+    """The recording of the run in `folder`; None where there is no run. Raises `BundleError` where it recorded none."""
+    if not (folder / "metrics.jsonl").is_file() or not (folder / CONFIG_FILE).is_file():
+        return None
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    named: str | None = config.get("record", {}).get("bundle")
+    if not named:
+        raise BundleError(
+            "this run was not recorded",
+            where=str(folder),
+            got="record.bundle is not set in its config.json",
+            expected="a run with record.bundle=FOLDER",
+            fix="Run it again with record.bundle=FOLDER. A recording cannot be made afterwards.",
+        )
+    # As the run saw it, beside the run's own folder, or moved together with it.
+    places = [Path(named), folder.parent.parent / named, folder.parent / Path(named).name]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise BundleError(
+        "the recording of this run is not there",
+        where=str(folder),
+        got=f"none of {', '.join(map(str, places))}",
+        expected="the folder of record.bundle",
+        fix="Give the recording's folder itself.",
+    )
 
 
 def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -> None:

@@ -81,5 +81,12 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    timed = ("time/", "rollout/tokens_per_s", "rollout/servers", "rollout/recoveries", "rollout/reissued")
+    timed = (
+        "time/",
+        "rollout/tokens_per_s",
+        "rollout/servers",
+        "rollout/recoveries",
+        "rollout/reissued",
+        "rollout/los",
+    )
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]

@@ -38,10 +38,13 @@ WATCHED = {
     "rollout/reissued",
     "rollout/recoveries",
     "rollout/servers",
+    "rollout/servers_lost",
+    "rollout/losses",
+    "rollout/lost_s",
     "records/dropped/age",
 }
 """The metrics that docs/pipeline.md names."""
-TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "eval/")
+TIMING = ("ledger/", "queue/", "rollout/reissued", "rollout/recoveries", "rollout/servers", "rollout/los", "eval/")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,15 @@ def test_every_step_has_what_there_is_to_watch(live: list[dict[str, float]], see
 def test_the_key_is_in_no_file_and_on_no_command_line(live: list[dict[str, float]], folder: Path, seen: Seen) -> None:
     files = [path for root in ("runs", "bundle") for path in (folder / root).rglob("*") if path.is_file()]
     names = {path.name for path in files}
-    assert names >= {"config.json", "metrics.jsonl", "report.html", "rollout.log", "controller.log", "manifest.json"}
+    assert names >= {
+        "config.json",
+        "choices.json",
+        "metrics.jsonl",
+        "report.html",
+        "rollout.log",
+        "controller.log",
+        "manifest.json",
+    }
     assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
     assert [line for line in seen.processes if KEY in line] == []
     # Ranks find the key in their environment; what they start has no use for it there.

@@ -70,7 +70,7 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path, params: SamplingPa
     expected = logprobs.gather(1, tokens[0, places][:, None])[:, 0].numpy()
     np.testing.assert_allclose(record.full_logprobs, expected, atol=1e-4)
     assert record.routes is not None
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
     chosen = np.stack([layer.topk(2, -1).indices.numpy() for layer in output.router_logits], 1)[:-1]
     assert np.array_equal(np.sort(record.routes.experts, -1), np.sort(chosen, -1))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -98,6 +101,33 @@ def test_a_tensor_that_changed_on_the_way_is_refused(rollout_server: Server, tin
     sent[1][EXPERT] = sent[1][EXPERT] + torch.eye(64) * 1e-6
     with pytest.raises(SyncError, match=r"layers\.1\.mlp\.experts\.6\.down_proj"):
         push(rollout_server, 13, announced, sent, "bad-")
+
+
+def test_a_broadcast_succeeds_while_the_engine_generates_for_others(rollout_server: Server, tiny_moe: Path) -> None:
+    """A request is running each time: the engine refuses to flush its prefix cache while one does."""
+    ranks = shares_of(tiny_moe)
+    for version in range(21, 24):
+        with running_request(rollout_server) as answer:
+            push(rollout_server, version, ranks, ranks, f"busy{version}-")
+            assert answer.readline()  # it goes on
+    expected = EngineChecksums(ranks[0] | ranks[1], "float32")
+    for name, tensor in (ranks[0] | ranks[1]).items():
+        expected.add(name, tensor)
+    assert served_checksums(rollout_server) == expected.result()
+
+
+@contextmanager
+def running_request(server: Server) -> Iterator[HTTPResponse]:
+    """A long answer of which the first token has come; given up at the end."""
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}, "stream": True}
+    request = Request(
+        f"{server.url}/generate",
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {server.api_key}", "Content-Type": "application/json"},
+    )
+    with urlopen(request, timeout=300) as answer:
+        assert answer.readline()
+        yield answer
 
 
 def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, attached: list[str]) -> None:

@@ -59,8 +59,8 @@ def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
 def test_every_promised_metric_is_in_every_step(live: Path) -> None:
     rows = metrics_of(live)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert "eval/accuracy" in rows[0]
-    assert "eval/accuracy" in rows[-1]
+    assert "eval/reward" in rows[0]
+    assert "eval/reward" in rows[-1]
     promised = {
         *("reward/mean", "response/length_mean", "replay/applied_fraction", "routing/local_flip_rate"),
         *("routing/native_flip_rate", "engine/k3_kl", "staleness/k3_kl", "total/k3_kl"),
@@ -71,6 +71,8 @@ def test_every_promised_metric_is_in_every_step(live: Path) -> None:
         *("sampling_mask/size_median", "sampling_mask/size_p99", "sampling_mask/singleton_fraction"),
         *("sampling_mask/violations", "sampling_mask/bytes_per_token", "sampling_mask/learner_kept_mass_mean"),
         *("time/step_s", "time/rollout_s", "time/score_s", "time/update_s", "time/sync_s"),
+        *("variance/total_power", "variance/signal_strength", "variance/pure_noise", "reward/explained_variance"),
+        *("engine/probs_diff_p95", "total/chi2_token_p95", "total/training_log_ppl", "total/log_ppl_diff_max"),
     }
     for row in rows[1:]:
         assert promised <= row.keys(), promised - row.keys()
@@ -79,6 +81,11 @@ def test_every_promised_metric_is_in_every_step(live: Path) -> None:
         assert row["weights/version"] == row["step"]
         places = ("queued", "in_flight", "trained", "rejected", "dropped")
         assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in places) == 16 * row["step"]
+        assert 0 < row["engine/probs_diff_p95"] <= row["engine/probs_diff_max"] * 1.5
+        signal, power = row["variance/signal_strength"], row["variance/total_power"]
+        assert signal == pytest.approx(row["optimizer/grad_norm"] ** 2)
+        rows_of_update = 16 / row["optimizer/steps"]
+        assert row["variance/pure_noise"] == pytest.approx(max(0.0, (power - signal) / (rows_of_update - 1)))
 
 
 def test_the_first_update_of_a_synchronous_step_is_bitwise_the_behaviour_pass(live: Path) -> None:
@@ -112,7 +119,7 @@ def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
     for row in metrics_of(live):
         assert row["eval/prompts"] == 16
         assert 0 <= row["eval/avg_at_2"] <= row["eval/pass_at_2"] <= 1
-        assert 0 <= row["eval/accuracy"] <= row["eval/finished_fraction"] <= 1
+        assert 0 <= row["eval/reward"] <= row["eval/finished_fraction"] <= 1
 
 
 def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:

@@ -279,7 +279,7 @@ def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: 
     ranks = finished[run]
     for rank in range(2):
         facts = ranks.saved(run, "facts", rank)
-        for kind in ("deaf", "shifted", "swapped", "unknown_snapshot"):
+        for kind in ("deaf", "of_no_sample", "shifted", "swapped", "unknown_snapshot"):
             assert facts[kind] == 1.0, kind
         assert facts["broken_applied"] == 0.0
     assert same_bits(ranks.exported(run, "refused"), ranks.exported(run, "second"))

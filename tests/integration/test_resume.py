@@ -13,16 +13,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.resume_drill import books_balance, kill_everything, metrics_of, run_drill, timeless
 from launch.job import free_port, learner_command, learner_environment
 from moe_trm.checkpoint.pieces import PieceReader
+from moe_trm.cli import main as moe_trm
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
+from moe_trm.export.run_folder import RunFolder
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from tests.integration.jobs import still_running
 from tests.integration.ranks import Ended, rank_server
 from tests.integration.recordings import make_recording
+from tests.unit.learner.test_plain_transformers import PROGRAM as LOAD_AND_GENERATE
 
 STEPS = 4
 CONFIG = """
@@ -224,8 +230,9 @@ def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path
     name = "-".join(layout)
     parallel = [f"learner.parallel.{size}" for size in ("expert=1", *layout)]
     begin = f"checkpoint.resume={alone / 'checkpoints' / 'step-000002'}"
-    job = start(folder, name, *parallel, begin)
+    job = start(folder, name, *parallel, begin, "train.export=true")
     assert job.wait() == 0, job.output
+    assert_exports_what_the_learner_exported(folder / name, STEPS)
     one, two = (
         PieceReader(sorted((run / "checkpoints" / f"step-{STEPS:06d}").glob("rank-*")))
         for run in (alone, folder / name)
@@ -236,6 +243,75 @@ def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path
             expected = one.read(tensor)
             assert two.read(tensor).shape == expected.shape
             assert (two.read(tensor) - expected).abs().max() <= tolerance * expected.abs().max(), tensor
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    checkpoint = HfCheckpoint(folder)
+    return {name: checkpoint.read(name) for name in sorted(checkpoint.names)}
+
+
+def assert_exports_what_the_learner_exported(run: Path, step: int) -> Path:
+    """The exported folder, bit for bit what the learner left in `checkpoints/final`, and ready for any program."""
+    assert moe_trm(["export", str(run), "--step", str(step)]) == 0
+    exported = run / "checkpoints" / f"hf-{step:06d}"
+    ours, learners = weights_of(exported), weights_of(run / "checkpoints" / "final")
+    assert ours.keys() == learners.keys()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, learners[name])]
+    started = weights_of(run.parent / "start")
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, started[name])], "nothing was trained"
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (exported / file).read_bytes() == (run / "checkpoints" / "final" / file).read_bytes()
+    return exported
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [
+        ("checkpoint.resume={alone}", "learner.freeze_router=true"),
+        ("learner.parallel.expert=1", "learner.backend=deepspeed", "learner.deepspeed.zero_stage=3", "train.steps=1"),
+    ],
+    ids=["megatron", "deepspeed"],
+)
+def test_a_checkpoint_exports_as_what_the_learner_would_have_exported(
+    folder: Path, alone: Path, learner: tuple[str, ...]
+) -> None:
+    """Two ranks share what they saved; one process without ranks makes a Hugging Face folder of it."""
+    name = f"exported-{'deepspeed' if 'learner.backend=deepspeed' in learner else 'megatron'}"
+    begin = alone / "checkpoints" / "step-000003"
+    done = forked(folder, name, *(setting.format(alone=begin) for setting in learner), "train.export=true")
+    assert done.ok, done.stderr
+    exported = assert_exports_what_the_learner_exported(folder / name, RunFolder(folder / name, {}).steps()[0])
+    loaded = subprocess.run(
+        [sys.executable, "-c", LOAD_AND_GENERATE, str(exported)], capture_output=True, text=True, check=False
+    )
+    assert loaded.returncode == 0, loaded.stderr[-2000:]
+    assert "tokens 4" in loaded.stdout
+
+
+def test_an_export_refuses_what_it_cannot_make(
+    folder: Path, alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step that is gone, a start checkpoint of another model, a damaged piece: nothing is left behind."""
+    out = tmp_path / "out"
+    assert moe_trm(["export", str(alone), "--step", "9"]) == 2
+    assert "no checkpoint of that step" in capsys.readouterr().err
+    assert moe_trm(["export", str(folder / "start")]) == 2
+    assert "needs no export" in capsys.readouterr().err
+    make_checkpoint(tmp_path / "other", shape=TinyShape(layers=2, hidden=64, experts=4, expert_ffn=16))
+    assert moe_trm(["export", str(alone), "--out", str(out), "--model", str(tmp_path / "other")]) == 2
+    assert "another model's" in capsys.readouterr().err
+    deeper = tmp_path / "deeper"
+    make_checkpoint(deeper, shape=TinyShape(layers=3, hidden=32, experts=4, expert_ffn=16))
+    assert moe_trm(["export", str(alone), "--out", str(out), "--model", str(deeper)]) == 2
+    assert "a trained tensor is missing" in capsys.readouterr().err
+    damaged = tmp_path / "step-000002"
+    shutil.copytree(alone / "checkpoints" / "step-000002", damaged)
+    piece = damaged / "rank-00001.safetensors"
+    piece.write_bytes(piece.read_bytes()[:-1] + b"\x01")
+    assert moe_trm(["export", str(damaged), "--out", str(out)]) == 2
+    assert "does not match its checksum" in capsys.readouterr().err
+    assert not out.exists()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_finished_run_has_nothing_left_to_do(folder: Path, alone: Path) -> None:

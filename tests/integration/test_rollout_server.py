@@ -111,7 +111,7 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
         log_mass = logprobs[row][torch.from_numpy(kept.astype(np.int64))].exp().sum().log().item()
         assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
     assert record.routes is not None
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
     scores = np.stack([layer.float().numpy() for layer in output.router_logits], 1)[:-1][-record.routes.num_rows :]
     ranked, best = -np.sort(-scores, -1), np.argsort(-scores, -1)[..., :2]
     same = (np.sort(record.routes.experts, -1) == np.sort(best, -1)).all(-1)
@@ -409,12 +409,18 @@ def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> 
         rollout_logprobs=record.rollout_logprobs[sampled],
         full_logprobs=record.full_logprobs[sampled],
         sampling_mask=join(kept),
-        routes=replace(record.routes, experts=record.routes.experts[rows], token_digest=token_digest(tokens)),
+        routes=replace(
+            record.routes, experts=record.routes.experts[rows], token_digest=token_digest(tokens, record.origin)
+        ),
     )
 
 
-def test_a_server_that_dies_while_starting_shows_its_log(rollout_config: Config, tmp_path: Path) -> None:
+def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
+    rollout_config: Config, tmp_path: Path
+) -> None:
     server = rollout_config.rollout.server.model_copy(update={"extra_args": ("--no-such-option",)})
     config = rollout_config.model_copy(update={"rollout": rollout_config.rollout.model_copy(update={"server": server})})
-    with pytest.raises(EngineError, match="--no-such-option"):
+    with pytest.raises(EngineError, match="--no-such-option") as caught:
         start_server(config, tmp_path / "rollout.log", "key")
+    assert caught.value.got == "sglang serve: error: unrecognized arguments: --no-such-option"
+    assert not [word for word in str(caught.value).split() if word.startswith("/tmp/moe-trm-server-")]

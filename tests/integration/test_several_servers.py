@@ -6,6 +6,7 @@ One that misses a push is left out until it has it.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import socket
@@ -24,6 +25,8 @@ import pytest
 
 from launch.job import free_port
 from moe_trm.config.schema import Config
+from moe_trm.diagnostics.verdict import verdict
+from moe_trm.observe.lines import ProgressLines
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
@@ -37,6 +40,7 @@ GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
 NUM_CHECKS = 6
 """Requests of one token with which a server and the router before it are looked at when a run starts, at most."""
 LOAD = "/update_weights_from_disk"
+HEALTHY = {"engine/k3_kl": 0.0, "optimizer/grad_norm": 1.0, "reward/zero_variance_groups": 0.0}
 PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
 
 
@@ -242,3 +246,36 @@ def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
         assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
         assert all(set(record.versions.tolist()) == {0} for record in records(batch))
     assert batches[-1].metrics["rollout/reissued"] > 0
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_batch_is_seen_at_once_with_its_reason(
+    rollout_server: Server, second_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """The last test of this file: the second server does not come back. The first one makes all samples."""
+    settings = config(tiny_moe, [rollout_server.url, second_server.url], None)
+    settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_new_tokens": 200})})
+    told = io.StringIO()
+
+    async def run() -> TrainBatch:
+        lines = ProgressLines(STEPS, told)
+        async with controlled(settings, rollout_server.api_key) as controller:
+            await controller.load_weights(make_push(tmp_path, tiny_moe, 0))
+            lines.servers(controller.servers())
+            planning = asyncio.ensure_future(controller.plan(1, data_size=1))
+            while not fleet_of(controller).servers[1].in_flight:
+                await asyncio.sleep(0.01)
+            os.killpg(second_server.process.pid, signal.SIGKILL)
+            async with asyncio.timeout(300):
+                while controller.servers()[1].lost_s is None:
+                    await asyncio.sleep(0.1)
+            lines.servers(controller.servers())
+            [batch] = await planning
+            return batch
+
+    batch = asyncio.run(run())
+    [line] = told.getvalue().splitlines()
+    assert f"rollout server {second_server.url} is out of service: the rollout server is not reachable" in line
+    assert [batch.metrics[f"rollout/{name}"] for name in ("servers", "servers_lost", "losses")] == [1, 1, 1]
+    assert batch.metrics["rollout/lost_s"] > 0
+    assert len(records(batch)) == GROUPS * GROUP_SIZE
+    assert verdict([dict(batch.metrics) | HEALTHY]).sentence.startswith("1 of 2 rollout servers is out of service")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from moe_trm.cli import main as moe_trm
 from moe_trm.models.tiny.checkpoint import PAD
 from moe_trm.recording.bundle import BundleReader
 from tests.integration.jobs import metrics_of, run_job, write_config
 
+REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
 # One optimizer step close to the gradient itself, so that its scale shows. The entropy bonus gives one whatever the
 # rewards are.
 PLAIN_STEP = [
@@ -48,11 +53,18 @@ def test_sglang_and_megatron_agree(run: Path) -> None:
     assert step["engine/k3_kl"] < 1e-9
 
 
-def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
-    """Where the text has the padding id too: no learner trains its embedding."""
+@pytest.fixture(scope="module")
+def deepspeed(run: Path) -> Path:
+    """The same step on the recorded rollouts, by DeepSpeed."""
     overrides = [*PLAIN_STEP, "name=deepspeed", "learner.backend=deepspeed", "learner.parallel.expert=1"]
     overrides += ["learner.deepspeed.zero_stage=3", "rollout.engine=bundle", f"rollout.bundle={run / 'bundle'}"]
     assert run_job(str(run / "config.yaml"), overrides, 2) == 0
+    return run / "runs" / "deepspeed"
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_both_learners_agree_on_the_recorded_rollouts(run: Path, brief_checkpoint: Path) -> None:
+    """Where the text has the padding id too: no learner trains its embedding."""
     start = load_file(brief_checkpoint / "model.safetensors")
     probes, steps, norms = [], [], []
     for name in ("live", "deepspeed"):
@@ -94,3 +106,67 @@ def test_sglang_and_hugging_face_agree(run: Path, brief_checkpoint: Path) -> Non
             worst = max(worst, abs(float(own) - record.rollout_logprobs[place]))
             worst = max(worst, abs(float(full) - record.full_logprobs[place]))
     assert worst < 1e-4
+
+
+def test_what_both_learners_left_is_evaluated_by_server_and_learner(
+    run: Path, deepspeed: Path, attached: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All in float32, so the greedy answers are the same.
+
+    Megatron's by its checkpoint for training, DeepSpeed's by its final weights. The server proves what it serves.
+    """
+    megatron = run / "runs" / "live"
+    evaluations = {
+        "server": ["eval", str(megatron), "--step", "1", "--samples", "2", *attached],
+        "learner": ["eval", str(megatron / "checkpoints" / "step-000001"), "--by", "learner", "--samples", "2"],
+        "deepspeed": ["eval", str(deepspeed), *attached],
+    }
+    found = {}
+    for name, arguments in evaluations.items():
+        assert moe_trm([*arguments, "--json", str(run / f"{name}.json")]) == 0
+        found[name] = json.loads((run / f"{name}.json").read_text())
+        assert "eval/accuracy" in capsys.readouterr().out
+    texts = {name: [each["greedy"]["text"] for each in one["answers"][""]] for name, one in found.items()}
+    assert len(texts["server"]) == 16
+    assert texts["server"] == texts["learner"] == texts["deepspeed"]
+    server, learner = found["server"]["metrics"], found["learner"]["metrics"]
+    assert server["eval/accuracy"] == learner["eval/accuracy"]
+    assert 0 <= learner["eval/avg_at_2"] <= learner["eval/pass_at_2"] <= 1
+    last = metrics_of(megatron)[-1]
+    assert server["eval/accuracy"] == last["eval/accuracy"]
+    assert server["eval/length_mean"] == last["eval/length_mean"]
+
+
+def test_an_own_file_of_prompts_and_an_own_reward_make_no_accuracy(
+    run: Path, brief_checkpoint: Path, attached: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Hugging Face folder that belongs to no run: the command line says what to ask."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{one}+1=", "answer": str(one + 1)}) + "\n" for one in range(9)))
+    asked = ["eval", str(brief_checkpoint), "--prompts", str(prompts), "--json", str(tmp_path / "out.json")]
+    assert moe_trm([*asked, f"task.reward={REWARD}", "rollout.max_new_tokens=4", *attached]) == 0
+    told = capsys.readouterr().out
+    assert "eval/reward" in told
+    assert "accuracy" not in told.lower()
+    metrics = json.loads((tmp_path / "out.json").read_text())["metrics"]
+    assert metrics["eval/prompts"] == 9
+    assert "eval/accuracy" not in metrics
+
+
+@pytest.mark.slow
+def test_an_evaluation_starts_and_ends_a_server_of_its_own(
+    brief_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the configuration names the servers of a run: those are left alone."""
+    config = write_config(tmp_path, brief_checkpoint)
+    config.write_text(config.read_text().replace("rollout:", "rollout:\n  url: http://127.0.0.1:1", 1))
+    asked = ["eval", str(brief_checkpoint), "--config", str(config), "--json", str(tmp_path / "out.json")]
+    assert moe_trm([*asked, "task.eval_size=4"]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert (document["by"], document["dtype"]) == ("sglang", "bfloat16")
+    assert document["metrics"]["eval/prompts"] == 4
+    log = (tmp_path / "out.log").read_text()
+    (address,) = set(re.findall(r"Uvicorn running on (http://[\d.:]+)", log))
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(address + "/health", timeout=5)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from moe_trm import corrections, diagnostics, losses, summable
+from moe_trm.corrections.by_length import NUM_OCTAVES, LengthTracker, octave_name
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.losses import LossInputs
@@ -96,13 +97,21 @@ def phases() -> frozenset[str]:
 def _families() -> Mapping[str, Sequence[str]]:
     """f-strings of the source and the names, or regular expressions of names, that they make."""
     causes, sets = ("engine", "staleness"), ("eval/", f"eval/{WORD}/")
-    answers = ("prompts", "accuracy", "length_mean", "finished_fraction", f"avg_at_{NUMBER}", f"pass_at_{NUMBER}")
+    answers: tuple[str, ...] = ("prompts", "accuracy", "reward", "length_mean", "finished_fraction")
+    answers += (f"avg_at_{NUMBER}", f"pass_at_{NUMBER}")
     lows, margins = (1, *(edge + 1 for edge in POSITIONS)), pairwise([0, *MARGINS, "up"])
     return {
         "correction/{rule}/threshold_{name}": [
             f"correction/{name}/threshold_{threshold}"
             for name in corrections.names()
             for threshold in corrections.get(name).calibrated
+        ],
+        "correction/{self.item.name}/threshold_{name}_length_{octave_name(octave)}": [
+            f"correction/{name}/threshold_{threshold}_length_{octave_name(octave)}"
+            for name in corrections.names()
+            if corrections.get(name).scope == "sequence"
+            for threshold in corrections.get(name).calibrated
+            for octave in range(NUM_OCTAVES)
         ],
         "eval/{name}/": [f"{each}{answer}" for each in sets for answer in answers],
         "rejected/{reason}": [f"{each}rejected/{reason}" for each in sets for reason in reasons()],
@@ -142,6 +151,11 @@ def _measured() -> Iterator[str]:
     correction = corrections.compose(rules, whole_minibatch=True)(evidence)
     several = corrections.compose([replace(rules[0], ratio=ratio) for ratio in RATIO_NAMES])(evidence)
     yield from summable.finalize(several.metrics)
+    by_length = [_bound(corrections.get(name)) for name in corrections.names() if _takes_lengths(name)]
+    following = [one.following(LengthTracker(0.1, one.rule.num_statistics).thresholds) for one in by_length]
+    judged = corrections.compose(following)(evidence)
+    # Finished metrics leave out the octaves that this batch has no rows of.
+    yield from (key.partition(":")[0] for key in judged.metrics if "_length_" in key or "unjudged" in key)
     found = summable.finalize({**correction.metrics, **diagnostics.divergences(evidence)})
     yield from {**found, **diagnostics.certificate_estimate(found)}
     # Finished metrics leave out the shares of rows that this batch has none of.
@@ -153,6 +167,11 @@ def _measured() -> Iterator[str]:
         yield from summable.finalize(loss(inputs).metrics)
     yield from summable.finalize(losses.get("ppo_clip")(inputs, dual_clip=3.0).metrics)
     yield from Ledger().metrics()
+
+
+def _takes_lengths(name: str) -> bool:
+    rule = corrections.get(name)
+    return rule.scope == "sequence" and bool(rule.calibrated) and "cap" not in rule.calibrated
 
 
 def _example(*, split: bool) -> Evidence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ def test_commands_have_help(command: str, capsys: pytest.CaptureFixture[str]) ->
 def test_examples_in_the_help_are_right(example: str) -> None:
     words = shlex.split(example.partition(" > ")[0])
     parse(words)
-    for word in words:
+    for before, word in pairwise(words):
         assert not word.startswith("configs/") or (REPOSITORY / word).is_file()
-        assert "=" not in word or lookup(word.partition("=")[0]) is not None
+        assert "=" not in word or before.startswith("--") or lookup(word.partition("=")[0]) is not None
 
 
 def test_settings_may_stand_behind_options() -> None:
@@ -84,7 +85,7 @@ def test_options_of_benchmarks_exist() -> None:
             assert f'"{option}"' in source, f"python -m benchmarks.{name} {option}"
 
 
-@pytest.mark.parametrize("key", named(rf"`({KEY})(?<!\.py)(?<!\.log)(?<!\.certificate)(?=[`=:])"))
+@pytest.mark.parametrize("key", named(rf"`({KEY})(?<!\.py)(?<!\.log)(?=[`=:])"))
 def test_settings_exist(key: str) -> None:
     assert lookup(key) is not None
 

@@ -29,8 +29,9 @@ from routing import token_digest
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-def test_a_bundle_of_format_4() -> None:
-    reader = BundleReader(str(DATA / "bundle-4"))
+@pytest.mark.parametrize("name", ["bundle-4", "bundle-5"])
+def test_a_bundle_of_format_4_or_5(name: str) -> None:
+    reader = BundleReader(str(DATA / name))
     assert reader.steps() == [1]
     assert reader.header(1).rejected == {4: "mask_violation"}
     records = reader.read(1)
@@ -52,15 +53,17 @@ def test_a_bundle_of_format_4() -> None:
     assert records[0].versions.tolist() == [0, 0, 1]
 
 
-def test_routes_and_masks_of_a_bundle_of_format_4() -> None:
-    records = BundleReader(str(DATA / "bundle-4")).read(1)
+@pytest.mark.parametrize("name", ["bundle-4", "bundle-5"])
+def test_routes_and_masks_of_a_bundle_of_format_4_or_5(name: str) -> None:
+    """Routes of format 4 are bound to their tokens alone; reading binds them to their samples."""
+    records = BundleReader(str(DATA / name)).read(1)
     assert [record.routes is None for record in records] == [False, False, True, False]
     for record in (records[0], records[3]):
         assert record.routes is not None
         row_TLK = np.arange(record.num_tokens - 1)[:, None, None] + [[0, 1], [1, 2]]
         assert np.array_equal(record.routes.experts, row_TLK % 4)
         assert (record.routes.layer_ids, record.routes.num_experts) == ((0, 2), 4)
-        assert record.routes.token_digest == token_digest(record.tokens)
+        assert record.routes.token_digest == token_digest(record.tokens, record.origin)
     mask = records[0].sampling_mask
     assert mask is not None
     assert mask.logprobs is not None
@@ -113,7 +116,7 @@ def test_a_bundle_of_the_format_before_is_refused_with_what_to_do() -> None:
             read(1)
         said = str(refused.value)
         assert "moe-trm-bundle 3" in said
-        assert "moe-trm-bundle 4" in said
+        assert "moe-trm-bundle 5 or 4" in said
         assert "Record the run again, or read it with the version of moe-trm that wrote it (older" in said
 
 
@@ -139,7 +142,7 @@ def test_a_run_does_not_begin_anew_over_checkpoints_of_the_format_before(
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "bundle-4": ("step-000001.safetensors", lambda folder: BundleReader(str(folder)).read(1)),
+    "bundle-5": ("step-000001.safetensors", lambda folder: BundleReader(str(folder)).read(1)),
     "scores-1": ("scores-000001-rank-000.safetensors", lambda folder: ScoresReader(folder).read(1)),
 }
 
@@ -151,7 +154,7 @@ def test_other_numbers_are_refused_with_what_to_do(tmp_path: Path, name: str, ch
     folder = shutil.copytree(DATA / name, tmp_path / name)
     with safe_open(folder / file, framework="np") as opened:
         header = msgspec.json.decode(opened.metadata()["bundle"])
-    header["version"] += change
+    header["version"] += change * (2 if name == "bundle-5" else 1)  # 4 is read, too
     save_file(load_file(folder / file), folder / file, metadata={"bundle": msgspec.json.encode(header).decode()})
     with pytest.raises(BundleError, match="another format") as refused:
         read(folder)

@@ -8,10 +8,12 @@ import torch
 
 from moe_trm.summable import (
     add,
+    bins,
     compared,
     finalize,
     fraction,
     highest,
+    histogram,
     lowest,
     mean,
     moments,
@@ -53,6 +55,31 @@ def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
     empty = build(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     assert full.keys() == empty.keys()
     assert finalize(empty) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], None),
+        ([0.0, 0.0, -1.0, 5e-7], 0.0),
+        ([1.0] * 5, 1.0),
+        ([0.01] * 94 + [0.5] * 6, 0.5),
+        ([0.01] * 96 + [0.5] * 4, 0.01),
+        ([1e9, torch.inf, torch.nan], 2.0),
+        ([-torch.nan] * 3, 2.0),
+        ([0.1] * 5 + [-1.0, -1e-30, 1e-40], 0.1),
+        ([3e-6, 3e-6], 3e-6),
+    ],
+)
+def test_a_percentile_is_right_to_its_bin(values: list[float], expected: float | None) -> None:
+    """What is too small counts as 0, what is too large or no number as the last edge; other roles finish too."""
+    given = torch.tensor(values, dtype=torch.float64)
+    halves = [histogram("h", bins(part, 1)) for part in (given[::2], given[1::2])]
+    summed = add(halves) | mean("h", given.nan_to_num(), torch.ones(len(values), dtype=torch.bool))
+    got = finalize(summed)
+    assert ("h_p95" in got) == ("h" in got) == (expected is not None)
+    if expected is not None:
+        assert got["h_p95"] == pytest.approx(expected, rel=0.5)
 
 
 def test_equal_constants_correlate_fully_and_plain_keys_pass() -> None:

@@ -29,6 +29,9 @@ class AdvantageConfig(Section):
     described in docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
+    lone_sample: Literal["zero", "reward"] | None = None
+    """Advantage of a sample that is alone in its group because the others were rejected. `zero`: it has nothing to be
+    compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo` and `gdpo`, else `zero`."""
 
 
 class RuleConfig(Section):
@@ -43,6 +46,10 @@ class RuleConfig(Section):
     """Share of tokens to reject (of rows, for rules on rows) or to truncate (`token_tis`, `seq_tis`). The rule only
     measures during the first `correction.calibration_steps` steps. Then the threshold that would have given this share
     over them is chosen and frozen."""
+    by_length: bool = False
+    """With a `target_reject_rate` of a rule on rows: the threshold depends on the length of the row, so that each
+    octave of length (8 to 15 tokens, 16 to 31, ...) has this share rejected. It follows the run instead of being
+    frozen. An octave is judged from 10 / `target_reject_rate` rows on."""
 
 
 class CorrectionConfig(Section):
@@ -102,6 +109,10 @@ class KlConfig(Section):
     where: Literal["loss", "reward"] = "loss"
     """`loss`: a separate term beside the policy loss, on every sampled token whatever corrections reject. `reward`:
     each sample's reward is lowered by the KL of its tokens before groups are compared."""
+    ratio: Literal["total", "update"] = "total"
+    """`k3_is`: the ratio that weighs it. `total`: current / rollout, so that the gradient is right off-policy too.
+    `update`: current / proximal, as the unbiased KL of slime and miles; right if engines agree and no sample is
+    stale."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of
     samples / `kl.horizon` a step."""

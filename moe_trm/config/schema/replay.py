@@ -36,9 +36,9 @@ class ReplayConfig(Section):
     without replay: misaligned rows or layers stop the run, and a router that has moved is counted as
     `routing/moved_samples`. 1: no bound."""
     missing: Literal["reject", "native"] = "reject"
-    """Samples with tokens that have no trustworthy routes, because weights changed while they were
-    generated: `reject` them, or keep them and leave those tokens to the learner's own routers (`native`),
-    counted as `replay/native_fraction`."""
+    """Samples with tokens that have no trustworthy routes, because weights changed while they were generated, or the
+    engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the
+    learner's own routers (`native`), counted as `replay/native_fraction`."""
 
 
 class ProbeConfig(Section):

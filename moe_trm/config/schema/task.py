@@ -66,13 +66,18 @@ class TaskConfig(Section):
         return self.name != "arithmetic"
 
     @property
+    def right_or_wrong(self) -> bool:
+        """True when a reward is 1 or 0, so that a mean of rewards is a share of right answers."""
+        return self.reward in (None, "exact", "math_verify")
+
+    @property
     def has_evaluation(self) -> bool:
         """True when there are held-out prompts."""
         return self.eval_size > 0 and (not self.reads_prompts or bool(self.eval_prompts or self.eval_sets))
 
 
 class EvalConfig(Section):
-    """Measurements of an evaluation on held-out prompts beside the greedy accuracy. It changes nothing in training."""
+    """Measurements of an evaluation on held-out prompts beside the greedy answers. It changes nothing in training."""
 
     samples: Count = 0
     """Sampled answers to each held-out prompt, for `eval/avg_at_K` and `eval/pass_at_K`; 0: the greedy answer alone."""
@@ -85,5 +90,6 @@ class EvalConfig(Section):
     keep_best: bool = True
     """Keep the weights of the best evaluation as a Hugging Face checkpoint in `runs/NAME/checkpoints/best`, from the
     first that beats the start."""
-    best_metric: str = "eval/accuracy"
-    """Metric that decides which evaluation is best, the highest value; e.g. `eval/pass_at_8`."""
+    best_metric: str | None = None
+    """Metric that decides which evaluation is best, the highest value; e.g. `eval/pass_at_8`. None: `eval/accuracy`,
+    and with a reward function of your own `eval/reward`."""

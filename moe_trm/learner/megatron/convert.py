@@ -29,6 +29,16 @@ class Heads:
     head_dim: int
 
 
+def heads(hf: Mapping[str, Any]) -> Heads:
+    """Attention shape of the model that config.json describes."""
+    return Heads(groups=int(hf["num_key_value_heads"]), head_dim=head_dim(hf))
+
+
+def head_dim(hf: Mapping[str, Any]) -> int:
+    """Columns of one attention head."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from moe_trm.learner.megatron import convert
-from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, heads, tensor_group
+from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.models.hf_config import num_experts
 
@@ -41,7 +41,7 @@ def _owned(
     chunks: Sequence[PolicyModel], hf: Mapping[str, Any], names: convert.Names
 ) -> Iterator[tuple[str, Tensor, bool]]:
     """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
-    shape, tied = heads(hf), bool(hf.get("tie_word_embeddings", False))
+    shape, tied = convert.heads(hf), bool(hf.get("tie_word_embeddings", False))
     owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
     owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
     for name, parameter in global_tensors(chunks):

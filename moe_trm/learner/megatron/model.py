@@ -64,7 +64,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         ffn_hidden_size=int(hf.get("intermediate_size") or hf["moe_intermediate_size"]),
         num_attention_heads=int(hf["num_attention_heads"]),
         num_query_groups=int(hf["num_key_value_heads"]),
-        kv_channels=_head_dim(hf),
+        kv_channels=convert.head_dim(hf),
         normalization="RMSNorm",
         layernorm_epsilon=float(hf["rms_norm_eps"]),
         gated_linear_unit=True,
@@ -165,11 +165,6 @@ def _build_chunk(hf: Mapping[str, Any], config: TransformerConfig, layers: Layer
     return chunk
 
 
-def heads(hf: Mapping[str, Any]) -> convert.Heads:
-    """Attention shape of the model, for weight conversion."""
-    return convert.Heads(groups=int(hf["num_key_value_heads"]), head_dim=_head_dim(hf))
-
-
 def rotary_base(hf: Mapping[str, Any]) -> float:
     """Base of the rotary frequencies."""
     return float((hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rope_theta", 10000.0))
@@ -222,7 +217,7 @@ def load_weights(chunks: Sequence[PolicyModel], checkpoint: HfCheckpoint, hf: Ma
     """
     tied = bool(hf.get("tie_word_embeddings", False))
     names = convert.Names(hf)
-    shape = heads(hf)
+    shape = convert.heads(hf)
     for name, parameter in global_tensors(chunks):
         found = names.link(EMBEDDING if tied and name == OUTPUT else name)
         tensor = convert.pack(found.packing, _read(checkpoint, found, hf), shape)
@@ -267,10 +262,6 @@ def whole_shape(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> list[int
     if name in (EMBEDDING, OUTPUT):
         shape[0] = int(hf["vocab_size"])
     return shape
-
-
-def _head_dim(hf: Mapping[str, Any]) -> int:
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
 def _shape_fix(hf_name: str) -> str:

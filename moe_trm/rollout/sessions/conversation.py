@@ -80,12 +80,12 @@ class Conversation:
 
         Args:
             sample_id, group_id: go into the record.
-            keep_changed: when the weights changed during an answer, keep the sample without the routes from before the
-                change; else reject it.
+            keep_changed: keep a sample with routes that the engine computed again, without them; else reject it.
             finish_reason: of the whole; None: that of the last answer.
 
         Raises:
-            RecordRejected: `empty_output` (no answer), `version_span`.
+            RecordRejected: `empty_output` (no answer), `version_span` and `retracted` (recomputed routes, after the
+                weights changed and under unchanged ones).
         """
         if not self._turns:
             raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 answer")
@@ -93,7 +93,7 @@ class Conversation:
         length = int(np.flatnonzero(sampled_T)[-1]) + 1
         versions_S = np.concatenate([turn.versions for turn in self._turns])
         masks = [turn.sampling_mask for turn in self._turns if turn.sampling_mask is not None]
-        return RolloutRecord(
+        record = RolloutRecord(
             sample_id=sample_id,
             group_id=group_id,
             prompt_id=self._prompt.prompt_id,
@@ -107,6 +107,7 @@ class Conversation:
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
         )
+        return record.bound()
 
     def _extend(self, token_ids: Sequence[int], *, sampled: bool) -> None:
         self._tokens.extend(int(token) for token in token_ids)
@@ -114,29 +115,44 @@ class Conversation:
         self._turn_ids.extend([len(self._turns)] * len(token_ids))
 
     def _trusted_routes(self, sampled_T: np.ndarray, *, keep_changed: bool) -> RouteRecord | None:
-        """The routes, without those that the engine may have recomputed after the weights changed within one answer."""
+        """The routes, without those that the engine may have recomputed (`SampledTurn.recomputed`)."""
         routes, first = self._routes, 0
         for number, turn in enumerate(self._turns):
             if routes is not None and turn.recomputed:
                 if not keep_changed:
-                    raise RecordRejected(
-                        "version_span",
-                        "weights changed while this sample was generated: its routes are not all those of the weights "
-                        "that sampled",
-                        where=f"turn {number}",
-                        got=f"versions {sorted(set(turn.versions.tolist()))}",
-                        expected="one version in each answer",
-                        fix=(
-                            "Set pipeline.partial to what this run does at a push, keep others from updating the "
-                            "server, or set replay.missing=native."
-                        ),
-                    )
-                # The row that predicts the first token of the last version is that version's own; all rows before it
-                # may not be.
+                    raise _recomputed(turn, number)
+                # The row that predicts the token after the recomputed ones is its own; all rows before it may not be.
                 last = np.flatnonzero(sampled_T)[first + turn.recomputed]
                 routes = routes.uncover(slice(0, int(last) - 1))
             first += turn.num_sampled
         return routes
+
+
+def _recomputed(turn: SampledTurn, number: int) -> RecordRejected:
+    if turn.retracted:
+        return RecordRejected(
+            "retracted",
+            "the engine ran out of memory while this sample was generated and computed its routes again: they are not "
+            "those that its log-probs come from",
+            where=f"turn {number}",
+            got="num_retractions above 0",
+            expected="0",
+            fix=(
+                "Raise rollout.server.max_total_tokens, lower rollout.server.max_running_requests, or set "
+                "replay.missing=native."
+            ),
+        )
+    return RecordRejected(
+        "version_span",
+        "weights changed while this sample was generated: its routes are not all those of the weights that sampled",
+        where=f"turn {number}",
+        got=f"versions {sorted(set(turn.versions.tolist()))}",
+        expected="one version in each answer",
+        fix=(
+            "Set pipeline.partial to what this run does at a push, keep others from updating the server, or set "
+            "replay.missing=native."
+        ),
+    )
 
 
 def _continue(known: RouteRecord | None, further: RouteRecord) -> RouteRecord:

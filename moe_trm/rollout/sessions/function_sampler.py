@@ -78,7 +78,12 @@ class FunctionSampler:
         )
         if returned is None:
             return rewarded(record, await score(self._task, prompt, record))
-        return rewarded(record, read_reward(returned, self._task.reward_weights, "", prefix="rollout"))
+        return rewarded(
+            record,
+            read_reward(
+                returned, self._task.reward_weights, prompt.prompt_id, prefix="rollout", place=self._host.place
+            ),
+        )
 
     async def _run(self, prompt: Prompt, params: SamplingParams, *, bare: bool) -> tuple[Dialogue, Any]:
         """The conversation of the function, and its result."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from moe_trm.config.route_defects import defects_of
 from moe_trm.errors import EngineError, RecordRejected
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.api import check_can_verify
 from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.sglang.parse import Wanted, decode_answer
+from moe_trm.rollout.sglang.parse import MetaInfo, Wanted, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.types import Prompt, SamplingParams
+from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 
 BAD_REQUEST, SERVICE_UNAVAILABLE = 400, 503
 
@@ -69,6 +72,8 @@ class ServerCheck:
                 expected="on",
                 fix="Start it with --enable-return-routed-experts, as launch.rollout does.",
             )
+        if self._wanted.routes:
+            _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
         await self._probe_model(http)
@@ -89,16 +94,16 @@ class ServerCheck:
         except RecordRejected as rejection:
             raise _dropped(router, f"an answer of another kind: {rejection.got}") from rejection
         got = {
-            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row,
+            "routes": self._wanted.routes and len(bytes(meta.routed_experts).strip(b'"')) != self._one_row(meta),
             "sampling masks": self._wanted.mask and not meta.output_token_sampling_logprobs,
         }
         if lost := [name for name, missing in got.items() if missing]:
             raise _dropped(router, f"an answer without {' and '.join(lost)}")
 
-    @property
-    def _one_row(self) -> int:
-        """Characters of the routes of one token as they travel: base64 of int32."""
-        return (4 * self._model.num_layers * self._model.top_k + 2) // 3 * 4
+    def _one_row(self, meta: MetaInfo) -> int:
+        """Characters of the routes of one token as they travel, in base64."""
+        size = PAYLOAD_BYTES.get(meta.routed_experts_dtype or PAYLOAD_DTYPE, 0)
+        return (size * self._model.num_layers * self._model.top_k + 2) // 3 * 4
 
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
         """Ask the server until it answers.
@@ -178,6 +183,18 @@ class ServerCheck:
                 raise
             return False
         return True
+
+
+def _check_routes(http: EngineHttp, server: Mapping[str, Any]) -> None:
+    """Raise `EngineError` where this server's routes are known to be wrong."""
+    for defect, got in defects_of(server):
+        raise EngineError(
+            f"routes of this rollout server would be wrong: {defect.what} ({defect.source})",
+            where=http.url,
+            got=f"{defect.setting}={got} on SGLang {server.get('version')}",
+            expected=f"{defect.setting}={defect.harmless[0]}",
+            fix=f"{defect.fix} Without routes (replay.mode=none or R2, and probe.every=0) it does not matter.",
+        )
 
 
 def _dropped(router: EngineHttp, got: str) -> EngineError:

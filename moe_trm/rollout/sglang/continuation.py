@@ -12,20 +12,26 @@ from dataclasses import replace
 
 import numpy as np
 
+from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import join
 from moe_trm.types import SampledTurn
+from routing import RouteError
 from routing.groups import extend
 
 
 def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
     """Join the aborted answer `first` and its continuation `second`.
 
-    The routes of `second` begin at the row of the last token of `first`. Raises `RouteError` when their routes do not
-    meet.
+    The routes of `second` begin at the row of the last token of `first`. Raises `RecordRejected` (`route_*`) when their
+    routes do not meet.
     """
     routes = second.routes
     if first.routes is not None and second.routes is not None:
-        routes = extend(first.routes, second.routes, first.routes.num_rows)
+        try:
+            routes = extend(first.routes, second.routes, first.routes.num_rows)
+            routes.validate(first.routes.num_rows + 1 + second.num_sampled)
+        except RouteError as error:
+            raise routes_rejected(error) from error
     masks = [piece.sampling_mask for piece in (first, second) if piece.sampling_mask is not None]
     recomputed = first.num_sampled + second.recomputed if second.recomputed else first.recomputed
     return replace(
@@ -37,4 +43,5 @@ def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
         routes=routes,
         sampling_mask=join(masks) if masks else None,
         recomputed=recomputed,
+        retracted=first.retracted or second.retracted,
     )

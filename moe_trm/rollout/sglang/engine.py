@@ -24,7 +24,7 @@ from moe_trm.rollout.sglang.router import Router
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
 
 class SglangEngine:
@@ -78,6 +78,7 @@ class SglangEngine:
         self._push: tuple[WeightPush, Mapping[str, str] | None] | None = None
         self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
+        self._retracted = 0
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
@@ -132,6 +133,7 @@ class SglangEngine:
                     raise
                 refused = rejection
                 continue
+            self._retracted += piece.retracted
             so_far = piece if so_far is None else continued(so_far, piece)
             if so_far.finish_reason != "abort":
                 return so_far
@@ -158,12 +160,18 @@ class SglangEngine:
         await asyncio.gather(*(server.release_memory() for server in self._fleet.servers if not server.fenced))
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start.
+        """Now: `rollout/servers` in service and `rollout/servers_lost`. The others are totals since the start.
 
-        `rollout/reissued`: samples asked for again; `rollout/recoveries`: of servers; `rollout/servers`: now in
-        service.
+        `rollout/reissued`: samples asked for again; `rollout/losses` and `rollout/recoveries`: times that a server was
+        lost and came back; `rollout/lost_s`: seconds that servers were out of service, added up; `rollout/retracted`:
+        answers with routes that an engine short of memory computed again, where routes are asked for.
         """
-        return self._fleet.metrics()
+        retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
+        return self._fleet.metrics() | retracted
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """State of each server now."""
+        return self._fleet.states()
 
     async def close(self) -> None:
         """Release connections and groups."""

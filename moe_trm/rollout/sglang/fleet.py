@@ -19,6 +19,7 @@ from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.sglang.http import EngineSlow
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
+from moe_trm.types import ServerState
 
 REISSUES = 8
 """Times that one sample is asked for again before it is rejected (`engine_failed`)."""
@@ -69,8 +70,8 @@ class Fleet:
         self._updates: dict[RemoteServer, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self.reissued = 0
-        self.recovered = 0
+        self.reissued = self.lost = self.recovered = 0
+        self._lost_s = 0.0
 
     def start(self) -> None:
         """Begin to watch."""
@@ -144,12 +145,20 @@ class Fleet:
                 self._fence(server, EngineLost("the rollout server was started again", where=server.http.url))
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start; see `SglangEngine.metrics`."""
+        """See `SglangEngine.metrics`."""
+        away = [state.lost_s for state in self.states() if state.lost_s is not None]
         return {
             "rollout/reissued": float(self.reissued),
+            "rollout/losses": float(self.lost),
+            "rollout/lost_s": self._lost_s + sum(away),
             "rollout/recoveries": float(self.recovered),
-            "rollout/servers": float(sum(not server.fenced for server in self.servers)),
+            "rollout/servers": float(len(self.servers) - len(away)),
+            "rollout/servers_lost": float(len(away)),
         }
+
+    def states(self) -> tuple[ServerState, ...]:
+        """Each server now."""
+        return tuple(server.state for server in self.servers)
 
     async def _update(self, server: RemoteServer) -> None:
         server.updating = True
@@ -222,8 +231,9 @@ class Fleet:
     def _fence(self, server: RemoteServer, why: EngineError) -> None:
         if server.fenced:
             return
-        log.warning("rollout server %s is out of service: %s (%s)", server.http.url, why.what, why.got)
-        server.fence()
+        server.fence(f"{why.what} ({why.got})" if why.got is not None else why.what)
+        self.lost += 1
+        log.warning("rollout server %s is out of service: %s", server.http.url, server.why)
         if server in self._updates:
             self._updates[server].cancel()
         self._repairs[server] = asyncio.ensure_future(self._repair(server))
@@ -259,6 +269,7 @@ class Fleet:
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, WATCH_S)
+        self._lost_s += server.state.lost_s or 0.0
         server.fenced = False
         self.recovered += 1
         log.warning("rollout server %s is back, with weights of version %s", server.http.url, server.version)

@@ -8,7 +8,7 @@ Reasons of rejection, besides those of `SamplingMask.validate` (`mask_*`) and `r
 
 - `malformed` (not the agreed JSON), `aborted`, `empty_output`, `prompt_length`, `token_range`
 - `logprob_count`, `logprob_ids`, `logprob_value` (not finite, or positive)
-- `version_missing`, `version_unknown`, `mask_missing`, `route_missing`
+- `version_missing`, `version_unknown`, `mask_missing`, `route_missing`, `retraction_unknown`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
-from routing.sglang import decode_payload
+from routing.sglang import PAYLOAD_DTYPE, decode_payload
 
 POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
@@ -62,9 +62,13 @@ class MetaInfo(msgspec.Struct):
     """Missing in the answer of a request that was aborted while it waited in the queue."""
     output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
     weight_versions: list[VersionSpan] | None = None
+    num_retractions: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Times that the engine dropped the keys and values of this request and computed them, and its routes, again."""
     output_token_sampling_mask: list[list[Int32]] | None = None
     output_token_sampling_logprobs: list[list[float | None]] | None = None
     output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
+    routed_experts_dtype: str | None = None
+    """Type of the ids in `routed_experts`; engines that do not name it send int32 (sglang#31219)."""
     routed_experts: msgspec.Raw = msgspec.Raw()
     """The routes as they are in the answer, of which they are by far the largest part.
 
@@ -90,7 +94,7 @@ class Wanted:
     partial: bool = False
     """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
     missing: Literal["reject", "native"] = "reject"
-    """Treatment of a sample during which the weights changed: reject it, or leave out the earlier routes."""
+    """Treatment of a sample with recomputed routes (`SampledTurn.recomputed`): reject it, or leave them out."""
 
 
 _DECODER = msgspec.json.Decoder(Answer)
@@ -134,6 +138,8 @@ def parse_turn(
         rollout_S = _sampled_logprobs(mask, output_S, full_S)
     tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
     versions_S = _versions(answer.meta_info, len(output_S))
+    retracted = wanted.routes and _retracted(answer.meta_info)
+    one_version = bool((versions_S == versions_S[-1]).all())
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
@@ -142,7 +148,9 @@ def parse_turn(
         routes=_routes(answer.meta_info, tokens_T, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
-        recomputed=int((versions_S != versions_S[-1]).sum()),
+        # Where a retraction fell is not said. The row that predicts the last token was computed after all of them.
+        recomputed=len(output_S) - 1 if retracted else int((versions_S != versions_S[-1]).sum()),
+        retracted=retracted and one_version,
     )
 
 
@@ -243,6 +251,22 @@ def _versions(meta: MetaInfo, num_sampled: int) -> np.ndarray:
     return np.repeat(np.array([int(span.version) for span in spans], np.int32), np.subtract(ends, starts))
 
 
+def _retracted(meta: MetaInfo) -> bool:
+    """True when the engine computed the request's routes again, beside log-probs of the first time.
+
+    Source: SGLang 0.5.23, `meta_info.num_retractions`; sglang#39633, miles#3277.
+    """
+    if meta.num_retractions is None:
+        raise RecordRejected(
+            "retraction_unknown",
+            "the engine does not say whether it computed these routes a second time",
+            got="no num_retractions in the answer",
+            expected="their number",
+            fix="Serve with SGLang 0.5.23.",
+        )
+    return meta.num_retractions > 0
+
+
 def _sampling_mask(
     meta: MetaInfo, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
 ) -> SamplingMask:
@@ -339,6 +363,7 @@ def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int
             num_experts=model.num_experts,
             top_k=model.top_k,
             start=start,
+            dtype=meta.routed_experts_dtype or PAYLOAD_DTYPE,
         )
     except RouteError as error:
         raise routes_rejected(error) from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from moe_trm.errors import EngineError
 from moe_trm.rollout.sglang.endpoint import Endpoint
 from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.types import ServerState
 
 MEMORY_TAGS = ("weights", "kv_cache")
 """Memory that a server can release, in the order in which it is taken back: weights first, then the cache."""
@@ -26,6 +28,7 @@ class RemoteServer:
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
         fenced: it was lost, and takes no samples until it has been proved again.
+        why: what it was fenced for.
         released: its device memory is the learner's until it is given weights.
     """
 
@@ -33,6 +36,7 @@ class RemoteServer:
         self.http, self._endpoint = http, endpoint or Endpoint(http)
         self.version: int | None = None
         self.updating = self.fenced = self.released = False
+        self.why, self._fenced_at = "", 0.0
 
     @property
     def in_flight(self) -> int:
@@ -62,9 +66,18 @@ class RemoteServer:
             await self.http.request("POST", "/abort_request", {"rid": "", "abort_all": True})
             await self._endpoint.wait(ABORT_PAUSE_S)
 
-    def fence(self) -> None:
+    @property
+    def state(self) -> ServerState:
+        """For whoever watches the run."""
+        return (
+            ServerState(self.http.url, time.monotonic() - self._fenced_at, self.why)
+            if self.fenced
+            else ServerState(self.http.url)
+        )
+
+    def fence(self, why: str) -> None:
         """Take it out of service and drop its requests in flight."""
-        self.fenced = True
+        self.fenced, self.why, self._fenced_at = True, why, time.monotonic()
         self.released = False  # one that comes back was started anew
         self._endpoint.give_up()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -26,9 +25,11 @@ from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.credentials import without_key
+from moe_trm.rollout.sglang.last_words import last_words
 from moe_trm.runtime.lifeline import Lifeline
 
-LOG_TAIL_LINES = 25
+LAST_BYTES = 1 << 18
+"""End of the log in which an error is looked for."""
 POLL_S = 0.25
 """Pause between two looks at a process or a port that is not ready yet."""
 KEPT_OUTPUT_BYTES = 16 * 2**20
@@ -43,7 +44,8 @@ KILL_PATIENCE_S = 5.0
 class Server:
     """A running server: its address, its key, and its process group.
 
-    The group is stopped as a whole, at the latest when this process ends.
+    The group is stopped as a whole, at the latest when this process ends. `log_begin` is the size of the log at its
+    start: what is before that, others wrote.
     """
 
     url: str
@@ -52,6 +54,7 @@ class Server:
     process: subprocess.Popen[bytes]
     log_pump: threading.Thread
     lifeline: Lifeline
+    log_begin: int = 0
 
     def poll(self) -> int | None:
         """Exit status of the server, None while it runs."""
@@ -77,9 +80,13 @@ class Server:
         self.lifeline.release()
         self.log_pump.join(timeout=KILL_PATIENCE_S)
 
-    def log_tail(self) -> str:
-        """The last lines the server wrote."""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    def last_words(self) -> str:
+        """The errors that the server wrote, or else its last lines; once it has ended, all of them."""
+        if self.poll() is not None:
+            self.log_pump.join(timeout=KILL_PATIENCE_S)
+        with self.log_path.open("rb") as log:
+            log.seek(max(self.log_begin, os.fstat(log.fileno()).st_size - LAST_BYTES))
+            return last_words(log.read().decode(errors="replace"))
 
 
 def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
@@ -104,7 +111,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             expected="a folder with config.json",
         )
     settings = config.rollout.server
-    port = _claim_port(settings.host, settings.port)
+    port = claim_port(settings.host, settings.port)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
         # A file only this user can read: arguments are visible to everyone on the machine.
@@ -115,7 +122,7 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             command, child_environment(os.environ, on_cpu(settings)), settings.host, port, log_path, api_key
         )
         try:
-            _wait_until_ready(server, settings.startup_timeout_s, command, cancelled or threading.Event())
+            _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
         except BaseException:
             server.stop(grace_s=1.0)
             raise
@@ -184,6 +191,7 @@ def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
 def _spawn(
     command: list[str], environment: dict[str, str], host: str, port: int, log_path: Path, api_key: str
 ) -> Server:
+    log_begin = log_path.stat().st_size if log_path.exists() else 0
     # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
     with tempfile.NamedTemporaryFile(prefix="moe-trm-output-") as output:
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
@@ -206,7 +214,7 @@ def _spawn(
     )
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
-    return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline)
+    return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline, log_begin)
 
 
 def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
@@ -235,18 +243,17 @@ def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_pa
     os.close(written)
 
 
-def _wait_until_ready(server: Server, timeout_s: float, command: list[str], cancelled: threading.Event) -> None:
+def _wait_until_ready(server: Server, timeout_s: float, cancelled: threading.Event) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         status = server.poll()
         if status is not None:
-            server.log_pump.join(timeout=5.0)
             raise EngineError(
-                f"the rollout server died while starting (exit status {status})",
+                f"the rollout server died while starting ({_ended(status)})",
                 where=str(server.log_path),
-                got=server.log_tail(),
+                got=server.last_words(),
                 expected="a server that answers /health",
-                fix=f"Fix what the log says, or run it by hand: {shlex.join(command)}",
+                fix="Mend what it says; the whole log and every argument of the server are in the file above.",
             )
         if _answers(f"{server.url}/health"):
             return
@@ -255,10 +262,18 @@ def _wait_until_ready(server: Server, timeout_s: float, command: list[str], canc
     raise EngineError(
         "the rollout server did not become ready",
         where=str(server.log_path),
-        got=server.log_tail(),
+        got=server.last_words(),
         expected=f"an answer on {server.url}/health within {timeout_s:g} s",
         fix="Raise rollout.server.startup_timeout_s if the model is large; else the log tells why.",
     )
+
+
+def _ended(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name
+    return f"ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
 
 def _answers(url: str) -> bool:
@@ -269,8 +284,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0).
+def claim_port(host: str, port: int) -> int:
+    """The port itself when it is free (any free one for 0). Raises `EngineError`.
 
     A taken port would let another server answer our health check.
     """

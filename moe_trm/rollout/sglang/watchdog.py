@@ -71,7 +71,7 @@ class Watchdog:
         raise EngineError(
             f"the rollout server was given up after {self.restarts} restarts",
             where=str(self._log_path),
-            got=self._server.log_tail(),
+            got=self._server.last_words(),
             fix="The log tells why it ended. rollout.server.max_restarts is the limit.",
         )
 
@@ -96,7 +96,7 @@ class Watchdog:
             if trouble is None:
                 continue
             if self.restarts >= self._settings.max_restarts:
-                log.error("the rollout server %s; it is not started again", trouble)
+                log.error("the rollout server %s; it is not started again (%s)", trouble, self._log_path)
                 self._over.set()
                 return
             self.restarts += 1
@@ -131,4 +131,4 @@ class Watchdog:
         try:
             self._server = start_server(self._config, self._log_path, self._api_key, cancelled=self._ending)
         except EngineError as error:
-            log.warning("the rollout server did not come back: %s", error.what)
+            log.warning("the rollout server did not come back: %s", error)

@@ -33,6 +33,31 @@ def activate() -> None:
     _register_allocator()
     _register_latent_attention()
     _register_sink_attention()
+    if os.environ.get("MOE_TRM_SGLANG_LOOPS") != "1":
+        _register_batched_attention()
+        _batch_experts()
+
+
+def _register_batched_attention() -> None:
+    """Decoding of all requests at once on the `torch_native` backend."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    register_attention_backend("torch_native")(_batched_attention)
+
+
+def _batched_attention(runner: Any) -> Any:
+    from moe_trm_sglang_cpu.batched_attention import BatchedAttention
+
+    return BatchedAttention(runner)
+
+
+def _batch_experts() -> None:
+    """Experts of small batches in two products. SGLang looks the function up at every call."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    from moe_trm_sglang_cpu.batched_experts import wrap
+
+    fused_moe_native.moe_forward_native = wrap(fused_moe_native.moe_forward_native)
 
 
 def _register_allocator() -> None:

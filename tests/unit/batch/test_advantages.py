@@ -63,28 +63,59 @@ def test_degenerate_groups() -> None:
         adv.pass_at_k(np.ones(3), np.array([0, 0, 1]))
 
 
-def test_gdpo_of_one_dimension_is_whitened_grpo() -> None:
-    expected = adv.whiten(adv.grpo(R, G))
-    np.testing.assert_allclose(adv.gdpo(R[:, None], G, np.array([2.0])), adv.whiten(2 * adv.grpo(R, G)))
-    assert expected.mean() == pytest.approx(0)
-    assert expected.std(ddof=1) == pytest.approx(1, abs=1e-6)
+LENGTHS = np.array([4, 2, 6, 3, 3, 60])
+
+
+def test_a_lone_sample_gets_nothing_or_its_reward() -> None:
+    """Groups of one beside a whole one: `reward` is what verl gives them."""
+    rewards, groups = np.array([0.7, 1.0, 0.0, 0.5]), np.array([3, 1, 1, 2])
+    lengths = np.array([2, 5, 1, 0])
+    for name in OUTCOME:
+        zero = outcome_advantages(name, rewards, groups, lengths, lone="zero")
+        kept = outcome_advantages(name, rewards, groups, lengths, lone="reward")
+        default = outcome_advantages(name, rewards, groups, lengths)
+        if name in ("pass_at_k", "reinforce_plus_plus"):
+            np.testing.assert_array_equal(zero, kept)
+            continue
+        np.testing.assert_array_equal(default, kept if name in ("grpo", "dr_grpo") else zero)
+        if name == "reinforce_plus_plus_baseline":  # whitened over tokens: 0.7 twice, and 0.5 and -0.5 as before
+            tokens = np.repeat([0.7, 0.5, -0.5], [2, 5, 1])
+            expected = (0.7 - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+            assert kept[0] == pytest.approx(expected)
+            continue
+        assert zero[0] == zero[3] == 0, name
+        assert kept[[0, 3]] == pytest.approx(np.array([0.7, 0.5]) * (4 / 3 if name == "gpg" else 1)), name
+        np.testing.assert_array_equal(zero[1:3], kept[1:3])
+    table = np.stack([rewards, 10 * rewards], axis=1)
+    nothing = adv.gdpo(table, groups, np.ones(2), lengths, lone="zero")
+    assert adv.gdpo(table, groups, np.ones(2), lengths)[0] != pytest.approx(nothing[0])
+
+
+def test_gdpo_is_whitened_over_tokens() -> None:
+    """A long answer counts as often as it has tokens, as in verl."""
+    got = adv.gdpo(np.stack([R, R[::-1]], axis=1), G, np.array([2.0, 1.0]), LENGTHS)
+    summed = 2 * adv.grpo(R, G) + adv.grpo(R[::-1], G)
+    np.testing.assert_allclose(np.repeat(got, LENGTHS), adv.whiten(np.repeat(summed, LENGTHS)))
+    assert np.repeat(got, LENGTHS).mean() == pytest.approx(0)
+    assert abs(got.mean()) > 0.1
 
 
 def test_gdpo_reads_named_rewards() -> None:
     """A small reward counts as much as one a hundred times larger; their sum would hide it."""
     parts = [{"right": 100 * float(r), "short": float(s)} for r, s in zip([1, 0, 1, 0], [0, 0, 1, 1], strict=True)]
     groups = np.zeros(4, int)
-    got = advantages_by_part(parts, groups, {})
+    lengths = np.array([4, 4, 4, 40])
+    got = advantages_by_part(parts, groups, {}, lengths)
     table = np.array([[part["right"], part["short"]] for part in parts])
-    np.testing.assert_allclose(got, adv.gdpo(table, groups, np.ones(2)))
+    np.testing.assert_allclose(got, adv.gdpo(table, groups, np.ones(2), lengths))
     assert got[0] == pytest.approx(got[3], abs=1e-4)
     assert got[2] > 1 > abs(got[0])
-    only = advantages_by_part(parts, groups, {"right": 0.0})
-    np.testing.assert_allclose(only, adv.whiten(adv.grpo(table[:, 1], groups)))
+    only = advantages_by_part(parts, groups, {"right": 0.0}, lengths)
+    np.testing.assert_allclose(only, adv.whiten_rows(adv.grpo(table[:, 1], groups), lengths))
     unlike: list[list[dict[str, float]]] = [[{}, {}], [{"a": 1.0}, {"b": 1.0}]]
     for broken in unlike:
         with pytest.raises(ControllerError, match="named rewards"):
-            advantages_by_part(broken, np.zeros(2, int), {})
+            advantages_by_part(broken, np.zeros(2, int), {}, np.ones(2, int))
 
 
 def test_golden_gae_skips_tool_tokens() -> None:

@@ -57,6 +57,29 @@ def test_auto_follows_off_policiness_and_age(minibatches: int, epochs: int, max_
     assert str(max_age or minibatches * epochs) in why or minibatches == 1
 
 
+def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever the choice is told; `config explain` has all of them."""
+    others = {"none": ("R2", "R3"), "R2": ("R3",), "R3": ("R2",)}
+    reasons = []
+    for minibatches, max_age in ((1, 0), (2, 0), (8, 0), (1, 1), (1, 4)):
+        run = config(
+            replay={"mode": "auto"},
+            learner={"minibatches": minibatches},
+            pipeline={"mode": "async", "max_staleness": max_age},
+        )
+        mode, why = replay_mode(run)
+        assert all(f"{other} would" in why for other in others[mode])
+        assert "." not in why
+        reasons.append(why)
+    assert len(set(reasons)) == 5
+    assert main(["config", "explain", "replay.mode"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split(":")[0].split()[-1] for line in said.splitlines() if "auto ->" in line] == [
+        "none", "R2", "R3", "R3",
+    ]  # fmt: skip
+    assert reasons[1] in said
+
+
 def test_a_configured_mode_is_kept() -> None:
     run = config(replay={"mode": "R2"}, learner={"minibatches": 8})
     assert settle(run) == (run, ())

@@ -17,10 +17,11 @@ from moe_trm.corrections.rule import BoundRule
 from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
 
-THRESHOLDS: dict[str, dict[str, float]] = {
+THRESHOLDS: dict[str, dict[str, float | str]] = {
     "geometric_mask": {"low": 0.9, "high": 1.2},
     "ln_trm": {"delta": 0.02, "max_score": 0.3},
     "opsm": {"delta": 0.05},
+    "seq_icepop": {"low": 0.8, "high": 1.3},
     "seq_max_k2": {"upper": 0.3},
     "seq_max_k3": {"upper": 0.3},
     "seq_mean_k1": {"low": 0.8, "high": 1.3},
@@ -36,6 +37,7 @@ THRESHOLDS: dict[str, dict[str, float]] = {
     "ser": {"max_score": 0.3},
     "token_mis": {"low": 0.7, "high": 1.4},
     "token_veto": {"min_ratio": 0.4},
+    "trm": {"score": "ser", "max_score": 0.3},
     "trm_avg": {"mean_kl": 0.1},
     "trm_max": {"max_kl": 0.3},
     "trm_max_avg": {"max_kl": 0.4, "mean_kl": 0.1},

@@ -57,6 +57,37 @@ def test_seq_tis(fx: WorkedExample) -> None:
     assert torch.equal(got.keep, fx.mask)
 
 
+def test_opsm_of_slime_reads_the_update(fx: WorkedExample) -> None:
+    """D = mean(log proximal - log current): rows [-.05, 0, -.15, .333]; only the last is negative and far."""
+    got = corrections.get("opsm")(fx.evidence, delta=0.1, ratio="update")
+    assert got.keep.any(dim=1).tolist() == [True, True, True, False]
+    far = corrections.get("opsm")(fx.evidence, delta=0.35, ratio="update")
+    assert torch.equal(far.keep, fx.mask)
+    assert not corrections.get("opsm")(fx.evidence, delta=0.35).keep[3].any()
+
+
+def test_truncated_shares_are_of_tokens_and_of_rows(fx: WorkedExample) -> None:
+    """13 tokens: one above 2, one below 0.8. 4 rows: one above 2, one below 0.8; a row without tokens is none."""
+    fx.mask = torch.cat([fx.mask, torch.zeros(1, 5, dtype=torch.bool)])
+    for name in ("rollout", "behavior", "current"):
+        setattr(fx, name, torch.cat([getattr(fx, name), torch.full((1, 5), torch.nan)]))
+    fx.signs = torch.cat([fx.signs, torch.ones(1)])
+    bound = [corrections.get(name).bind(cap=2.0, floor=0.8) for name in ("token_tis", "seq_tis")]
+    got = corrections.finalize(corrections.compose(bound)(fx.evidence).metrics)
+    for name, units in (("token_tis", 13), ("seq_tis", 4)):
+        assert got[f"correction/{name}/truncated_fraction"] == pytest.approx(1 / units)
+        assert got[f"correction/{name}/raised_fraction"] == pytest.approx(1 / units)
+    plain = corrections.finalize(corrections.compose([corrections.get("seq_tis").bind()])(fx.evidence).metrics)
+    assert plain["correction/seq_tis/raised_fraction"] == 0
+
+
+@pytest.mark.parametrize(("cap", "floor"), [(2.0, 3.0), (0.0, 0.0), (2.0, -1.0)])
+def test_a_floor_above_the_cap_is_refused(cap: float, floor: float) -> None:
+    for name in ("token_tis", "seq_tis"):
+        with pytest.raises(ConfigError, match="not a band"):
+            corrections.get(name).bind(cap=cap, floor=floor)
+
+
 @pytest.mark.parametrize("low", [0.0, 0.5])
 def test_seq_mis_one_and_two_sided(fx: WorkedExample, low: float) -> None:
     got = corrections.get("seq_mis")(fx.evidence, low=low, high=2.0)

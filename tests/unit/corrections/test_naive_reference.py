@@ -40,9 +40,12 @@ def ln_trm_score(f: Row, delta: float) -> float:
 
 
 # name -> thresholds, and the decision on a row from (engine log-ratios, total log-ratios, advantage)
-REFERENCE: dict[str, tuple[dict[str, float], Callable[[Row, Row, float], Decision]]] = {
+REFERENCE: dict[str, tuple[dict[str, float | str], Callable[[Row, Row, float], Decision]]] = {
     "token_tis": ({"cap": 1.5, "floor": 0.5}, lambda e, f, A: [min(max(math.exp(x), 0.5), 1.5) for x in e]),
-    "seq_tis": ({"cap": 1.5}, lambda e, f, A: all_or_none(True, e, min(math.exp(sum(e)), 1.5))),
+    "seq_tis": (
+        {"cap": 1.5, "floor": 0.7},
+        lambda e, f, A: all_or_none(True, e, min(max(math.exp(sum(e)), 0.7), 1.5)),
+    ),
     "token_mis": ({"low": 0.7, "high": 1.4}, lambda e, f, A: [math.exp(x) * (0.7 <= math.exp(x) <= 1.4) for x in e]),
     "seq_mis": (
         {"low": 0.5, "high": 2.0},
@@ -52,6 +55,14 @@ REFERENCE: dict[str, tuple[dict[str, float], Callable[[Row, Row, float], Decisio
     "geometric_mask": ({"low": 0.9, "high": 1.1}, lambda e, f, A: all_or_none(0.9 <= math.exp(mean(e)) <= 1.1, e)),
     "token_veto": ({"min_ratio": 0.5}, lambda e, f, A: all_or_none(min(math.exp(x) for x in e) >= 0.5, e)),
     "opsm": ({"delta": 0.1}, lambda e, f, A: all_or_none(not (A < 0 and -mean(f) > 0.1), f)),
+    "seq_icepop": (
+        {"low": 0.8, "high": 1.3},
+        lambda e, f, A: all_or_none(0.8 <= math.exp(mean(e)) <= 1.3, e, math.exp(mean(e))),
+    ),
+    "trm": (
+        {"score": "ser", "max_score": 0.3},
+        lambda e, f, A: all_or_none(mean([abs(math.exp(x) - 1) for x in f]) <= 0.3, f),
+    ),
     "trm_max": ({"max_kl": 0.2}, lambda e, f, A: all_or_none(max(map(k2, f)) <= 0.2, f)),
     "trm_avg": ({"mean_kl": 0.1}, lambda e, f, A: all_or_none(mean([k3(x) for x in f]) <= 0.1, f)),
     "trm_max_avg": (

@@ -20,6 +20,8 @@ GOLDEN = {
     "log_ppl_diff": -0.279167,
     "log_ppl_abs_diff": 0.345833,
     "ppl_ratio": 0.8559,
+    "log_ppl_diff_max": 0.075,
+    "log_ppl_diff_min": -1.25,
     "training_ppl": 2.30335,
     "rollout_ppl": 3.609127,
     "rollout_is_seq_eff_sample_size": 0.360328,
@@ -32,6 +34,35 @@ GOLDEN = {
 @pytest.mark.parametrize(("name", "value"), GOLDEN.items())
 def test_golden_engine_metrics(fx: WorkedExample, name: str, value: float) -> None:
     assert diagnostics.finalize(diagnostics.metrics(fx.evidence))[f"engine/{name}"] == pytest.approx(value, abs=1e-6)
+
+
+def test_log_perplexities_are_means_of_rows(fx: WorkedExample) -> None:
+    got = diagnostics.finalize(diagnostics.metrics(fx.evidence))
+    for name, logprobs in (("rollout", fx.rollout), ("training", fx.behavior)):
+        rows = [-float(row[mask].mean()) for row, mask in zip(logprobs, fx.mask, strict=True)]
+        assert got[f"engine/{name}_log_ppl"] == pytest.approx(sum(rows) / len(rows))
+    assert got["engine/training_log_ppl"] - got["engine/rollout_log_ppl"] == pytest.approx(got["engine/log_ppl_diff"])
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_percentiles_of_tokens_and_of_rows(parts: int) -> None:
+    gen = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(300, 32, generator=gen, dtype=torch.float64) * 3
+    log_ratio = 0.1 * torch.randn(300, 32, generator=gen, dtype=torch.float64)
+    log_ratio[:2] += 3.0  # rows beyond the percentile
+    mask = torch.rand(300, 32, generator=gen) < 0.8
+    mask[5] = False
+    measured = []
+    for rows in torch.arange(300).chunk(parts):
+        current = (rollout + log_ratio)[rows]
+        ratios = LogRatios(rollout[rows], current, current, mask[rows])
+        measured.append(diagnostics.metrics(Evidence(ratios, torch.ones(len(rows), 32))))
+    got = diagnostics.finalize(diagnostics.add(measured))
+    gaps = (rollout.exp() - (rollout + log_ratio).exp()).abs()[mask]
+    excess = [float((2 * row[kept]).exp().mean() - 1) for row, kept in zip(log_ratio, mask, strict=True) if kept.any()]
+    assert got["engine/probs_diff_p95"] == pytest.approx(float(gaps.quantile(0.95)), rel=0.1)
+    assert got["total/chi2_token_p95"] == pytest.approx(float(torch.tensor(excess).quantile(0.95)), rel=0.1)
+    assert got["total/chi2_token_p95"] < 0.3 < got["total/chi2_token"]
 
 
 def test_total_metrics_compare_the_rollout_with_the_current_policy(fx: WorkedExample) -> None:
@@ -54,8 +85,8 @@ def test_equal_policies_have_no_mismatch(fx: WorkedExample) -> None:
         one = name.endswith(
             ("probs_pearson", "eff_sample_size", "_is_mean", "_is_seq_mean", "_max", "_min", "ppl_ratio")
         )
-        unlike = one and not name.endswith("probs_diff_max")
-        expected = value if "_ppl" in name and "diff" not in name else float(unlike)
+        unlike = one and not name.endswith(("probs_diff_max", "log_ppl_diff_max", "log_ppl_diff_min"))
+        expected = value if name.endswith("_ppl") else float(unlike)
         assert value == pytest.approx(expected, abs=1e-9), name
     assert got["engine/training_ppl"] == got["engine/rollout_ppl"]
 

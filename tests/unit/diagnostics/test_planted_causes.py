@@ -23,6 +23,9 @@ CALM = 0.02
 HEALTHY = {"optimizer/grad_norm": 0.7, "reward/zero_variance_groups": 0.1, "rollout/age_max": 2.0, "optimizer/lr": 1e-5}
 ICEPOP: dict[str, Any] = {"name": "icepop", "low": 0.9, "high": 1.1}
 
+UNCAPPED: dict[str, Any] = {"name": "token_tis", "cap": 1000.0}
+PRODUCTS: dict[str, Any] = {"name": "seq_tis"}
+
 Plant = Callable[[torch.Generator], Tensor]
 
 
@@ -35,6 +38,20 @@ def tail(gen: torch.Generator) -> Tensor:
     """One token in 512 is 27 times likelier than it was."""
     values = noise(CALM)(gen)
     values.view(-1)[torch.randperm(ROWS * TOKENS, generator=gen)[:4]] = 3.3
+    return values
+
+
+def heavier(gen: torch.Generator) -> Tensor:
+    """A single token at 85 times: without a cap its weight leaves few effective samples."""
+    values = noise(CALM)(gen)
+    values[int(torch.randint(ROWS, (), generator=gen)), 7] = 4.45
+    return values
+
+
+def lighter(gen: torch.Generator) -> Tensor:
+    """The same at 12 times: moderate."""
+    values = noise(CALM)(gen)
+    values.view(-1)[torch.randperm(ROWS * TOKENS, generator=gen)[:4]] = 2.55
     return values
 
 
@@ -98,6 +115,36 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
     "IcePop on lag": (
         {"parts": {"lag": noise(0.15)}, "rules": (ICEPOP | {"ratio": "lag"},)}, "masking", "pipeline.max_staleness=1",
     ),
+    "engines and lag": ({"parts": {"engine": noise(0.4), "lag": noise(0.5)}}, "precision", "rollout.server.dtype"),
+    "more lag than update": (
+        {"parts": {"lag": noise(0.5), "update": noise(0.35)}}, "lag", "pipeline.max_staleness=1",
+    ),
+    "more update than lag": (
+        {"parts": {"lag": noise(0.35), "update": noise(0.5)}}, "staleness", "learner.minibatches=1",
+    ),
+    "lag, and IcePop on engines": ({"parts": {"lag": noise(0.4)}, "rules": (ICEPOP,)}, "lag", "pipeline.max_staleness"),
+    "lighter tail of the engines": ({"parts": {"engine": lighter}}, "drift", "geometric_mask"),
+    "lighter tail of lag": ({"parts": {"lag": lighter}}, "drift", "pipeline.max_staleness=1"),
+    "lighter tail of updates": ({"parts": {"update": lighter}}, "drift", "learner.minibatches=1"),
+    "ESS after weights": ({"parts": {"engine": heavier}, "rules": (UNCAPPED,)}, "masking", "rollout.server.dtype"),
+    "ESS after weights of lag": (
+        {"parts": {"lag": heavier}, "rules": (UNCAPPED | {"ratio": "lag"},)}, "masking", "pipeline.max_staleness=1",
+    ),
+    "ESS in order after a cap": (
+        {"parts": {"lag": heavier}, "rules": (UNCAPPED | {"cap": 2.0, "ratio": "lag"},)}, "variance",
+        "ratio: lag",
+    ),
+    "products of rows of the engines": (
+        {"parts": {"engine": rowwise}, "rules": (PRODUCTS,)}, "sequence", "decoupled_geo_rs_token_tis",
+    ),
+    "products of rows of lag": (
+        {"parts": {"lag": rowwise}, "rules": (PRODUCTS | {"ratio": "lag"},)}, "sequence", "decoupled_geo_rs_token_tis",
+    ),
+    "rows of lag": ({"parts": {"lag": rowwise}}, "sequence", "ratio: lag"),
+    "tail of lag, merged": ({"parts": {"lag": tail}, "route": "merged"}, "variance", "ratio: merged"),
+    "rows of updates, merged": (
+        {"parts": {"update": rowwise}, "route": "merged"}, "sequence", "learner.minibatches=1",
+    ),
 }  # fmt: skip
 SEEDS = (1, 2, 3)
 
@@ -110,8 +157,12 @@ def test_the_planted_cause_is_named(tmp_path: Path) -> None:
             if said.case != case or config not in said.config:
                 missed.append((name, seed, said.case, said.config))
             can_be_typed(said, tmp_path)
-    assert len(PLANTED) * len(SEEDS) >= 30
-    assert len(missed) <= len(PLANTED) * len(SEEDS) // 10, missed
+    planted = len(PLANTED) * len(SEEDS)
+    assert len(PLANTED) >= 30
+    assert (planted - len(missed)) * 30 >= 27 * planted, missed
+    # Each cause is named by most of its steps: none hides behind the others.
+    for name in PLANTED:
+        assert sum(one[0] == name for one in missed) <= len(SEEDS) // 2, missed
 
 
 @pytest.mark.parametrize("route", ["split", "merged", "interpolate", "bypass"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ HEALTHY = {
         ({"total/rollout_is_eff_sample_size": 0.4, "total/chi2_token": 0.5}, "variance", "icepop"),
         ({"total/chi2_token": 1.2}, "variance", "icepop"),
         ({"total/chi2_token": 0.4}, "drift", "geometric_mask"),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 1.0, "rollout/losses": 1.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 2.0}, "servers", ""),
+        ({"rollout/servers": 1.0, "rollout/servers_lost": 0.0, "rollout/losses": 0.0}, "ok", ""),
     ],
 )
 def test_cases_in_their_order(changes: dict[str, float], case: str, config: str) -> None:
@@ -82,6 +86,29 @@ def test_length_surge_over_a_hundred_steps() -> None:
     assert verdict(surge).case == "length"
     assert verdict(surge[1:]).case == "ok"
     assert verdict([HEALTHY] * 100 + [HEALTHY | {"response/length_mean": 119.0}]).case == "ok"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([0.6] * 20 + [0.4] * 10, True),
+        ([0.6] * 20 + [0.43] * 10, False),
+        ([0.6] * 20 + [0.4] * 5, False),
+        ([0.6] * 9 + [0.1] * 10, False),
+        ([0.1, 0.9] * 10 + [0.2, 0.4] * 5, False),
+        ([-0.2] * 20 + [-0.5] * 10, False),
+        ([0.6] * 20 + [math.nan] * 3 + [0.3] * 10, True),
+        ([0.2] * 20 + [0.6] * 10, False),
+    ],
+)
+def test_a_reward_that_falls_is_told(rewards: list[float], told: bool) -> None:
+    """By 30% from the best ten steps, and by more than chance; a step without a reward says nothing."""
+    history = [HEALTHY | {"reward/mean": value, "optimizer/lr": 2e-4} for value in rewards]
+    found = verdict([*history[:12], HEALTHY, *history[12:]])
+    assert (found.case == "reward") is told
+    if told:
+        assert found.config == "optimizer.lr=0.0001"
+        assert "fell from 0.6 to " in found.sentence
 
 
 def test_nothing_measured_nothing_said() -> None:
@@ -136,3 +163,13 @@ def test_every_setting_can_be_typed(tmp_path: Path) -> None:
         assert found is not None
         assert found.config
         resolve(file, [found.config])
+
+
+def test_a_server_that_was_lost_is_told_in_the_step_in_which_it_was_lost() -> None:
+    before, lost = HEALTHY | {"rollout/losses": 1.0}, HEALTHY | {"rollout/losses": 2.0, "rollout/lost_s": 41.0}
+    assert verdict([before]).case == "servers"
+    away = verdict([lost | {"rollout/servers": 1.0, "rollout/servers_lost": 1.0}])
+    assert away.sentence.startswith("1 of 2 rollout servers is out of service")
+    found = verdict([before, lost])
+    assert (found.case, "2 losses, 41 s" in found.sentence) == ("servers", True)
+    assert verdict([lost, lost]).case == "ok"

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
+from moe_trm.doctor import examine as examine_module
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.doctor.environment import TESTED, environment
-from moe_trm.doctor.probe import NEUTRAL, last_error
+from moe_trm.doctor.probe import NEUTRAL, ProbeFailed, last_error
 from moe_trm.doctor.served import differing
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, EngineError
 
 REQUIREMENTS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 
@@ -51,6 +52,27 @@ def test_cuda_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = list(environment(config(tmp_path, rollout={"server": {"device": "cuda"}})))
     assert named(found, "devices").status == "fail"
+
+
+def test_a_failed_probe_names_no_path_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor's own folder is removed unless it was asked to keep it."""
+
+    def fails(*_arguments: object) -> None:
+        raise ProbeFailed("it failed", where=f"{tmp_path}/job.log", got=f"died ({tmp_path}/doctor/rollout.log)")
+
+    monkeypatch.setattr(examine_module, "zero_update", fails)
+    monkeypatch.setattr(examine_module, "_before", lambda *_arguments: iter(()))
+    for kept in (True, False):
+        found = examine_module.examine("c.yaml", [], config(tmp_path), 1, tmp_path, lambda _check: None, kept=kept)
+        [check] = found.checks
+        assert (str(tmp_path) in check.says + check.fix) is kept
+        assert ("--keep" in check.fix) is not kept
+        assert "doctor/rollout.log" in check.says
+
+
+def test_an_error_of_several_lines_stays_one(tmp_path: Path) -> None:
+    error = EngineError("it died", where="a.log", got="first\nsecond", expected="life", fix="mend it")
+    assert last_error(f"starting\nerror: {error}\nend") == f"error: {error}"
 
 
 def test_a_typed_error_is_a_failed_check() -> None:

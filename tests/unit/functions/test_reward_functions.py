@@ -12,10 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from moe_trm.config.schema import Config
-from moe_trm.doctor.preflight import own_functions
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.functions.check import check_functions
 from moe_trm.functions.messages import Done, pack
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.reward_input import RewardInput
@@ -118,7 +115,7 @@ async def outcomes(reward: FunctionReward, texts: list[str]) -> list[object]:
     ("source", "bad"),
     [
         (PLAIN, {"raise": "reward_error", "exit": "reward_error", "crash": "reward_crash", "hang": "reward_timeout"}),
-        (PLAIN, {"regex": "reward_timeout", "object": "reward_type", "none": None}),
+        (PLAIN, {"regex": "reward_timeout", "object": "reward_type", "none": "reward_type"}),
         (BATCHED, {"raise": "reward_error", "short": "reward_shape", "object": "reward_type", "crash": "reward_crash"}),
         (BATCHED, {"hang": "reward_timeout"}),
         (ASYNC, {"raise": "reward_error", "crash": "reward_crash", "wait": "reward_timeout", "object": "reward_type"}),
@@ -227,23 +224,6 @@ def test_a_missing_file_and_a_missing_module_are_told() -> None:
     for name in ("nowhere/reward.py:reward", "no_such_module:reward"):
         with pytest.raises(ConfigError, match="cannot be loaded"):
             asyncio.run(FunctionReward(name, timeout_s=1.0).start())
-
-
-def test_functions_are_loaded_before_a_run_starts(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text("def reward(sample): ...\nasync def rollout(session): ...\n")
-    config = Config.model_validate(
-        {
-            "model": {"checkpoint": "unused"},
-            "task": {"reward": f"{path}:reward"},
-            "rollout": {"function": f"{path}:rollout"},
-        }
-    )
-    check_functions(own_functions(config))
-    for key, broken in (("task", {"reward": f"{path}:other"}), ("rollout", {"function": f"{path}:reward"})):
-        section = getattr(config, key).model_copy(update=broken)
-        with pytest.raises(ConfigError, match=rf"{key}\."):
-            check_functions(own_functions(config.model_copy(update={key: section})))
 
 
 def test_numbers_of_other_libraries_can_be_sent() -> None:

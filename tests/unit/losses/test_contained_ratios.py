@@ -71,6 +71,7 @@ def test_what_a_loss_declares_is_what_its_gradient_depends_on(loss: str, ratio: 
     found = {part for part in PARTS if not torch.allclose(slope(loss, part, ratio), still, rtol=1e-3)}
     assert losses.get(loss).bind(ratio=ratio, **parameters).contains == frozenset(found)
     assert losses.get(loss).holds == LOSSES[loss].holds
+    assert losses.get(loss).ratio == LOSSES[loss].ratio
 
 
 @pytest.mark.parametrize("loss", ["minirl", "capped_ratio", "dppo_tv", "dppo_kl", "vespo", "topr", "ipo_tv"])

@@ -47,7 +47,7 @@ class FakeLearner(StandInLearner):
 
 def test_both_parts_by_hand() -> None:
     mask = torch.tensor([[True, True, False]])
-    batch: Any = SimpleNamespace(mask=mask, routes=[], rollout_logprobs=torch.tensor([[-1.0, -1.3, 9.0]]))
+    batch: Any = SimpleNamespace(mask=mask, routes=(), origins=(), rollout_logprobs=torch.tensor([[-1.0, -1.3, 9.0]]))
     own = Scores(torch.tensor([[-1.0, -1.4, 5.0]]))
     learner = FakeLearner(-1.2)
     found = cast_share(learner, [batch], [own], "bfloat16")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_trm.cli import main
+from moe_trm.config.choices import Choice
 from moe_trm.errors import RunError
 from moe_trm.report.commands import write
 from moe_trm.report.draw import MOST_POINTS, thinned
-from moe_trm.report.run import read_run
+from moe_trm.report.run import CHOICES, read_run
 from moe_trm.report.scale import Scale, short, ticks, value_scale
 from tests.unit.report.made_run import make_run
 from tests.unit.report.page_reader import PageReader
@@ -45,6 +48,15 @@ def test_the_head_names_corrections_and_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", correction=correction, loss={"name": "mine.py:smooth"})
     head = write([run]).read_text().partition("</header>")[0]
     assert "correction decoupled_geo_rs, mine.py:bounded, icepop · loss mine.py:smooth" in head
+
+
+def test_the_head_says_what_auto_became_and_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    assert "auto -&gt;" not in write([run]).read_text()
+    choice = Choice("replay.mode", "R3", "samples may be 4 versions old; R2 would lose them")
+    (run / CHOICES).write_text(json.dumps([asdict(choice)]))
+    head = write([run]).read_text().partition("</header>")[0]
+    assert "replay.mode: auto -&gt; R3: samples may be 4 versions old; R2 would lose them" in head
 
 
 def test_every_number_in_the_text_is_one_of_the_file(tmp_path: Path) -> None:
@@ -126,6 +138,22 @@ def test_proofs_that_fail_are_marked(tmp_path: Path) -> None:
     assert "First step whose sample ledger does not balance" in html
 
 
+def test_anti_patterns_are_those_of_settings_and_of_metrics(tmp_path: Path) -> None:
+    assert "Anti-patterns" not in page_of(make_run(tmp_path / "calm")).text
+    run = make_run(tmp_path / "one", pipeline={"mode": "async", "max_staleness": 4})
+    rows = rows_of(run)
+    for step, row in enumerate(rows):
+        row["engine/probs_diff_max"] = 0.95 if step == 5 else 0.2 if step else None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page_of(run).text
+    for told in ("Anti-patterns", "far ahead, uncorrected", "maximum averaged away", "moe-trm doctor"):
+        assert told in text
+    assert "replay at one step" not in text
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"of_another_version": 1}))
+    assert "Not looked for: this version" in page_of(run).text
+
+
 def test_two_runs_side_by_side_differing_settings_first(tmp_path: Path) -> None:
     one = make_run(tmp_path / "one", replay={"mode": "R3"})
     other = make_run(tmp_path / "other", done=5, replay={"mode": "R2"}, optimizer={"lr": 3e-5})
@@ -140,6 +168,31 @@ def test_two_runs_side_by_side_differing_settings_first(tmp_path: Path) -> None:
         for name, series in told["metrics"].items():
             assert list(zip(series["steps"], series["values"], strict=True)) == points(rows_of(run), name)
     assert (one / "report-other.html").is_file()
+
+
+def test_a_chart_that_never_changes_is_a_line(tmp_path: Path) -> None:
+    """The proof was 1.0 at every step; the reward moved, and of two runs with two values both are drawn."""
+    run = make_run(tmp_path / "one")
+    html = write([run]).read_text()
+    titles = [part.partition("<")[0] for part in html.split("<figcaption><h3>")[1:]]
+    assert "Reward and evaluation" in titles
+    assert "Replay proof" not in titles
+    assert "Replay proof" in html.partition('class="still"')[2]
+    assert "replay/applied_fraction" in page_of(run).data["runs"][0]["metrics"]
+    other = make_run(tmp_path / "other")
+    rows = [{**row, **({"replay/applied_fraction": 0.5} if row["step"] else {})} for row in rows_of(other)]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "<figcaption><h3>Replay proof" in write([run, other]).read_text()
+
+
+def test_labels_of_heat_maps_are_whole(tmp_path: Path) -> None:
+    """The longest label begins inside the drawing."""
+    run = make_run(tmp_path / "one")
+    rows = [{**row, "acceptance/length_16385_up": 0.01 * row["step"]} for row in rows_of(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write([run]).read_text()
+    (place,) = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">16385 and more</text>', html)
+    assert float(place) - 6 * len("16385 and more") > 0
 
 
 def test_a_run_still_being_written(tmp_path: Path) -> None:

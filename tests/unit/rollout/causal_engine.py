@@ -55,13 +55,20 @@ class CausalEngine(StandInEngine):
         wanted: what is recorded.
         skip_rows: route rows left out at the start of every answer but the first: a gap.
         stale: begin later answers' routes one row early with a row of an earlier answer: NeMo-RL#3485's stale row.
+        retractions: of each answer, in order; the last one for all that follow.
     """
 
     def __init__(
-        self, versions: Sequence[int] = (0,), wanted: Wanted | None = None, *, skip_rows: int = 0, stale: bool = False
+        self,
+        versions: Sequence[int] = (0,),
+        wanted: Wanted | None = None,
+        *,
+        skip_rows: int = 0,
+        stale: bool = False,
+        retractions: Sequence[int] = (0,),
     ) -> None:
         self.versions, self.wanted = list(versions), wanted or Wanted(routes=True, mask=True)
-        self.skip_rows, self.stale = skip_rows, stale
+        self.skip_rows, self.stale, self.retractions = skip_rows, stale, list(retractions)
         self.asked: list[tuple[int, int, SamplingParams]] = []
         """Context length, first row and parameters of each answer."""
 
@@ -92,6 +99,7 @@ class CausalEngine(StandInEngine):
             "meta_info": {
                 "finish_reason": {"type": reason},
                 "prompt_tokens": len(context),
+                "num_retractions": self.retractions[min(len(self.asked), len(self.retractions)) - 1],
                 "weight_versions": [{"version": str(version), "start": 0, "end": sampled}],
                 "output_token_logprobs": meta["output_token_logprobs"],
                 "output_token_sampling_mask": meta["masks"],

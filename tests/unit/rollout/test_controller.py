@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from moe_trm.config.engines import EngineTraits
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, Config
 from moe_trm.errors import REFUSED, ControllerError, RecordRejected, SyncError
+from moe_trm.observe.lines import ProgressLines
+from moe_trm.observe.panel import LivePanel
+from moe_trm.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
@@ -25,9 +31,10 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TrainBatch, TrainRow
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState, TrainBatch, TrainRow
 from tests.unit.doubles import StandInEngine
 from tests.unit.records import LAYERS, make_record
+from tests.unit.report.page_reader import PageReader
 
 CONFIG = Config.model_validate(
     {
@@ -136,6 +143,12 @@ def test_rejected_records_are_counted_and_the_rest_trains() -> None:
     assert not {1, 7} & {row.record.sample_id for row in rows_of(shares)}
 
 
+def test_a_step_without_a_record_says_why_the_first_was_rejected() -> None:
+    with pytest.raises(ControllerError, match="no record of this step was accepted") as caught:
+        plan(FakeEngine(reject=frozenset(range(10_000))))
+    assert "payload cut short" in str(caught.value)
+
+
 def test_a_reward_that_raises_rejects_its_record_only() -> None:
     shares = plan(FakeEngine())
     with_bad_token = [i for i in range(16) if 31 in make_record(sample_id=i, num_sampled=3 + i % 5).tokens[4:]]
@@ -154,6 +167,40 @@ def test_advantages_compare_the_samples_of_one_prompt() -> None:
             assert [row.advantage > 0 for row in own] == [reward == max(rewards) for reward in rewards]
             uneven += 1
     assert uneven
+
+
+@pytest.mark.parametrize("lone", [None, "reward", "zero"])
+def test_a_sample_whose_group_was_rejected_gets_what_the_setting_says(lone: str | None) -> None:
+    """The first sample of each prompt is the only one that is left."""
+    config = CONFIG.model_copy(update={"advantage": advantage(name="rloo", lone_sample=lone)})
+    rows = rows_of(plan(FakeEngine(frozenset(i for i in range(99) if i % 4)), config))
+    assert len({row.record.group_id for row in rows}) == len(rows) > 1
+    assert any(row.record.reward for row in rows)
+    for row in rows:
+        assert row.advantage == (row.record.reward if lone == "reward" else 0.0)
+
+
+def test_gdpo_whitens_over_the_tokens_of_the_step() -> None:
+    class Parts(FakeTask):
+        async def reward(self, sample: RewardInput) -> object:
+            return {"odd": float(sum(sample.completion_ids) % 2), "long": len(sample.completion_ids) / 10}
+
+    async def go() -> list[TrainBatch]:
+        config = CONFIG.model_copy(update={"advantage": advantage(name="gdpo")})
+        controller = RolloutController(config, FakeEngine(), Parts(), SamplingParams())
+        await controller.load_weights(WeightPush(0, "", ()))
+        return await controller.plan(1, data_size=2)
+
+    rows = rows_of(asyncio.run(go()))
+    lengths = np.array([row.record.num_sampled for row in rows])
+    assert len(set(lengths)) > 1
+    tokens = np.repeat([row.advantage for row in rows], lengths)
+    assert tokens.mean() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-4)
+
+
+def advantage(**settings: str | None) -> AdvantageConfig:
+    return AdvantageConfig.model_validate(settings)
 
 
 def test_the_same_step_is_planned_the_same_way_twice() -> None:
@@ -198,6 +245,24 @@ def test_evaluation_counts_unfinished_answers_as_wrong() -> None:
         "eval/length_mean": 2.0,
         "eval/prompts": 4.0,
     }
+
+
+def test_a_mean_of_rewards_of_ones_own_is_called_no_accuracy(tmp_path: Path) -> None:
+    """Neither by the controller nor by any view of its metrics."""
+    task = CONFIG.task.model_copy(update={"reward": "mine.py:reward"})
+    metrics = asyncio.run(controller_with(FakeEngine(), CONFIG.model_copy(update={"task": task})).evaluate())
+    assert metrics["eval/reward"] == 0.5
+    lines, screen = io.StringIO(), io.StringIO()
+    ProgressLines(1, lines).write(0, metrics)
+    panel = LivePanel("run", 1, Console(file=screen, width=100))
+    panel.write(0, metrics)
+    panel.close()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, **metrics}) + "\n")
+    page = write([tmp_path]).read_text()
+    assert "EVAL REWARD 0.500" in lines.getvalue()
+    for told in (*metrics, lines.getvalue(), screen.getvalue(), PageReader(page).text):
+        assert "accuracy" not in told.lower()
+    assert "0.500" in screen.getvalue()
 
 
 def test_evaluation_changes_nothing_of_the_samples_around_it() -> None:
@@ -281,12 +346,47 @@ def test_ranks_get_their_shares_over_the_socket(
     assert not ids[0] & ids[1]
     for row in rows_of(shares):
         assert row.record.routes.layer_ids == LAYERS[:2]
+        row.record.routes.check_tokens(row.record.tokens, row.record.origin)  # the engine bound them to tokens alone
         np.testing.assert_array_equal(
             row.record.routes.experts,
             make_record(sample_id=row.record.sample_id, num_sampled=row.record.num_sampled).routes.experts[:, :2],
         )
     assert clients[0].evaluate(0)["eval/accuracy"] == 0.5
     clients[0]._ask("stop")
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_waits_is_told_of_the_servers_and_of_their_return(
+    tmp_path: Path, checkpoint: Path, connect: Callable[..., RolloutClient]
+) -> None:
+    """Also when the server comes back just before the answer: the last state told is that after it."""
+    lost, free = (ServerState("http://one", 1.0, "gone"),), threading.Event()
+
+    class Waiting(FakeEngine):
+        traits = EngineTraits(has_servers=True)
+
+        def servers(self) -> tuple[ServerState, ...]:
+            return (ServerState("http://one"),) if free.is_set() else lost
+
+        async def load_weights(self, push: WeightPush) -> None:
+            await asyncio.to_thread(free.wait, 20)
+
+    told: list[tuple[ServerState, ...]] = []
+
+    def watch(states: tuple[ServerState, ...]) -> None:
+        told.append(states)
+        if len(told) == 2:
+            free.set()
+
+    endpoint = f"ipc://{tmp_path}/s"
+    thread = serve(Waiting(), endpoint, checkpoint)
+    client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1), watch=watch)
+    entries = write_shard(tmp_path / "push" / "shard-0.safetensors", [("tensor.0", torch.ones(2))], "float32")
+    client.push(0, entries, directory=str(tmp_path / "push"))
+    assert told[:2] == [lost, lost]
+    assert told[-1] == (ServerState("http://one"),)
+    client._ask("stop")
     thread.join(10)
     assert not thread.is_alive()
 

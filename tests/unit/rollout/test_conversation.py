@@ -110,7 +110,7 @@ def test_any_interleaving_is_recorded_as_it_happened(
     assert [set(row) for row in np.split(mask.ids, mask.offsets[1:-1])] == [set(row) for row in kept]
     assert record.routes is not None
     record.routes.validate(len(ids))
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
     assert record.routes.covered is None
     expected = np.array([route_row(ids[: row + 1])[[0, 2]] for row in range(len(ids) - 1)])
     assert np.array_equal(record.routes.experts, expected)
@@ -167,6 +167,23 @@ def test_routes_of_only_some_answers_are_refused() -> None:
     with pytest.raises(RecordRejected) as caught:
         play(talk, [("sample", (2, ""))])
     assert caught.value.reason == "route_missing"
+
+
+def test_a_retracted_answer_among_others_is_rejected_or_loses_its_routes() -> None:
+    engine = CausalEngine(retractions=[0, 2, 0])
+    talk = dialogue(engine, (5, 6, 4))
+    play(talk, [("sample", (4, "")), ("append_ids", [9]), ("sample", (3, "")), ("sample", (2, ""))])
+    with pytest.raises(RecordRejected) as caught:
+        record_of(talk)
+    assert (caught.value.reason, caught.value.where) == ("retracted", "turn 1")
+    assert "max_total_tokens" in caught.value.fix
+    record = record_of(talk, keep_changed=True)
+    assert record.routes is not None
+    end = 3 + len(talk.conversation.turns[0].tokens) + 1 + len(talk.conversation.turns[1].tokens)
+    known = np.arange(record.num_tokens - 1) >= end - 2
+    assert record.routes.coverage().tolist() == known.tolist()
+    expected = np.array([route_row(record.tokens[: row + 1].tolist())[[0, 2]] for row in np.flatnonzero(known)])
+    assert np.array_equal(record.routes.experts[known], expected)
 
 
 def test_an_evaluation_records_neither_routes_nor_masks() -> None:

@@ -38,7 +38,7 @@ class Answers:
 def measure(settings: EvalConfig, sets: dict[str, dict[str, list[float | None]]]) -> tuple[dict[str, float], Answers]:
     sampler = Answers({name: rewards for prompts in sets.values() for name, rewards in prompts.items()})
     prompts = {name: [Prompt(one, (1,)) for one in rewards] for name, rewards in sets.items()}
-    return asyncio.run(Evaluator(settings, sampler, prompts, BEHAVIOR).measure()), sampler
+    return asyncio.run(Evaluator(settings, sampler, prompts, BEHAVIOR, greedy_metric="accuracy").measure()), sampler
 
 
 def test_greedy_and_sampled_metrics_of_every_set() -> None:

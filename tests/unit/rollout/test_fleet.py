@@ -115,6 +115,19 @@ async def test_the_least_loaded_server_is_asked() -> None:
 
 
 @in_loop
+async def test_a_server_with_older_weights_is_not_asked_even_if_it_is_idle() -> None:
+    async with running(2) as (fleet, fakes, _):
+        fleet.servers[0].version = 0
+        fakes[1].free.clear()
+        asks = [asyncio.ensure_future(fleet.ask({})) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert [server.in_flight for server in fleet.servers] == [0, 3]
+        fakes[1].free.set()
+        assert await asyncio.gather(*asks) == [b"b 1"] * 3
+        assert fakes[0].asked == 0
+
+
+@in_loop
 async def test_what_a_dead_server_owed_is_asked_elsewhere() -> None:
     async with running(2) as (fleet, fakes, _):
         fakes[0].free.clear()

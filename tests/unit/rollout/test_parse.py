@@ -41,6 +41,7 @@ def good() -> dict[str, Any]:
             "id": "ignored",
             "finish_reason": {"type": "stop", "matched": 1},
             "prompt_tokens": 3,
+            "num_retractions": 0,
             "weight_version": "4",
             "weight_versions": [{"version": "4", "start": 0, "end": 2}],
             "output_token_logprobs": [[math.log(0.25), 3, None], [math.log(0.9), 1, None]],
@@ -71,7 +72,7 @@ def test_a_good_answer_becomes_a_record() -> None:
     assert record.sampling_mask.ids.tolist() == [2, 3, 1], "ascending within each row"
     assert record.routes is not None
     assert np.array_equal(record.routes.experts, ROUTES)
-    record.routes.check_tokens(record.tokens)
+    record.routes.check_tokens(record.tokens, record.origin)
 
 
 def test_without_a_mask_the_policy_is_scored_over_the_vocabulary() -> None:
@@ -89,6 +90,44 @@ def test_routes_of_before_a_weight_change_can_be_left_out() -> None:
     assert record.routes is not None
     assert record.routes.coverage().tolist() == [False, False, False, True]
     assert np.array_equal(record.routes.experts[3], ROUTES[3])
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_of_a_retracted_answer_only_the_last_row_is_known(versions: int) -> None:
+    """The engine computed all rows before the retraction again; it does not say where that was."""
+    answer = good()
+    answer["output_ids"] = [3, 1, 1]
+    spans = [("4", 0, 1), ("5", 1, 3)] if versions == 2 else [("4", 0, 3)]
+    answer["meta_info"] |= {
+        "num_retractions": 1,
+        "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in spans],
+        "output_token_logprobs": [[math.log(0.25), 3, None], *[[math.log(0.9), 1, None]] * 2],
+        "routed_experts": payload(np.concatenate([ROUTES, ROUTES[:1]])),
+    }
+    record = parse(answer, Wanted(routes=True, mask=False, missing="native"))
+    assert record.routes is not None
+    assert record.routes.coverage().tolist() == [False, False, False, False, True]
+    assert np.array_equal(record.routes.experts[4], ROUTES[0])
+    assert np.isfinite(record.full_logprobs).all()
+
+
+def test_a_retraction_does_not_matter_without_routes_or_before_the_only_token() -> None:
+    answer = good()
+    answer["meta_info"]["num_retractions"] = 1
+    assert parse(answer, Wanted(routes=False, mask=True)).num_sampled == 2
+    del answer["meta_info"]["num_retractions"]
+    assert parse(answer, Wanted(routes=False, mask=True)).num_sampled == 2
+    one = good()
+    one["output_ids"] = [3]
+    one["meta_info"] |= {
+        "num_retractions": 1,
+        "weight_versions": [{"version": "4", "start": 0, "end": 1}],
+        "output_token_logprobs": [[math.log(0.25), 3, None]],
+        "routed_experts": payload(ROUTES[:3]),
+    }
+    record = parse(one, Wanted(routes=True, mask=False))
+    assert record.routes is not None
+    assert record.routes.coverage().all()
 
 
 def set_meta(**fields: Any) -> Callable[[dict[str, Any]], None]:
@@ -131,6 +170,17 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], None]]] = [
     ("version_missing", set_meta(weight_versions=[{"version": "4", "start": 1, "end": 2}])),
     ("version_missing", set_meta(weight_versions=[SPANS[0], {"version": "5", "start": 0, "end": 2}])),
     ("version_span", set_meta(weight_versions=SPANS)),
+    ("version_span", set_meta(weight_versions=SPANS, num_retractions=1)),
+    ("retracted", set_meta(num_retractions=1)),
+    ("retracted", set_meta(num_retractions=3)),
+    ("retraction_unknown", set_meta(num_retractions=None)),
+    ("malformed", set_meta(num_retractions=-1)),
+    ("malformed", set_meta(num_retractions=0.5)),
+    ("route_dtype", set_meta(routed_experts_dtype="int64")),
+    ("route_dtype", set_meta(routed_experts_dtype="float32")),
+    ("route_rows", set_meta(routed_experts_dtype="uint8")),
+    ("route_rows", set_meta(routed_experts_dtype="uint16")),
+    ("malformed", set_meta(routed_experts_dtype=8)),
     ("version_unknown", set_meta(weight_versions=[{"version": "default", "start": 0, "end": 2}])),
     ("version_unknown", set_meta(weight_versions=[{"version": "9" * 12, "start": 0, "end": 2}])),
     ("mask_missing", set_meta(output_token_sampling_mask=None)),
@@ -199,7 +249,7 @@ JSON_VALUES = st.recursive(
     max_leaves=4,
 )
 READ = ["finish_reason", "prompt_tokens", "output_token_logprobs", "weight_versions", "output_token_sampling_mask"]
-READ += ["output_token_sampling_logprobs", "routed_experts"]
+READ += ["output_token_sampling_logprobs", "routed_experts", "num_retractions"]
 
 
 @settings(max_examples=300, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from aiohttp import web
 
 from moe_trm.config.choices import settle
 from moe_trm.config.schema import Config
-from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.errors import CheckpointError, EngineError, SyncError
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
 from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
+from tests.unit.rollout.local_app import LocalApp
 
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -207,6 +209,52 @@ def test_the_engine_is_told_what_auto_became(tmp_path: Path) -> None:
         return "return_routed_experts" in engine.generate_request((1, 2), SamplingParams())
 
     assert [asked(1, 0), asked(1, 5), asked(2, 0), asked(4, 0)] == [False, True, False, True]
+
+
+class LoadingServer(LocalApp):
+    """Keeps the order of what is asked of it; has the version of the folder that it loaded last."""
+
+    def __init__(self, *, loads: bool = True) -> None:
+        self.loads, self.served = loads, "default"
+        self.calls: list[str] = []
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        paths = ("pause_generation", "update_weights_from_disk", "continue_generation")
+        return [*(web.post(f"/{path}", self.post) for path in paths), web.get("/model_info", self.info)]
+
+    async def post(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path)
+        body = await request.json()
+        if request.path == "/update_weights_from_disk" and self.loads:
+            self.served = body["weight_version"]
+        return web.json_response({"success": True})
+
+    async def info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.served})
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_server_has_the_version_that_it_was_made_to_load_and_no_other(loads: bool, tmp_path: Path) -> None:
+    async def run() -> tuple[list[str], int | None]:
+        app = LoadingServer(loads=loads)
+        await app.start()
+        rollout = {"url": app.url, "max_attempts": 1, "timeout_s": 5.0}
+        engine = SglangEngine(config(tmp_path, rollout=rollout, sync={"verify": False}), "k")
+        try:
+            for version in (1, 2):
+                await engine.load_weights(WeightPush(version, str(tmp_path), ()))
+            return app.calls, engine._fleet.servers[0].version
+        finally:
+            await engine.close()
+            await app.stop()
+
+    if not loads:
+        with pytest.raises(SyncError, match="another version"):
+            asyncio.run(run())
+        return
+    calls, version = asyncio.run(run())
+    assert calls == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"] * 2
+    assert version == 2
 
 
 def test_moe_layers_are_read_from_the_checkpoint(tmp_path: Path) -> None:

@@ -97,7 +97,20 @@ def test_the_key_reaches_the_server_but_neither_its_arguments_nor_the_log(tmp_pa
 def test_a_server_that_dies_shows_its_last_words(tmp_path: Path, pids_file: Path) -> None:
     with pytest.raises(EngineError, match="died while starting") as caught:
         start_server(config(tmp_path, "--die", "yes"), tmp_path / "rollout.log", "key")
-    assert "bad option: --die" in str(caught.value)
+    said = str(caught.value)
+    assert "bad option: --die" in said
+    # Neither its arguments nor a file that is gone again.
+    assert "server_args" not in said
+    assert "moe-trm-server-" not in said
+    assert str(tmp_path / "rollout.log") in said
+
+
+def test_a_server_that_dies_does_not_tell_what_one_before_it_wrote(tmp_path: Path, pids_file: Path) -> None:
+    log = tmp_path / "rollout.log"
+    log.write_text("Traceback (most recent call last):\n  File x\nValueError: of an earlier run\n")
+    with pytest.raises(EngineError, match="died while starting") as caught:
+        start_server(config(tmp_path, "--die", "yes"), log, "key")
+    assert "earlier run" not in str(caught.value)
 
 
 def test_a_server_that_never_answers_is_stopped(tmp_path: Path, pids_file: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routing import RouteError, RouteRecord, token_digest
+from routing import RouteError, RouteRecord, sample_origin, token_digest
 
 TOKENS = np.array([5, 6, 7, 8], dtype=np.int32)
 GOOD = RouteRecord(np.array([[[0, 3], [2, 1]]] * 3, dtype=np.uint8), (1, 4), 4, token_digest(TOKENS))
@@ -68,6 +68,30 @@ def test_other_tokens_are_refused() -> None:
         with pytest.raises(RouteError) as error:
             record.check_tokens(tokens)
         assert error.value.reason == "digest"
+
+
+def test_tokens_that_differ_beyond_sixteen_bits_are_other_tokens() -> None:
+    far = TOKENS + np.array([0, 1 << 16, 0, 0], np.int32)
+    assert token_digest(far) != token_digest(TOKENS)
+    assert token_digest(TOKENS.astype(np.int64)) == token_digest(TOKENS)
+
+
+def test_a_bound_record_is_of_one_sample_and_its_versions() -> None:
+    versions = np.array([3, 4], np.int32)
+    origin = sample_origin(9, versions)
+    bound = GOOD.bind(TOKENS, origin)
+    bound.check_tokens(TOKENS, origin)
+    assert origin == sample_origin(9, versions.astype(np.int64))
+    others = [sample_origin(8, versions), sample_origin(9, versions + 1), sample_origin(9, versions[:1])]
+    others += [sample_origin(9, np.array([4, 3])), sample_origin(-9, versions), sample_origin(9, versions + (1 << 16))]
+    assert len({origin, *others}) == 7
+    for record, other in [(GOOD, origin), (bound, b""), *((bound, other) for other in others)]:
+        with pytest.raises(RouteError) as error:
+            record.check_tokens(TOKENS, other)
+        assert error.value.reason == "digest"
+    for unfit in (bound, edited(token_digest=None)):
+        with pytest.raises(RouteError):
+            unfit.bind(TOKENS, origin)
 
 
 def test_select_keeps_named_layers() -> None:

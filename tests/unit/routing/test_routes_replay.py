@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from routing import RouteError, RouteRecord, token_digest
+from routing import RouteError, RouteRecord, sample_origin, token_digest
 from routing.layout import Layout
 from routing.proof import differs, due_tokens, expected_routes, same_set
 from routing.replay import batch_digest, check_records, local_targets, row_lengths
@@ -70,6 +70,55 @@ def test_records_of_other_tokens_are_refused(change: str) -> None:
     with pytest.raises(RouteError) as error:
         check_records(records, input_ids, target_ids, valid)
     assert error.value.reason == reason
+
+
+def test_records_of_the_same_tokens_cannot_be_exchanged() -> None:
+    """Two samples, and a sample of older weights, may have the same tokens and other routes."""
+    tokens = np.arange(5, dtype=np.int32)
+    origins = [
+        sample_origin(7, np.array([3, 3])),
+        sample_origin(8, np.array([3, 3])),
+        sample_origin(7, np.array([2, 3])),
+    ]
+    records = [record(tokens, seed).bind(tokens, origin) for seed, origin in enumerate(origins)]
+    inputs, targets = (torch.from_numpy(part.astype(np.int64)).expand(3, -1) for part in (tokens[:-1], tokens[1:]))
+    rows = inputs, targets, torch.ones(3, 4, dtype=torch.bool)
+    check_records(records, *rows, origins=origins)
+    for order in ((1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 0, 2)):
+        with pytest.raises(RouteError, match="another sample") as error:
+            check_records([records[place] for place in order], *rows, origins=origins)
+        assert error.value.reason == "digest"
+    unbound = [record(tokens, seed) for seed in range(3)]
+    check_records(unbound, *rows)
+    for some, known in ((unbound, origins), (records, [])):
+        with pytest.raises(RouteError) as error:
+            check_records(some, *rows, origins=known)
+        assert error.value.reason == "digest"
+    with pytest.raises(RouteError, match="number of origins"):
+        check_records(records, *rows, origins=origins[:2])
+
+
+@pytest.mark.parametrize("experts", [256, 257, 384, 512])
+def test_ids_above_255_are_cut_as_they_are(experts: int) -> None:
+    """Ids that differ by 256 would be one id in a byte."""
+    ids = np.array([[[0, 255]], [[255, experts - 1 if experts > 256 else 0]], [[experts - 256, experts - 1]]])
+    if experts == 256:
+        ids[2] = [[0, 255]]
+    wide = RouteRecord(ids.astype(np.uint8 if experts == 256 else np.uint16), (0,), experts)
+    wide.validate(4)
+    layout = Layout(1, 4)
+    for cut in (local_targets, expected_routes):
+        assert cut([wide], layout, (0,), experts, 2)[0][:3].tolist() == ids[:, 0].tolist()
+
+
+def test_sets_that_differ_by_256_are_not_the_same() -> None:
+    left, right = torch.tensor([[300, 5], [300, 5], [5, 300]]), torch.tensor([[44, 5], [300, 5], [300, 5]])
+    assert differs(left, right).tolist() == [True, False, False]
+    chosen = torch.zeros(2, 384, dtype=torch.bool)
+    chosen[0, [300, 5]] = True
+    chosen[1, :258] = chosen[1, 300] = True  # 256 more than its two
+    chosen[1, 257] = False
+    assert same_set(chosen, torch.tensor([[5, 300], [5, 300]])).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("cp", "sp"), [(1, 1), (2, 1), (1, 2), (2, 2)])

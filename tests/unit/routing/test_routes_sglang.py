@@ -46,6 +46,30 @@ def test_decodes_moe_columns_in_engine_order_and_binds_tokens() -> None:
     assert record.token_digest == token_digest(TOKENS)
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 8), ("uint8", 256), ("uint16", 8), ("uint16", 512)])
+def test_narrow_ids_are_read_as_they_are_named(dtype: str, experts: int) -> None:
+    routes = engine_routes()
+    routes[0, 1] = [experts - 1, 0]
+    record = decode(routes.astype(np.dtype(dtype).newbyteorder("<")), dtype=dtype, num_experts=experts)
+    np.testing.assert_array_equal(record.experts, routes[:, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts"), [("uint8", 257), ("uint16", (1 << 16) + 1), ("int16", 8), ("int64", 8), ("", 8), ("<i4", 8)]
+)
+def test_a_type_that_is_unknown_or_too_small_is_refused(dtype: str, experts: int) -> None:
+    with pytest.raises(RouteError, match="not known or too small") as error:
+        decode(engine_routes(), dtype=dtype, num_experts=experts)
+    assert error.value.reason == "dtype"
+
+
+@pytest.mark.parametrize(("sent", "named"), [("<i4", "uint8"), ("<i4", "uint16"), ("u1", "int32"), ("<u2", "uint8")])
+def test_a_payload_of_another_type_than_named_is_refused(sent: str, named: str) -> None:
+    with pytest.raises(RouteError) as error:
+        decode(engine_routes().astype(sent), dtype=named)
+    assert error.value.reason in ("rows", "payload")
+
+
 def test_dense_columns_are_never_validated() -> None:
     routes = engine_routes()
     routes[:, [0, 2]] = -1

@@ -229,6 +229,19 @@ def test_the_kl_term_is_the_mean_over_tokens_beside_the_policy_loss(estimator: s
     assert pulled["metrics"]["kl/coef"] == 0.3
 
 
+@pytest.mark.parametrize("ratio", ["total", "update"])
+def test_the_weight_of_the_unbiased_kl_is_a_choice(ratio: str) -> None:
+    """slime and miles weigh by current / proximal, here by current / rollout unless told so."""
+    got = outcome(config(kl={"coef": 0.3, "estimator": "k3_is", "ratio": ratio}), ranks=1, micro_batch_rows=4)
+    [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=100)
+    batch = collate(mini.micro_batches[0], keep_mask=False)
+    current, reference = current_logprobs(batch), reference_logprobs(batch)
+    earlier = {"total": batch.rollout_logprobs, "update": anchor_logprobs(batch)}[ratio]
+    x = current - reference
+    expected = 0.3 * float(((current - earlier).exp() * ((-x).expm1() + x))[batch.mask].mean())
+    assert got["metrics"]["loss/kl"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
     settings = config(kl={"coef": 0.3, "where": "reward", "estimator": "k1"})
     [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=5)

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_trm.errors import CheckpointError, EngineLost, SyncError
+from moe_trm.rollout.sglang import broadcast
 from moe_trm.rollout.sglang.api import check_can_verify, check_version, check_weights
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_shard
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.tensors import pushed_dtype, tensor_digest
 
 TENSORS = {
@@ -107,6 +108,61 @@ def test_every_single_changed_value_changes_its_checksum() -> None:
 def test_absent_and_unknown_tensors_are_named() -> None:
     with pytest.raises(SyncError, match="1 not in the engine: a; 1 never pushed: b"):
         compare({"a": "0"}, {"b": "0"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("expected", "reported", "got"),
+    [
+        ({"a": "0"}, {"a": "0", "b": "1"}, "1 never pushed: b"),
+        ({"a": "0", "b": "1"}, {"a": "0"}, "1 not in the engine: b"),
+        ({"a": "0", "b": "1", "c": "2"}, {"a": "0", "b": "1", "c": "3"}, "1 differ: c"),
+    ],
+)
+def test_one_thing_that_is_wrong_suffices(expected: dict[str, str], reported: dict[str, str], got: str) -> None:
+    compare(expected, expected, "here")
+    with pytest.raises(SyncError) as caught:
+        compare(expected, reported, "here")
+    assert caught.value.got == got
+
+
+def test_every_rank_of_the_engine_is_compared_and_none_is_no_proof() -> None:
+    class Ranks(FakeEngine):
+        def __init__(self, *held: Mapping[str, torch.Tensor]) -> None:
+            super().__init__(TENSORS, "1")
+            self.ranks = held
+
+        async def post(self, path: str, body: Mapping[str, object]) -> Any:
+            return {"success": True, "ranks": [{"checksums": checksums(held)} for held in self.ranks]}
+
+    asyncio.run(check_weights(Ranks(TENSORS, TENSORS), expected()))
+    wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
+    for number, ranks in enumerate(((wrong, TENSORS), (TENSORS, wrong))):
+        with pytest.raises(SyncError, match=r"model\.norm") as caught:
+            asyncio.run(check_weights(Ranks(*ranks), expected()))
+        assert caught.value.where == f"engine rank {number}"
+    with pytest.raises(SyncError, match="gave no checksums"):
+        asyncio.run(check_weights(Ranks(), expected()))
+
+
+def test_a_broadcast_that_changed_any_tensor_is_witnessed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        TensorEntry(name=name, file="", dtype="float32", shape=tuple(tensor.shape), digest=tensor_digest(tensor))
+        for name, tensor in TENSORS.items()
+    ]
+    for damaged in [None, *TENSORS]:
+        arriving = iter(entries)
+
+        def receive(_group: object, tensor: torch.Tensor) -> None:
+            name = next(arriving).name  # noqa: B023
+            tensor.copy_(TENSORS[name])
+            if name == damaged:  # noqa: B023
+                tensor.view(-1)[-1] += 1
+
+        monkeypatch.setattr(broadcast, "broadcast", receive)
+        witness = broadcast.DistributedPush(FakeEngine(TENSORS, "1"))
+        witness._groups["g"] = None  # type: ignore[assignment]
+        found = witness._witness("g", entries, EngineChecksums(TENSORS, "float32"))
+        assert found == ([damaged] if damaged else [])
 
 
 def checkpoint(folder: Path) -> str:

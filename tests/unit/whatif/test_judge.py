@@ -91,6 +91,42 @@ def test_tokens_without_advantage_have_no_weight() -> None:
     assert EffectiveWeights().summary() == EffectiveWeights().histogram() == {}
 
 
+TARGET = {"rules": [{"name": "token_k2", "target_reject_rate": 0.3}]}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_a_rule_that_only_measured_has_no_figures(num_steps: int) -> None:
+    """Two steps are measured: figures are of the steps after them, and there are none without such a step."""
+    config = CONFIG.model_copy(update={"correction": CorrectionConfig(calibration_steps=2)})
+    chosen = CorrectionConfig.model_validate({**TARGET, "calibration_steps": 2})
+    found = judge(Candidate("it", chosen, LossConfig()), config, {1 + step: [recorded()] for step in range(num_steps)})
+    assert found.pooled is not None
+    if num_steps <= 2:
+        assert found.pooled == found.histogram == {}
+        assert f"token_k2 measures for correction.calibration_steps=2 steps, and the recording has {num_steps}" in (
+            found.uncalibrated
+        )
+        return
+    assert not found.uncalibrated
+    assert found.steps is not None
+    assert found.pooled["correction/kept_fraction"] == found.steps[num_steps]["correction/kept_fraction"] == 4 / 5
+    assert found.steps[1]["correction/kept_fraction"] == 1.0
+
+
+def test_the_table_shows_a_dash_for_an_uncalibrated_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
+    target = "{name: token_k2, target_reject_rate: 0.3}"
+    assert main(["whatif", str(tmp_path), "--rules", target, "--rules", "{name: icepop}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    place = next(i for i, line in enumerate(lines) if target in line)
+    assert lines[place].split(target)[1].split() == ["-"] * 6
+    assert lines[place + 1].strip().startswith("uncalibrated: token_k2 measures")
+    [other] = [line for line in lines if line.startswith("rules {name: icepop}")]
+    assert "0.8000" in other
+    assert not any("1.0000" in line for line in lines if target in line)
+
+
 def test_the_command_tries_everything_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))

@@ -1,0 +1,197 @@
+"""Anti-patterns: settings, and habits of reading, that are known to end badly. One table, for launch and report.
+
+The first five are the field's common mistakes of diagnosis. A row is told at launch where settings alone show it, and
+in the report where the run's metrics show it. What was not measured shows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_trm.config.schema import Config
+from moe_trm.methods.corrections import READ_TOTAL
+from moe_trm.methods.limits import CLIPPED, FAR_AHEAD, LONG_ROW, OUTLIER, rising, series, surged
+from moe_trm.methods.losses import DEFAULT_LOSS, contains_lag
+from moe_trm.methods.presets import PRESETS
+
+History = Sequence[Mapping[str, float]]
+WIDE_LOW, WIDE_HIGH = 0.2, 0.28
+"""The usual clips of `ppo_clip`; wider ones let more of the drift through."""
+WITH_LAG = ("lag", "merged", "staleness", "total")
+
+
+def _never(_: Config) -> bool:
+    return False
+
+
+def _unseen(_config: Config, _history: History) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class AntiPattern:
+    """One row of the table.
+
+    Attributes:
+        name: short, as launch and report call it.
+        reason: why it ends badly, in one sentence.
+        advice: the setting that acts on it.
+        planned: settings that show it.
+        seen: settings and finished metrics (oldest step first) that show it.
+        refused: launch refuses it already (`training_rules`, `rollout_rules`); here for the report of an older run.
+    """
+
+    name: str
+    reason: str
+    advice: str
+    planned: Callable[[Config], bool] = _never
+    seen: Callable[[Config, History], bool] = _unseen
+    refused: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}; try {self.advice}"
+
+
+def rules_of(config: Config) -> list[tuple[str, str]]:
+    """(name, ratio) of every correction, those of the preset included; a rule of the user's own reads an unknown ratio
+    unless told.
+    """
+    correction = config.correction
+    named = [*(PRESETS[correction.preset].rules if correction.preset else ())]
+    named += [(rule.name, rule.thresholds) for rule in correction.rules]
+    return [(name, str(thresholds.get("ratio", _own_ratio(name)))) for name, thresholds in named]
+
+
+def _own_ratio(name: str) -> str:
+    return "unknown" if ":" in name else "total" if name in READ_TOTAL else "engine"
+
+
+def _longest(config: Config) -> int:
+    rollout = config.rollout
+    of_turns = rollout.max_tokens or rollout.max_turns * rollout.max_new_tokens
+    return rollout.max_new_tokens if rollout.function is None else of_turns
+
+
+def _unchecked_kl(config: Config) -> bool:
+    return config.pipeline.recovery not in ("same", "snapshot") and config.probe.every == 0
+
+
+def _uses(config: Config, *names: str) -> bool:
+    return any(name in names for name, _ in rules_of(config))
+
+
+def _noisy_products(config: Config, history: History) -> bool:
+    sizes, noise = series(history, "correction/weight_eff_sample_size"), series(history, "variance/pure_noise")
+    return _uses(config, "seq_tis") and bool(sizes) and sizes[-1] < 0.5 and rising(noise)
+
+
+def _wide_clip(config: Config, history: History) -> bool:
+    loss, clipped = config.loss, series(history, "loss/pg_clipfrac")
+    wide = (loss.clip_low or 0.0) > WIDE_LOW or (loss.clip_high or 0.0) > WIDE_HIGH
+    return loss.name in (None, DEFAULT_LOSS) and wide and bool(clipped) and clipped[-1] > CLIPPED
+
+
+def _unguarded_surge(config: Config, history: History) -> bool:
+    return config.optimizer.surge_limit is None and surged(history, "response/length_mean") is not None
+
+
+def _averaged_away(_config: Config, history: History) -> bool:
+    largest = series(history, "engine/probs_diff_max")
+    return bool(largest) and max(largest) > OUTLIER and sum(largest) / len(largest) <= OUTLIER
+
+
+def _far_ahead(config: Config) -> bool:
+    rules = rules_of(config)
+    corrected = any(ratio in (*WITH_LAG, "unknown") for _, ratio in rules) or config.pipeline.recovery == "interpolate"
+    name, ratio = config.loss.name, config.loss.parameters.get("ratio")
+    preset = PRESETS[config.correction.preset].loss if config.correction.preset else None
+    if preset is not None:
+        name, ratio = preset[0], preset[1].get("ratio", ratio)
+    held = contains_lag(name or DEFAULT_LOSS, None if ratio is None else str(ratio))
+    return config.pipeline.staleness_limit >= FAR_AHEAD and not corrected and not held
+
+
+def _long_sums(config: Config) -> bool:
+    return _uses(config, "seq_sum_k1", "seq_sum_k2", "seq_sum_k3") and _longest(config) > LONG_ROW
+
+
+def _idle_replay(config: Config) -> bool:
+    one_step = config.learner.minibatches * config.learner.epochs == 1 and config.pipeline.staleness_limit == 0
+    return config.replay.mode == "R3" and one_step
+
+
+def _bypass_without_anchor(config: Config) -> bool:
+    preset = config.correction.preset
+    bypass = (preset is not None and PRESETS[preset].bypass) or config.pipeline.recovery in ("bypass", "interpolate")
+    return bypass and config.replay.mode == "R2"
+
+
+ANTI_PATTERNS: tuple[AntiPattern, ...] = (
+    AntiPattern(
+        "unchecked KL",
+        "engines are never compared at the same weights, so a KL that looks like learning may be a broken engine",
+        "probe.every=10, or pipeline.behavior=snapshot",
+        planned=_unchecked_kl,
+    ),
+    AntiPattern(
+        "products of long rows",
+        "seq_tis multiplies the ratios of a whole answer, and few long rows keep a weight",
+        "correction.preset=decoupled_geo_rs_token_tis",
+        planned=lambda config: _uses(config, "seq_tis") and _longest(config) > LONG_ROW,
+        seen=_noisy_products,
+    ),
+    AntiPattern(
+        "wide clip",
+        "the clip is wider than usual and still holds over 20% of the tokens: it hides the drift, it does not mend it",
+        "learner.minibatches=1, or half of optimizer.lr",
+        seen=_wide_clip,
+    ),
+    AntiPattern(
+        "unguarded surge",
+        "answers grew by over a fifth in 100 steps, and the learning rate does not answer to that",
+        "optimizer.surge_limit=1.2, before you look for the cause in the reward",
+        seen=_unguarded_surge,
+    ),
+    AntiPattern(
+        "maximum averaged away",
+        "at some steps a token's probability differs by over 0.8 between the engines, which a mean over steps hides",
+        "moe-trm doctor, and the transcripts of the steps where engine/probs_diff_max is largest",
+        seen=_averaged_away,
+    ),
+    AntiPattern(
+        "far ahead, uncorrected",
+        f"samples may be {FAR_AHEAD} or more versions old, and neither rule nor loss weighs or rejects by that lag",
+        "correction.preset=decoupled_token_is",
+        planned=_far_ahead,
+    ),
+    AntiPattern(
+        "sums over long rows",
+        f"seq_sum_* adds up over an answer, so rows above {LONG_ROW} tokens are rejected for their length",
+        "the same mode as seq_mean_*",
+        planned=_long_sums,
+    ),
+    AntiPattern(
+        "replay at one step",
+        "with one update of fresh samples R3 trains another policy than the one that is served, and gains nothing",
+        "replay.mode=none",
+        planned=_idle_replay,
+    ),
+    AntiPattern(
+        "bypass with R2",
+        "R2 replays the routes of the proximal pass, which plays no part in bypass",
+        "replay.mode=R3",
+        planned=_bypass_without_anchor,
+        refused=True,
+    ),
+)
+
+
+def planned(config: Config) -> Iterator[AntiPattern]:
+    """The rows that the settings alone show and that launch does not refuse, in the order of the table."""
+    return (row for row in ANTI_PATTERNS if not row.refused and row.planned(config))
+
+
+def found(config: Config, history: History) -> list[AntiPattern]:
+    """The rows that settings or metrics of a run show, in the order of the table."""
+    return [row for row in ANTI_PATTERNS if row.planned(config) or row.seen(config, history)]

@@ -1,0 +1,72 @@
+"""Arguments of SGLang that `rollout.server.extra_args` must not have, and why.
+
+They come last on the server's command line, so they would replace what the launcher sets, without a word. SGLang takes
+a unique beginning of an argument for the whole, so beginnings are refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from moe_trm.config.problems import Problem
+from moe_trm.config.schema import Config
+
+KEY = "rollout.server.extra_args"
+
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "--model-path": "model.checkpoint",
+        "--model": "model.checkpoint",
+        "--host": "rollout.server.host",
+        "--port": "rollout.server.port",
+        "--device": "rollout.server.device",
+        "--dtype": "rollout.server.dtype",
+        "--tp-size": "rollout.server.tensor_parallel",
+        "--tp": "rollout.server.tensor_parallel",
+        "--tensor-parallel-size": "rollout.server.tensor_parallel",
+        "--max-total-tokens": "rollout.server.max_total_tokens",
+        "--max-running-requests": "rollout.server.max_running_requests",
+        "--chunked-prefill-size": "rollout.server.chunked_prefill_size",
+        "--quantization": "rollout.quantization",
+        "--enable-memory-saver": "rollout.colocate",
+        "--random-seed": "seed",
+        "--api-key": "rollout.api_key",
+    }
+)
+"""Arguments that have a setting of their own: other parts of a run read it and have to agree with the server."""
+
+BREAKS: Mapping[str, str] = MappingProxyType(
+    {
+        "--config": "it is how the server is given its key",
+        "--weight-version": "a server that was restarted would look as if it served the newest weights",
+        "--sampling-mask-max-tokens": "masks would have fewer ids than were kept, or samples would be refused",
+        "--preferred-sampling-params": "the policy that samples would not be the one that the run records",
+        "--json-model-override-args": "the server would compute another model than the learner",
+    }
+)
+"""Arguments with which the records would be incomplete, or would not say what happened."""
+
+
+def refusals(config: Config) -> Iterator[Problem]:
+    """Arguments that replace what a run relies on; none where no server is started."""
+    if not config.rollout.starts_server:
+        return
+    for argument in config.rollout.server.extra_args:
+        name = argument.partition("=")[0]
+        known = name if name in SETTINGS or name in BREAKS else _meant(name)
+        if known in SETTINGS:
+            yield Problem(
+                KEY,
+                "this argument has a setting of its own, which other parts of the run read",
+                got=argument,
+                expected=f"{SETTINGS[known]} in its place",
+            )
+        elif known in BREAKS:
+            yield Problem(KEY, f"with this argument {BREAKS[known]}", got=argument, expected="no such argument")
+
+
+def _meant(name: str) -> str:
+    """The argument of which `name` is a beginning; a short one may be that of many, and SGLang refuses it itself."""
+    found = [known for known in (*SETTINGS, *BREAKS) if len(name) > len("--") + 3 and known.startswith(name)]
+    return found[0] if found else ""

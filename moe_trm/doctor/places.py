@@ -1,0 +1,95 @@
+"""Everything outside the configuration that a run needs before it starts: folders, files, the device and the port.
+
+`refuse_together` tells all that fail in one message.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError, MoeTrmError
+from moe_trm.rollout.sglang.supervisor import claim_port
+from moe_trm.tasks.rows import check_source
+
+
+class SeveralRefusals(ConfigError):
+    """Several independent reasons why a run cannot start; `reasons` has them one by one."""
+
+    def __init__(self, reasons: list[MoeTrmError]) -> None:
+        self.reasons = tuple(reasons)
+        lines = "".join(
+            f"\n  {number}. " + str(reason).replace("\n", "\n   ") for number, reason in enumerate(reasons, 1)
+        )
+        super().__init__(f"the run cannot start, for {len(reasons)} reasons:{lines}")
+
+
+def refuse_together(*checks: Callable[[], object]) -> None:
+    """Make all checks; raise the error of the one that fails, or `SeveralRefusals`."""
+    reasons: list[MoeTrmError] = []
+    for check in checks:
+        try:
+            check()
+        except MoeTrmError as error:
+            reasons.append(error)
+    if len(reasons) > 1:
+        raise SeveralRefusals(reasons)
+    if reasons:
+        raise reasons[0]
+
+
+def check_prompts(config: Config) -> None:
+    """Every prompt file is there. Raises `ConfigError`."""
+    task = config.task
+    if task.reads_prompts:
+        sources = [task.prompts, task.eval_prompts, *task.eval_sets.values()]
+        refuse_together(*(lambda source=source: check_source(source) for source in sources if source))
+
+
+def check_folders(config: Config) -> None:
+    """The run can write where it is told to. Raises `ConfigError`."""
+    named = {
+        "run_dir": str(Path(config.run_dir) / config.name),
+        "checkpoint.dir": config.checkpoint.dir,
+        "record.bundle": config.record.bundle,
+        "sync.dir": config.sync.dir,
+    }
+    refuse_together(*(lambda key=key, to=to: _writable(key, Path(to)) for key, to in named.items() if to))
+
+
+def check_server(config: Config) -> None:
+    """The rollout server of this machine has its device and its port. Raises `ConfigError`, `EngineError`."""
+    refuse_together(lambda: _device(config), lambda: claim_port(config.rollout.server.host, config.rollout.server.port))
+
+
+def _device(config: Config) -> None:
+    if config.rollout.server.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "this machine has no CUDA device for the rollout server",
+            where="config key rollout.server.device",
+            got="cuda",
+            expected="auto or cpu",
+            fix="Leave it at auto. Where there is a GPU, look at nvidia-smi, CUDA_VISIBLE_DEVICES and torch's build.",
+        )
+
+
+def _writable(key: str, folder: Path) -> None:
+    """A file can be made in `folder`, or in the nearest folder above it that is there; nothing stays."""
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "the run cannot write there",
+            where=f"config key {key}",
+            got=f"{folder} ({error.strerror}: {there})",
+            expected="a folder that can be made and written",
+            fix=f"Set {key} to another folder, or give this user the right to write.",
+        ) from error

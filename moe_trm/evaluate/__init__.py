@@ -1,0 +1,1 @@
+"""Evaluation of the weights that a run left, on held-out prompts, without training."""

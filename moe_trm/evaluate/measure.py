@@ -1,0 +1,169 @@
+"""An evaluation from beginning to end: engine, proof of its weights, answers, results."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from moe_trm.config.schema import Config
+from moe_trm.config.task_rules import greedy_metric
+from moe_trm.errors import ConfigError
+from moe_trm.evaluate.own_policy import OwnPolicy
+from moe_trm.evaluate.push import push_of
+from moe_trm.rollout.build import build_engine, build_sampler, sampling_params
+from moe_trm.rollout.credentials import api_key_for
+from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.evaluation import Answer, Evaluator, SetAnswers, reward_of
+from moe_trm.tasks.build import build_task
+from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.rewards import reward_input
+
+By = Literal["sglang", "learner"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results.
+
+    Attributes:
+        metrics: as a run's, `eval/...`.
+        intervals: 95% interval of the mean reward of the greedy answers of each set, over its prompts.
+        answers: of each set: prompt, expected answer, and every answer with its reward.
+        dtype: arithmetic of the policy that answered.
+    """
+
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    answers: Mapping[str, list[dict[str, Any]]]
+    dtype: str
+
+
+def evaluate(config: Config, weights: Path, by: By, scratch: Path, log: Path) -> Evaluation:
+    """Measure the policy that `weights` make.
+
+    Args:
+        config: of a run; only the task, the evaluation and the rollout side are read.
+        weights: a Hugging Face folder.
+        by: `sglang`: the server of the configuration, or one that is started; `learner`: transformers, in
+            `learner.dtype`.
+        scratch: a folder for the weights in the engine's dtype.
+        log: where the output of a started server goes.
+
+    Raises:
+        ConfigError: nothing to evaluate on.
+        CheckpointError, EngineError, SyncError: the weights cannot be loaded, or served as they are.
+    """
+    if not config.task.has_evaluation:
+        raise ConfigError(
+            "there are no held-out prompts to evaluate on",
+            where="config keys task.eval_prompts, task.eval_sets, task.eval_size",
+            got="none",
+            expected="at least one prompt",
+            fix="Give --prompts FILE.",
+        )
+    config = _bare(config)
+    dtype = config.learner.dtype if by == "learner" else config.rollout.server.dtype
+    with _served(config, by, log) as (attached, key):
+        return asyncio.run(_evaluate(attached, weights, by, scratch, dtype, key))
+
+
+def _bare(config: Config) -> Config:
+    """The configuration without what only training needs of the engine: routes, masks, pushes that interrupt."""
+    changes: dict[str, dict[str, Any]] = {
+        "replay": {"mode": "none"},
+        "probe": {"every": 0},
+        "sampling_mask": {"mode": "off"},
+        "pipeline": {"mode": "sync", "partial": "wait"},
+        "sync": {"method": "disk"},
+    }
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)
+
+
+@contextmanager
+def _served(config: Config, by: By, log: Path) -> Iterator[tuple[Config, str | None]]:
+    """The configuration with the address of its server, and that one's key. A server that is started ends here."""
+    if by == "learner" or not config.rollout.starts_server:
+        yield config, api_key_for(config)
+        return
+    from moe_trm.rollout.sglang.supervisor import start_server
+
+    key = api_key_for(config) or secrets.token_hex(16)
+    server = start_server(config, log, key)
+    try:
+        rollout = config.rollout.model_copy(update={"url": server.url})
+        yield config.model_copy(update={"rollout": rollout}), key
+    finally:
+        server.stop()
+
+
+async def _evaluate(
+    config: Config, weights: Path, by: By, scratch: Path, dtype: str, api_key: str | None
+) -> Evaluation:
+    task = build_task(config.task, config.model.checkpoint, config.seed)
+    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    engine: RolloutEngine = (
+        OwnPolicy(dtype, config.seed, task.tokens.max_positions) if by == "learner" else build_engine(config, api_key)
+    )
+    try:
+        await task.start()
+        sampler = await build_sampler(config.rollout, engine, task, params, keep_changed=False)
+        try:
+            await engine.start()
+            await engine.load_weights(push_of(weights, dtype, scratch))
+            metric, sets = greedy_metric(config.task), task.eval_sets()
+            evaluator = Evaluator(config.eval, sampler, sets, params, greedy_metric=metric)
+            metrics: dict[str, float] = {}
+            intervals: dict[str, tuple[float, float]] = {}
+            told: dict[str, list[dict[str, Any]]] = {}
+            for name, prompts in sets.items():
+                answers = await evaluator.answers(prompts)
+                metrics |= evaluator.summary(name, answers)
+                prefix = f"eval/{name}/" if name else "eval/"
+                if (interval := _interval(answers)) is not None:
+                    intervals[f"{prefix}{metric}"] = interval
+                told[name] = _told(task, answers)
+        finally:
+            await sampler.close()
+    finally:
+        await task.close()
+        await engine.close()
+    return Evaluation(metrics, intervals, told, dtype)
+
+
+def _interval(answers: SetAnswers) -> tuple[float, float] | None:
+    """Mean of the greedy rewards plus and minus 1.96 standard errors; None of fewer than two."""
+    rewards = np.array([reward_of(answer) for answer in answers.greedy if not isinstance(answer, str)])
+    if len(rewards) < 2:
+        return None
+    reach = 1.96 * float(rewards.std(ddof=1)) / math.sqrt(len(rewards))
+    return float(rewards.mean()) - reach, float(rewards.mean()) + reach
+
+
+def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
+    """What was asked and answered, prompt by prompt."""
+
+    def told(answer: Answer, number: int) -> dict[str, Any]:
+        if isinstance(answer, str):
+            return {"rejected": answer}
+        text = reward_input(task, answers.prompts[number], answer).completion
+        return {"text": text, "reward": answer.reward, "tokens": answer.num_sampled, "ended": answer.finish_reason}
+
+    return [
+        {
+            "prompt_id": prompt.prompt_id,
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "greedy": told(answers.greedy[number], number),
+            "sampled": [told(each[number], number) for each in answers.samples],
+        }
+        for number, prompt in enumerate(answers.prompts)
+    ]

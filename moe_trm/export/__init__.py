@@ -1,0 +1,1 @@
+"""Hugging Face folders made of the checkpoints of a run."""

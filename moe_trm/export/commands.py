@@ -1,0 +1,38 @@
+"""`moe-trm export RUN [--step N]`: a checkpoint of a run as a Hugging Face folder, which other programs load."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moe_trm.checkpoint.folder import read_manifest
+from moe_trm.errors import RunError
+from moe_trm.export.checkpoint import export_checkpoint
+from moe_trm.export.run_folder import open_run, run_around
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `moe-trm export`."""
+    parser.add_argument(
+        "run_dir", type=Path, help="run directory, usually runs/NAME; or one of its step-NNNNNN folders"
+    )
+    parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
+    parser.add_argument("--out", type=Path, help="folder to write (default: hf-NNNNNN beside the checkpoint)")
+    parser.add_argument(
+        "--model", type=Path, help="where the checkpoint that the run started from lies now, if it was moved"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder and say where it is and how to load it. Raises `RunError`, `CheckpointError`."""
+    is_step = (args.run_dir / "manifest.json").is_file()
+    checkpoint = args.run_dir if is_step else open_run(args.run_dir).checkpoint(args.step)
+    step = read_manifest(checkpoint).step
+    if args.step not in (None, step):
+        raise RunError("this is the checkpoint of another step", where=str(checkpoint), got=args.step, expected=step)
+    folder = export_checkpoint(checkpoint, args.out or checkpoint.parent / f"hf-{step:06d}", model=args.model)
+    print(f"{folder}: the weights after step {step}")
+    print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    print(f"  serve     python -m launch.rollout CONFIG model.checkpoint={folder}")
+    print(f"  evaluate  moe-trm eval {folder}" + ("" if run_around(folder) else " --config CONFIG"))
+    return 0

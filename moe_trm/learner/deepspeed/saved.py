@@ -1,0 +1,58 @@
+"""Weights that DeepSpeed learners saved (`state`), in Hugging Face form. Needs no ranks and no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trm.checkpoint.pieces import PieceReader
+from moe_trm.errors import CheckpointError
+from moe_trm.learner.deepspeed.weights import checkpoint_form
+
+WEIGHT = "weight/"
+
+
+class SavedModel:
+    """The names of a model of transformers, without its weights.
+
+    Args:
+        folder: the checkpoint that training started from; only its config.json is read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device("meta"):
+            self._causal: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Hugging Face names of what no learner trains: the buffers."""
+        trained = {name for name, _ in self._causal.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in self._causal.state_dict().items() if name not in trained}
+        return frozenset(
+            hf_name for name, tensor in buffers.items() for hf_name in checkpoint_form(self._causal, name, tensor)
+        )
+
+    def saved_tensors(self, reader: PieceReader) -> Iterator[tuple[str, Tensor]]:
+        """Every trained tensor under its Hugging Face name, in the dtype of the master weights.
+
+        Raises:
+            CheckpointError: a parameter that this model does not have, one of another shape, or a missing part.
+        """
+        known = dict(self._causal.named_parameters())
+        for saved in reader.names(WEIGHT):
+            name = saved.removeprefix(WEIGHT)
+            if name not in known:
+                raise CheckpointError(
+                    "the checkpoint holds a parameter that the model does not have",
+                    where=name,
+                    got=name,
+                    expected="a parameter of the model that config.json describes",
+                    fix="Give the checkpoint that this run started from with --model.",
+                )
+            yield from checkpoint_form(self._causal, name, reader.read(saved, known[name].shape)).items()

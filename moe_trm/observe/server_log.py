@@ -1,0 +1,73 @@
+"""Rollout servers lost and back: each change once, and `servers.jsonl`, which keeps them for the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from moe_trm.observe.sinks import Sink
+from moe_trm.report.servers import FILE
+from moe_trm.types import ServerState
+
+
+@dataclass(frozen=True)
+class ServerChange:
+    """A server that went out of service or came back.
+
+    Attributes:
+        url: its address.
+        lost: True when it went.
+        seconds: time out of service so far.
+        why: what took it out of service.
+    """
+
+    url: str
+    lost: bool
+    seconds: float
+    why: str
+
+    def __str__(self) -> str:
+        if self.lost:
+            return f"rollout server {self.url} is out of service: {self.why}"
+        return f"rollout server {self.url} is back after about {self.seconds:.0f} s ({self.why})"
+
+
+class ServerChanges:
+    """Remembers which servers were out of service at the last look."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, ServerState] = {}
+
+    def of(self, states: Sequence[ServerState]) -> list[ServerChange]:
+        """What changed since the last look. One that was lost and came back in between is not seen."""
+        changes = []
+        for state in states:
+            before = self._lost.get(state.url)
+            if state.lost_s is not None:
+                self._lost[state.url] = state
+                if before is None:
+                    changes.append(ServerChange(state.url, True, state.lost_s, state.why))
+            elif before is not None:
+                del self._lost[state.url]
+                changes.append(ServerChange(state.url, False, before.lost_s or 0.0, before.why))
+        return changes
+
+
+class ServerLog(Sink):
+    """`servers.jsonl`: one object for each change, made with the first. A run that starts anew removes it."""
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        self._path, self._changes = run_dir / FILE, ServerChanges()
+        if first_step == 0:
+            self._path.unlink(missing_ok=True)
+
+    def servers(self, states: Sequence[ServerState]) -> None:
+        changes = self._changes.of(states)
+        if changes:
+            with self._path.open("ab") as file:
+                for change in changes:
+                    file.write(orjson.dumps({"time/unix_s": time.time(), **asdict(change)}) + b"\n")

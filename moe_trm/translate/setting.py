@@ -1,0 +1,54 @@
+"""A setting of another framework as it was read: its value, or why it has none, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of the input.
+
+    Attributes:
+        key: its name there, without leading `+` or dashes.
+        value: what it was set to. A flag of an argument list has a tuple of words, empty for a switch.
+        place: `line 12`, `arguments`, or empty for a file of keys.
+        shown: the value as it was written.
+        unread: why the value cannot be read; empty when `value` is right.
+    """
+
+    key: str
+    value: Any
+    place: str
+    shown: str
+    unread: str = ""
+
+
+class UnreadError(Exception):
+    """A rule asked for a setting whose value cannot be read."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        super().__init__(setting.key)
+
+
+class NeedsDecisionError(Exception):
+    """A setting whose meaning here somebody has to decide."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key, self.reason = key, reason
+        super().__init__(reason)
+
+
+def merged(settings: list[Setting]) -> dict[str, Setting]:
+    """Settings by key. Two different values of one key from different places are a value that cannot be read."""
+    found: dict[str, Setting] = {}
+    for setting in settings:
+        before = found.get(setting.key)
+        if before is None or (before.value == setting.value and not before.unread):
+            found[setting.key] = setting
+        elif before.value != setting.value or before.unread != setting.unread:
+            reason = f"set twice, to {before.shown} ({before.place}) and to {setting.shown} ({setting.place})"
+            found[setting.key] = Setting(setting.key, None, setting.place, setting.shown, reason)
+    return found

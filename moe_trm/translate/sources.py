@@ -1,0 +1,183 @@
+"""Settings of another framework from what its user has: a resolved file, an argument list, a launch script."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+
+from moe_trm.config.load import read_plain, yaml_value
+from moe_trm.errors import ConfigError
+from moe_trm.translate.setting import Setting, merged
+from moe_trm.translate.shell import Word, references, words_of
+
+ARGUMENTS = "arguments"
+_KEY = re.compile(r"[+~]{0,2}([A-Za-z_][\w/@]*(?:\.[\w/@-]+)*)=(.*)", re.DOTALL)
+_HYDRA = re.compile(r"(--config-(?:name|path|dir))=(.*)", re.DOTALL)
+_MAIN = re.compile(r"verl\.|main_\w+|(^|/)main\w*\.py$")
+_TRAINER = re.compile(r"(^|/)train\w*\.py$")
+_OWN_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
+_COMPUTED = "the script computes it"
+
+
+def hydra_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
+    """verl's settings by dotted key: from Hydra's composed YAML, a list of `key=value`, or a launch script.
+
+    `words` are further `key=value`, which win. `-` is standard input.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        read = [_composed(key, value, "") for key, value in _flat(read_plain(path)).items()]
+    else:
+        read = list(_hydra_words(_words(path, _MAIN)))
+    more = [setting for word in words for setting in _hydra_words([Word(word, 0)])]
+    return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+
+
+def flag_settings(path: Path, words: Sequence[str] = ()) -> dict[str, Setting]:
+    """slime's flags by name: from an argument list or a launch script. Each value is a tuple of words.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path.suffix in (".yaml", ".yml", ".json", ".toml"):
+        raise ConfigError(
+            "this is no list of arguments",
+            where=str(path),
+            got=f"a {path.suffix} file",
+            expected="slime's or miles's arguments, or the script that holds them",
+            fix="use `moe-trm config from-verl` for verl's YAML",
+        )
+    read = list(_flags(_words(path, _TRAINER)))
+    more = list(_flags([Word(word, 0) for word in words]))
+    return merged(read) | merged([_at(setting, ARGUMENTS) for setting in more])
+
+
+def _words(path: Path, starts: re.Pattern[str]) -> list[Word]:
+    if path.suffix == ".py":
+        raise ConfigError(
+            "a Python launcher computes its arguments",
+            where=str(path),
+            got=path.name,
+            expected="the arguments that it passes",
+            fix="save them, e.g. from /proc/PID/cmdline of a running job, and translate that file",
+        )
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "launch script cannot be read", where=str(path), got=str(error), expected="a text file"
+        ) from error
+    if "\0" in text:
+        return [Word(word, 0) for word in text.split("\0") if word]
+    return words_of(text, str(path), starts)
+
+
+def _place(word: Word) -> str:
+    return f"line {word.line}" if word.line else ARGUMENTS
+
+
+def _at(setting: Setting, place: str) -> Setting:
+    return Setting(setting.key, setting.value, place, setting.shown, setting.unread)
+
+
+def _unread(word: Word) -> str:
+    return _COMPUTED if word.dynamic else word.doubt
+
+
+def _hydra_words(words: Sequence[Word]) -> Iterator[Setting]:
+    known = {word.holder for word in words if word.holder}
+    own = {word.command for word in words if word.holder or re.search(r"\bverl\b|main_\w+|^\w+\.\w+", word.text)}
+    main = {word.command for word in words if _MAIN.search(word.text) and not word.holder}
+    for word in words:
+        hydra = _HYDRA.fullmatch(word.text)
+        given = _KEY.fullmatch(word.text)
+        if hydra:
+            yield Setting(hydra[1], hydra[2], _place(word), hydra[2], _unread(word))
+        elif given and ("." in given[1] or word.command in own):
+            yield _assigned(word, given[1], given[2], removed=word.text.startswith("~"))
+        elif word.text.startswith("~") and "." in word.text:
+            yield _assigned(word, word.text.lstrip("~"), "", removed=True)
+        elif word.dynamic and (word.command in main or word.holder) and word.text.startswith(("$", "`")):
+            yield from _passed(word, known)
+
+
+def _assigned(word: Word, key: str, text: str, *, removed: bool) -> Setting:
+    unread, value = _unread(word), None
+    if removed:
+        unread = "the script takes it out of the base configuration"
+    elif not unread:
+        try:
+            value = yaml_value(text)
+        except (yaml.YAMLError, OmegaConfBaseException):
+            unread = "its value is not in YAML"
+    return Setting(key, value, _place(word), text, unread)
+
+
+def _passed(word: Word, known: set[str]) -> Iterator[Setting]:
+    """Settings that a variable brings in, of which nothing is known."""
+    if word.text in _OWN_ARGUMENTS:
+        reason = "the script passes on its own arguments: give them after the file"
+        yield Setting(word.text, None, _place(word), word.text, reason)
+    elif not set(references(word.text)) & known:
+        yield Setting(word.text, None, _place(word), word.text, "its settings are not in this file")
+
+
+def _flags(words: Sequence[Word]) -> Iterator[Setting]:
+    known = {word.holder for word in words if word.holder}
+    for number in dict.fromkeys(word.command for word in words):
+        mine = [word for word in words if word.command == number]
+        if not mine[0].holder and not mine[0].text.startswith("--"):
+            at = next((index for index, word in enumerate(mine) if _TRAINER.search(word.text)), None)
+            if at is None:
+                continue
+            program, mine = mine[at], mine[at + 1 :]
+            yield Setting("train.py", (program.text,), _place(program), program.text, program.doubt)
+        yield from _grouped(mine, known)
+
+
+def _grouped(words: Sequence[Word], known: set[str]) -> Iterator[Setting]:
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not re.match(r"--[A-Za-z]", word.text):
+            if word.dynamic and word.text.startswith("$"):
+                yield from _passed(word, known)
+            continue
+        name, equals, first = word.text[2:].partition("=")
+        values = [first] if equals else []
+        unread = _unread(word)
+        while at < len(words) and not re.match(r"--[A-Za-z]", words[at].text):
+            if words[at].dynamic and re.fullmatch(r"\$\{\w+\[[@*]\]\}|\$[@*]", words[at].text):
+                break
+            values.append(words[at].text)
+            unread = unread or _unread(words[at])
+            at += 1
+        yield Setting(name, tuple(values), _place(word), " ".join(values) or "on", unread)
+
+
+def _composed(key: str, value: Any, place: str) -> Setting:
+    if isinstance(value, str) and "${" in value:
+        reason = "an interpolation: print the configuration with `--cfg job --resolve`"
+        return Setting(key, None, place, value, reason)
+    if value == "???":
+        return Setting(key, None, place, "???", "it has no value yet")
+    return Setting(key, value, place, "null" if value is None else str(value))
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict) or not data:
+        return {prefix: data} if prefix else {}
+    return {
+        leaf: value
+        for key, inner in data.items()
+        for leaf, value in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

@@ -1,0 +1,49 @@
+"""Batched decoding on SGLang's `torch_native` backend.
+
+SGLang's own loops over the requests in Python, which takes most of a step of many short ones. Imported by SGLang's
+scheduler only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+
+from moe_trm_sglang_cpu.decoding import Together, decode, plan
+
+
+class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """`torch_native` with batched decoding of plain causal layers. All other layers and passes are SGLang's own."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._lots: list[Together] = []
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan the pass: the lots are those of every layer."""
+        super().init_forward_metadata(forward_batch)
+        self._lots = []
+        if forward_batch.forward_mode.is_decode() and not self.use_sliding_window_kv_pool:
+            self._lots = plan(
+                self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
+            )
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        if not self._lots or encoder_lens is not None or options.get("sliding_window_size") is not None:
+            rows = (req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling)
+            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rows, **options)  # type: ignore[no-any-return]
+        return output.copy_(decode(query, k_cache, v_cache, self._lots, scaling))

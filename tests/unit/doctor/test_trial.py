@@ -1,0 +1,103 @@
+"""Template, reward and rollout function meet a real prompt before any server is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_trm.config.schema import Config
+from moe_trm.doctor.trial import try_task
+from moe_trm.errors import CheckpointError, ConfigError, MoeTrmError
+from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+
+ROLLOUT = "async def rollout(session):\n    turn = await session.sample()\n    "
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(
+        folder, seed=0, shape=TinyShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, experts=4, expert_ffn=8)
+    )
+    return folder
+
+
+def config(checkpoint: Path, folder: Path, source: str, **task: Any) -> Config:
+    """A run on one prompt with the functions `reward` and `rollout` of `source`, those of them that it has."""
+    own, prompts = folder / "own.py", folder / "prompts.jsonl"
+    own.write_text(source)
+    prompts.write_text(json.dumps({"prompt": "1+2=", "answer": "3", "note": 7}) + "\n")
+    reward = {"reward": f"{own}:reward"} if "def reward" in source else {}
+    rollout = {"function": f"{own}:rollout"} if "def rollout" in source else {}
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": str(checkpoint)},
+            "task": {"name": "jsonl", "prompts": str(prompts), "reward_timeout_s": 20, **reward, **task},
+            "rollout": rollout,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "def reward(sample): return float(sample.completion == sample.answer and sample.extra['note'] == 7) / 1",
+        "async def reward(samples: list): return [{'a': 1.0} for _ in samples]",
+        ROLLOUT + "return float(turn.text == '3' and turn.finish_reason == 'stop') / 1",
+        ROLLOUT + "await session.append('1')\n    await session.sample(max_new_tokens=1)",
+        "def reward(sample): return 1 / sample.num_turns\n" + ROLLOUT + "return None",
+    ],
+)
+def test_what_works_is_let_through(checkpoint: Path, tmp_path: Path, source: str) -> None:
+    try_task(config(checkpoint, tmp_path, source))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def other(): ...\ndef reward(sample):\n    print(1)",
+         ["your reward function returned NoneType", "task.reward", "own.py:2", "prompts.jsonl:1"]),
+        ("def reward(sample): return {'a': 1.0, 'b': None}", ["returned NoneType", "own.py:1"]),
+        ("def reward(sample):\n    return sample.extra['nothing']",
+         ["the reward function failed", "KeyError: 'nothing'", "own.py:2"]),
+        ("def reward(sample):\n    import json\n    return json.loads('x')", ["JSONDecodeError", "own.py:3"]),
+        ("def reward(a, b): ...", ["one argument"]),
+        (ROLLOUT + "return 'good'", ["your rollout function returned str", "rollout.function", "own.py:1"]),
+        (ROLLOUT + "return turn.nothing", ["the rollout function failed", "AttributeError", "own.py:3"]),
+        ("async def rollout(session):\n    return None", ["rollout.function"]),
+        ("def rollout(session): ...", ["not an async function"]),
+        ("def reward(sample): ...\n" + ROLLOUT + "return None", ["your reward function returned", "task.reward"]),
+    ],
+)  # fmt: skip
+def test_what_fails_is_told_with_its_file_and_line(
+    checkpoint: Path, tmp_path: Path, source: str, says: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        try_task(config(checkpoint, tmp_path, source))
+    for words in says:
+        assert words in str(caught.value)
+    assert "expected: None" not in str(caught.value)
+
+
+def test_a_reward_that_takes_too_long_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    source = "import time\ndef reward(sample): time.sleep(60)"
+    with pytest.raises(ConfigError, match=r"nothing within 0\.1 s"):
+        try_task(config(checkpoint, tmp_path, source, reward_timeout_s=0.1))
+
+
+def test_messages_without_a_chat_template_are_told(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no chat template"):
+        try_task(config(checkpoint, tmp_path, "", chat=True))
+
+
+def test_a_bad_row_is_told_with_its_line(checkpoint: Path, tmp_path: Path) -> None:
+    asked = config(checkpoint, tmp_path, "")
+    assert asked.task.prompts is not None
+    with Path(asked.task.prompts).open("a") as file:
+        file.write('{"prompt": "1"}\n')
+    with pytest.raises(MoeTrmError, match="line 2"):
+        try_task(asked)

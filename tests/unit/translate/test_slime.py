@@ -1,0 +1,151 @@
+"""slime's and miles's flags in ours. Fixtures are written by hand in their words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_trm.config.fields import lookup
+from tests.unit.translate.reading import of_slime
+from tests.unit.translate.test_verl import accepted
+
+
+def rules(line: str) -> list[dict[str, Any]]:
+    draft = of_slime(line)
+    accepted(draft.values)
+    found: list[dict[str, Any]] = draft.values["correction.rules"]
+    return found
+
+
+def test_the_lower_bound_of_tis_is_our_floor() -> None:
+    thresholds = {"cap": 1.5, "floor": 0.5, "ratio": "merged"}
+    assert rules("--use-tis --tis-clip 1.5 --tis-clip-low 0.5") == [{"name": "token_tis", "thresholds": thresholds}]
+    assert rules("--use-tis") == [{"name": "token_tis", "thresholds": {"cap": 2.0, "ratio": "merged"}}]
+
+
+def test_opsm_reads_the_update() -> None:
+    assert rules("--use-opsm") == [{"name": "opsm", "thresholds": {"delta": 1e-4, "ratio": "update"}}]
+    assert rules("--use-opsm --opsm-delta 0.1 --use-rollout-logprobs")[0]["thresholds"]["ratio"] == "total"
+
+
+@pytest.mark.parametrize("package", ["slime.backends.megatron_utils.loss", "miles.backends.training_utils.loss_hub"])
+def test_icepop_stays_icepop(package: str) -> None:
+    found = rules(f"--use-tis --tis-clip 5 --tis-clip-low 0.5 --custom-tis-function-path {package}.icepop_function")
+    assert found == [{"name": "icepop", "thresholds": {"low": 0.5, "high": 5.0, "ratio": "merged"}}]
+
+
+@pytest.mark.parametrize("switch", ["--use-tis", "--get-mismatch-metrics"])
+def test_a_custom_correction_is_not_replaced(switch: str) -> None:
+    draft = of_slime(f"{switch} --custom-tis-function-path helper.mis.compute_weights --custom-config-path mis.yaml")
+    assert draft.values["correction.rules"] == "???"
+    assert "helper.mis.compute_weights" in draft.to_do["custom-tis-function-path"]
+    assert "custom-config-path" in draft.to_do
+
+
+def test_the_unbiased_kl_weighs_by_the_update() -> None:
+    line = "--use-kl-loss --kl-loss-coef 0.02 --kl-loss-type low_var_kl"
+    assert of_slime(line).values["kl.estimator"] == "k3"
+    draft = of_slime(f"{line} --use-unbiased-kl")
+    assert (draft.values["kl.coef"], draft.values["kl.estimator"]) == (0.02, "???")
+    assert "current / old" in draft.to_do["use-unbiased-kl"]
+    assert of_slime(f"{line} --use-unbiased-kl --use-rollout-logprobs").values["kl.estimator"] == "k3_is"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "low"),
+    [
+        ("--advantage-estimator grpo", "ppo_clip", 0.2),
+        ("--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4", "gspo", 3e-4),
+        ("--advantage-estimator cispo --eps-clip 1.0 --eps-clip-high 4.0", "cispo", None),
+        ("--eps-clip 0.1 --eps-clip-c 3", "ppo_clip", 0.1),
+    ],
+)
+def test_losses(line: str, name: str, low: float | None) -> None:
+    values = of_slime(line).values
+    assert (values["loss.name"], values.get("loss.clip_low")) == (name, low)
+    assert values["loss.aggregation"] == "seq-mean-token-mean"
+    assert of_slime(f"{line} --calculate-per-token-loss").values["loss.aggregation"] == "token-mean"
+    accepted(values)
+
+
+def test_a_bound_that_a_loss_lacks_needs_a_decision() -> None:
+    draft = of_slime("--advantage-estimator gspo --eps-clip-c 3")
+    assert "eps-clip-c" in draft.to_do
+    accepted(draft.values)
+
+
+def test_without_a_critic_no_estimator_is_put_in_its_place() -> None:
+    draft = of_slime("--advantage-estimator ppo")
+    assert draft.values["advantage.name"] == draft.values["loss.name"] == "???"
+
+
+@pytest.mark.parametrize(
+    ("line", "mode"),
+    [("", "none"), ("--use-routing-replay", "R2"), ("--use-rollout-routing-replay --use-routing-replay", "R3")],
+)
+def test_replay(line: str, mode: str) -> None:
+    assert of_slime(line).values["replay.mode"] == mode
+
+
+def test_defaults_of_slime_and_megatron_are_written_out() -> None:
+    values = of_slime("").values
+    expected = {
+        "optimizer.lr": 1e-6,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.schedule": "linear",
+        "optimizer.warmup_steps": 0,
+        "learner.dtype": "bfloat16",
+        "checkpoint.every": 0,
+    }
+    assert {key: values[key] for key in expected} == expected
+    assert values["train.steps"] == "???"
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--custom-rm-path my.reward", "task.reward"),
+        ("--rm-type dapo", "task.reward"),
+        ("--custom-generate-function-path my.generate", "rollout.function"),
+        ("--partial-rollout", "pipeline.mode"),
+        ("--dynamic-sampling-filter-path my.filter", "batch.zero_variance"),
+        ("--lr-warmup-fraction 0.1", "optimizer.warmup_steps"),
+        ("--lr-decay-style inverse-square-root", "optimizer.schedule"),
+        ("--rollout-batch-size 3 --n-samples-per-prompt 3 --global-batch-size 4", "learner.minibatches"),
+        ("--rollout-temperature hot", "rollout.temperature"),
+    ],
+)
+def test_what_slime_does_otherwise_stays_open(flag: str, ours: str) -> None:
+    draft = of_slime(flag)
+    assert draft.values[ours] == "???"
+    assert draft.to_do
+
+
+def test_evaluation_batches_and_sampling() -> None:
+    values = of_slime(
+        "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64 --num-rollout 100 --colocate "
+        "--eval-prompt-data aime aime.jsonl math math.jsonl --n-samples-per-eval-prompt 16 --eval-top-p 0.7 "
+        "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    ).values
+    assert values["task.eval_sets"] == {"aime": "aime.jsonl", "math": "math.jsonl"}
+    assert (values["eval.samples"], values["eval.top_p"], values["batch.zero_variance"]) == (16, 0.7, "drop")
+    assert (values["learner.minibatches"], values["train.steps"], values["rollout.colocate"]) == (4, 100, True)
+    assert [key for key in values if lookup(key) is None and not key.startswith("task.eval_sets")] == []
+
+
+def test_precision() -> None:
+    half = of_slime("--fp16 --initial-loss-scale 4096 --sglang-dtype float16 --transformer-impl local").values
+    assert half["learner.dtype"] == half["rollout.server.dtype"] == "float16"
+    assert (half["learner.loss_scale.initial"], half["learner.transformer_engine"]) == (4096, "off")
+    assert of_slime("--bf16 --fp8-format e4m3 --fp8-recipe blockwise").values["learner.fp8"] == "blockwise"
+
+
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("flag", ["--mystery 1", "--actor-num-nodes 2", "--sglang-x 0.7", "--use-opd"])
+def test_no_flag_is_lost(framework: str, flag: str) -> None:
+    draft = of_slime(flag, framework)
+    name = flag.split()[0]
+    assert draft.accounted(name[2:])
+    assert name in draft.yaml("x")
