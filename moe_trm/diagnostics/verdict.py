@@ -52,8 +52,8 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
         found = judge(seen)
         if found:
             return found
-    trained = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
-    return router(seen) or trained or reward(history) or servers(history) or _calm(seen)
+    of_training = clipping(history) or length(history, length_key) or gradient(seen) or signal(seen)
+    return router(seen) or of_training or reward(history) or servers(history) or _calm(seen)
 
 
 def mask_hides_gap(history: Sequence[Mapping[str, float]]) -> Verdict | None:
