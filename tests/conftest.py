@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# The time of an example says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 GROUPS = {
     # Runs that sample from one running server.

@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[Piece]]]:
     return tensor, ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_any_layout_reads_back_whole(
     tmp_path_factory: pytest.TempPathFactory, case: tuple[torch.Tensor, list[list[Piece]]]

@@ -31,7 +31,7 @@ def test_m2po_drops_the_two_largest_moments() -> None:
     assert impossible.keep.tolist() == [[False, False, False, False, True]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 999), budget=st.floats(0.005, 0.5))
 def test_m2po_agrees_with_a_loop(seed: int, budget: float) -> None:
     gen = torch.Generator().manual_seed(seed)

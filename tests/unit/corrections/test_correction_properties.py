@@ -211,7 +211,7 @@ def test_half_precision_is_judged_in_float32(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", LOCAL)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 7),
     tokens=st.integers(1, 12),

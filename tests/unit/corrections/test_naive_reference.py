@@ -96,7 +96,7 @@ def test_every_rule_but_batch_scope_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), tokens=st.integers(1, 10), spread=st.floats(0.05, 1.0))
 def test_agrees_with_a_loop(name: str, seed: int, rows: int, tokens: int, spread: float) -> None:
     gen = torch.Generator().manual_seed(seed)

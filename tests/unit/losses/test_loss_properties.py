@@ -97,7 +97,7 @@ def random_batch(seed: int, rows: int, tokens: int, spread: float = 0.3) -> Batc
 
 # With fewer rows covariances are equal, or nothing but rounding: which tokens the filters choose would be chance.
 shapes = given(seed=st.integers(0, 10**6), rows=st.integers(3, 5), tokens=st.integers(1, 8))
-few = settings(max_examples=8, deadline=None)
+few = settings(max_examples=8)
 every_loss = pytest.mark.parametrize("name", losses.names())
 
 

@@ -71,7 +71,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompt=st.lists(st.integers(0, 15), min_size=1, max_size=5),
     steps=steps,

@@ -184,7 +184,7 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) ->
         await fleet.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), num_servers=st.integers(1, 3), routed=st.booleans(), interrupt=st.booleans())
 def test_every_sample_is_answered_by_weights_that_were_proved(
     seed: int, num_servers: int, routed: bool, interrupt: bool

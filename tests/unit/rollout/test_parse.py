@@ -6,7 +6,6 @@ import base64
 import copy
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -252,7 +251,7 @@ READ = ["finish_reason", "prompt_tokens", "output_token_logprobs", "weight_versi
 READ += ["output_token_sampling_logprobs", "routed_experts", "num_retractions"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(field=st.sampled_from(["output_ids", *READ]), value=JSON_VALUES, index=st.integers(0, 3))
 def test_no_mutation_gets_through_or_crashes(field: str, value: Any, index: int) -> None:
     answer = good()
@@ -275,7 +274,7 @@ def test_no_mutation_gets_through_or_crashes(field: str, value: Any, index: int)
     record.routes.validate(record.num_tokens)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.binary(max_size=96))
 def test_random_route_bytes_never_pass_unless_legal(data: bytes) -> None:
     answer = good()
@@ -287,27 +286,6 @@ def test_random_route_bytes_never_pass_unless_legal(data: bytes) -> None:
     with pytest.raises(RecordRejected) as caught:
         parse(answer)
     assert caught.value.reason.startswith("route_")
-
-
-def test_a_step_of_answers_is_parsed_in_milliseconds() -> None:
-    rng = np.random.default_rng(0)
-    size, kept, vocab = 30, 100, 256
-    model = ServedModel("Qwen3MoeForCausalLM", vocab, 4, (0, 1, 2, 3), 8, 2)
-    ids = [rng.permutation(vocab)[:kept].tolist() for _ in range(size)]
-    routes = np.argsort(rng.random((3 + size - 1, 4, 8)), axis=-1)[..., :2]
-    meta = good()["meta_info"] | {
-        "weight_versions": [{"version": "4", "start": 0, "end": size}],
-        "output_token_logprobs": [[-2.0, row[0], None] for row in ids],
-        "output_token_sampling_mask": ids,
-        "output_token_sampling_logprobs": [[-math.log(kept)] * kept] * size,
-        "routed_experts": payload(routes),
-    }
-    body = json.dumps({"output_ids": [row[0] for row in ids], "meta_info": meta}).encode()
-    started = time.perf_counter()
-    for index in range(128):
-        parse_answer(body, PROMPT, model, EVERYTHING, sample_id=index, group_id=0)
-    # About 90 ms alone on one core, 384,000 kept ids; the bound leaves room for a machine shared with five others.
-    assert time.perf_counter() - started < 1.0
 
 
 def with_violation() -> dict[str, Any]:

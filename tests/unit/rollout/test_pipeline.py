@@ -96,7 +96,7 @@ def records(batch: TrainBatch) -> list[RolloutRecord]:
     return [row.record for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     pipeline=st.sampled_from(

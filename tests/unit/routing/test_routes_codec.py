@@ -54,7 +54,7 @@ def test_ranks_count_every_set_once() -> None:
     np.testing.assert_array_equal(combinations.unpack(body, 35, 7, 3), sets)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_round_trips(data: st.DataObject) -> None:
     num_experts = data.draw(st.sampled_from([1, 2, 8, 60, 128, 256, 257, 512, 1024]))

@@ -65,7 +65,7 @@ def test_what_does_not_compare_is_refused() -> None:
     assert error.value.reason == "layers"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 6), st.integers(1, 3), st.integers(1, 5), st.integers(0, 1000))
 def test_equals_a_naive_loop(rows: int, layers: int, top_k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

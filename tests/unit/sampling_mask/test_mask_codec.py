@@ -23,7 +23,7 @@ def assert_same(got: SamplingMask, expected: SamplingMask) -> None:
         assert np.array_equal(got.logprobs.view(np.uint32), expected.logprobs.view(np.uint32))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     sizes=st.lists(st.integers(0, 9), max_size=12),
     vocab=st.sampled_from([9, 10, 17, 300, 151_936]),
@@ -60,7 +60,7 @@ def test_published_shape_costs_at_most_1_15_of_its_entropy() -> None:
     assert entropy <= bits <= 1.15 * entropy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(place=st.integers(0, 10**6), change=st.integers(1, 255), cut=st.integers(0, 40), seed=st.integers(0, 20))
 def test_damage_is_refused_or_gives_another_valid_mask(place: int, change: int, cut: int, seed: int) -> None:
     """Without a checksum some changes cannot be seen; none may crash, run away or give ids outside the vocabulary."""

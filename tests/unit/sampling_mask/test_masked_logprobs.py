@@ -40,7 +40,7 @@ def dense_masked(hidden: Tensor, weight: Tensor, target: Tensor, ids: Tensor, of
     return logits.masked_fill(~allowed, -torch.inf).log_softmax(-1).gather(1, target[:, None])[:, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 11), min_size=1, max_size=9),
     tau=st.floats(0.3, 3.0),
