@@ -70,6 +70,7 @@ def answer(tokens: int) -> tuple[list[int], bytes, bytes]:
     meta = {
         "finish_reason": {"type": "stop", "message": ""},
         "prompt_tokens": len(context),
+        "num_retractions": 0,
         "output_token_logprobs": [
             [-float(value), token, None] for value, token in zip(rng.random(len(output)), output, strict=True)
         ],

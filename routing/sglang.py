@@ -5,7 +5,6 @@ Shape letters: T tokens, D decoder layers of the engine's payload, L MoE layers,
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +12,11 @@ import numpy as np
 
 from routing.errors import RouteError
 from routing.record import RouteRecord, expert_dtype, token_digest
+
+try:
+    from pybase64 import b64decode  # several times as fast
+except ImportError:
+    from base64 import b64decode
 
 PAYLOAD_DTYPE = "int32"
 """Type of the ids in a payload whose sender does not name one."""
@@ -78,11 +82,15 @@ def decode_payload(
             ),
         )
     experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
+    # Neighbouring columns are a view; others are a copy.
+    neighbours = wanted == tuple(range(wanted[0], wanted[-1] + 1))
+    columns = slice(wanted[0], wanted[-1] + 1) if neighbours else list(wanted)
+    sent = _payload_dtype(dtype, num_experts)
     for first, flat in _parts(payload, num_rows, row_bytes):
-        routes_TLK = flat.view(_payload_dtype(dtype, num_experts)).reshape(-1, num_layers, top_k)[:, wanted, :]
-        outside = (routes_TLK < 0) | (routes_TLK >= num_experts)
-        if outside.any():
-            row, column, slot = np.argwhere(outside)[0]
+        routes_TLK = flat.view(sent).reshape(-1, num_layers, top_k)[:, columns, :]
+        # As an unsigned number, a negative id is above all others.
+        if len(routes_TLK) and routes_TLK.view(f"<u{sent.itemsize}").max() >= num_experts:
+            row, column, slot = np.argwhere((routes_TLK < 0) | (routes_TLK >= num_experts))[0]
             raise RouteError(
                 "range",
                 "expert id out of range",
@@ -139,7 +147,7 @@ def _parts(payload: str | bytes | memoryview, num_rows: int, row_bytes: int) -> 
     step = rows * row_bytes // 3 * 4
     for start in range(0, len(payload), step):
         try:
-            raw = base64.b64decode(payload[start : start + step], validate=True)
+            raw = b64decode(payload[start : start + step], validate=True)
         except (binascii.Error, ValueError) as error:
             raise _not_base64(payload, str(error)) from error
         first = start // step * rows

@@ -66,18 +66,15 @@ def _kl(draft: Draft) -> None:
         draft.put("kl.where", "loss", "use-kl-loss")
         kind = word(draft, "kl-loss-type") or "k1"
         if on(draft, "use-unbiased-kl"):
-            draft.put("kl.estimator", _unbiased(kind), "use-unbiased-kl", "kl-loss-type")
+            if kl_estimator("kl-loss-type", kind) != "k3":
+                raise NeedsDecisionError("use-unbiased-kl", f"with {kind}: only k3 has this form here (k3_is)")
+            draft.put("kl.estimator", "k3_is", "use-unbiased-kl", "kl-loss-type")
+            # It weighs by current / old, and old is the rollout with --use-rollout-logprobs.
             draft.put("kl.ratio", "total" if on(draft, "use-rollout-logprobs") else "update", "use-unbiased-kl")
         else:
             draft.put("kl.estimator", kl_estimator("kl-loss-type", kind), "kl-loss-type")
     if number(draft, "kl-coef"):
         raise NeedsDecisionError("kl-coef", "the KL in the reward goes by the estimator in slime: set kl.where=reward")
-
-
-def _unbiased(kind: str) -> str:
-    if kl_estimator("kl-loss-type", kind) != "k3":
-        raise NeedsDecisionError("use-unbiased-kl", f"with {kind}: only k3 has this form here (k3_is)")
-    return "k3_is"
 
 
 CORRECTION: Sequence[Rule] = (

@@ -18,8 +18,6 @@ from tests.integration.rows import Rows
 R, K, LAYERS = 6, 2, (0, 1)
 ORIGINS = tuple(sample_origin(number, np.zeros(3, np.int64)) for number in range(2))
 
-pytestmark = pytest.mark.usefixtures("hf_models")
-
 
 def build(experts: int) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

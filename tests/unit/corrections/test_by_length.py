@@ -124,9 +124,10 @@ def test_thresholds_change_evenly_between_octaves() -> None:
 def test_old_steps_are_forgotten_when_enough_newer_rows_are_there() -> None:
     tracker = LengthTracker(TARGET, 1)
     for step in range(5):
-        lengths = torch.cat([torch.full((150,), 8), torch.full((3,), 100)])
-        tracker.add(torch.full((153, 1), float(step + 1)), lengths)
-    assert len(tracker.state()["rows"]) == 8 * 3 * (300 + 15)  # two steps of the one, all rows of the other
+        lengths = torch.cat([torch.full((150,), 8), torch.full((200,), 300), torch.full((3,), 100)])
+        tracker.add(torch.full((353, 1), float(step + 1)), lengths)
+    # 200 rows are enough: two steps of the first octave, one of the second, all rows of the third.
+    assert len(tracker.state()["rows"]) == 8 * 3 * (300 + 200 + 15)
     assert float(tracker.thresholds.at(torch.tensor([8]))) == 5.0
 
 

@@ -208,3 +208,12 @@ def test_both_bounds_belong_to_a_band(rule: str) -> None:
     assert corrections.get(rule)(same, low=1.0, high=1.0).keep.all()
     assert not corrections.get(rule)(same, low=1.1, high=1.2).keep.any()
     assert not corrections.get(rule)(same, low=0.1, high=0.9).keep.any()
+
+
+@pytest.mark.parametrize("score", ["mean", "max", "ser"])
+def test_opsm_drops_tokens_of_negative_advantage_only(score: str) -> None:
+    """Tokens without advantage stay, in the same row as others that go."""
+    log_ratio, mask = torch.full((1, 3), -1.0), torch.ones(1, 3, dtype=torch.bool)
+    zero = torch.zeros_like(log_ratio)
+    found = Evidence(LogRatios(zero, log_ratio, log_ratio, mask), torch.tensor([[-1.0, 0.0, 1.0]]))
+    assert corrections.get("opsm")(found, delta=0.1, score=score).keep.tolist() == [[False, True, True]]

@@ -14,6 +14,7 @@ import pytest
 from moe_trm.cli import main
 from moe_trm.config.choices import Choice
 from moe_trm.errors import RunError
+from moe_trm.report.charts import matching
 from moe_trm.report.commands import write
 from moe_trm.report.draw import MOST_POINTS, thinned
 from moe_trm.report.run import CHOICES, read_run
@@ -287,3 +288,11 @@ def test_short_numbers() -> None:
     assert [short(value) for value in (0.0, 1.0, 0.09375, 2.919e-5, 2770.44, 5120.0, 1e-4, -0.25, 123456.0)] == [
         "0", "1", "0.0938", "2.92e-5", "2770", "5120", "1e-4", "-0.25", "1.23e5",
     ]  # fmt: skip
+
+
+def test_shares_by_rule_and_length_are_named_by_both() -> None:
+    names = [f"correction/trm_max@total/rejected_length_{octave}" for octave in ("8_15", "16_31", "524288_up")]
+    labels = matching((("correction/*/rejected_length_*", ""),), reversed(names))
+    assert labels == list(
+        zip(names, ("trm_max@total, 8 to 15", "trm_max@total, 16 to 31", "trm_max@total, 524288 and more"), strict=True)
+    )

@@ -127,7 +127,10 @@ def test_a_rule_that_only_measured_has_no_figures(num_steps: int) -> None:
     assert found.steps[1]["correction/kept_fraction"] == 1.0
 
 
-def test_the_table_shows_a_dash_for_an_uncalibrated_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_a_dash_for_an_uncalibrated_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # a long name has its figures on its own line
     write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
     target = "{name: token_k2, target_reject_rate: 0.3}"
