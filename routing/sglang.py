@@ -16,7 +16,7 @@ from routing.record import RouteRecord, expert_dtype, token_digest
 try:
     from pybase64 import b64decode  # several times as fast
 except ImportError:
-    from base64 import b64decode
+    from base64 import b64decode  # type: ignore[assignment]
 
 PAYLOAD_DTYPE = "int32"
 """Type of the ids in a payload whose sender does not name one."""
