@@ -21,6 +21,7 @@ GROUPS = {
     "integration/test_three_engines.py": "server of the briefly warmed model",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
+    "integration/test_interrupted_samples.py": "tiny server",
     "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",
     "integration/test_server_security.py": "tiny server",

@@ -19,7 +19,7 @@ from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 from tests.integration.jobs import metrics_of, run_job, timeless
-from tests.integration.test_rollout_server import load, make_push
+from tests.integration.served import load, make_push
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "calculator"

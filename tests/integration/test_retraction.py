@@ -17,7 +17,7 @@ from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
-from tests.integration.test_rollout_server import PAUSES_S, VOCAB, load, make_push, prompts, with_engine
+from tests.integration.served import PAUSES_S, VOCAB, load, make_push, prompts, with_engine
 
 Outcome = RolloutRecord | RecordRejected
 COUNT = 12

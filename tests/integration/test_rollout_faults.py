@@ -22,7 +22,7 @@ from moe_trm.rollout.sglang.watchdog import Watchdog
 from moe_trm.types import TrainBatch
 from tests.integration.jobs import still_running, write_config
 from tests.integration.proxy import Proxy
-from tests.integration.test_rollout_server import make_push
+from tests.integration.served import make_push
 
 RECOVERY_S = 60.0
 """Seconds on two free cores. On busy ones the start of a server alone takes longer: then 1.5 times the first start."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,99 +21,19 @@ from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.supervisor import Server, start_server
-from moe_trm.sampling_mask.record import join, split
-from moe_trm.sync.disk import finish_push, write_shard
-from moe_trm.sync.manifest import WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
-from routing import token_digest
-
-VOCAB = 250
-T = TypeVar("T")
-PARAMS = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=24)
-EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
-ROUNDING = 1e-5
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 0.2)
-"""Delays tried in turn until a push comes in the middle of a sample: a busy machine is slower to its first token."""
-EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
-
-
-def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
-    async def run() -> T:
-        engine = SglangEngine(config, server.api_key)
-        try:
-            return await work(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
-
-
-def make_push(root: Path, checkpoint: Path, version: int, dtype: str = "float32") -> WeightPush:
-    """A push of `checkpoint`'s weights in two shards, experts apart, as two ranks would write it."""
-    tensors = load_file(checkpoint / "model.safetensors")
-    folder = root / f"v{version:06d}"
-    shards = [
-        write_shard(
-            folder / f"model-{number}.safetensors",
-            ((name, t) for name, t in tensors.items() if (".experts." in name) == expert),
-            dtype,
-        )
-        for number, expert in enumerate((False, True))
-    ]
-    return finish_push(str(folder), shards[0] + shards[1], version, str(checkpoint))
-
-
-def load(config: Config, server: Server, push: WeightPush) -> None:
-    with_engine(config, server, lambda engine: engine.load_weights(push))
-
-
-def prompts(count: int, length: int = 20) -> list[Prompt]:
-    rng = np.random.default_rng(0)
-    return [Prompt(f"p{i}", tuple(rng.integers(4, 99, length + i % 7).tolist())) for i in range(count)]
-
-
-def sample(
-    config: Config, server: Server, chosen: list[Prompt], params: SamplingParams = PARAMS
-) -> list[RolloutRecord]:
-    async def work(engine: SglangEngine) -> list[RolloutRecord]:
-        return list(
-            await asyncio.gather(
-                *(engine.generate(prompt, params, sample_id=i, group_id=i) for i, prompt in enumerate(chosen))
-            )
-        )
-
-    return with_engine(config, server, work)
-
-
-def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
-    """Log-probs within 1e-4, masks and routes of Hugging Face's forward over the same tokens.
-
-    An id whose place is decided by less than `ROUNDING` may be on either side: two engines add in another order.
-    """
-    from transformers import Qwen3MoeForCausalLM
-
-    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    with torch.no_grad():
-        output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
-    first = record.num_tokens - record.num_sampled
-    logprobs = torch.log_softmax(output.logits[0, first - 1 : -1].float() / PARAMS.temperature, -1)
-    sampled = torch.tensor(record.tokens[first:].astype(np.int64))
-    np.testing.assert_allclose(record.full_logprobs, logprobs.gather(1, sampled[:, None])[:, 0].numpy(), atol=1e-4)
-    mask = record.sampling_mask
-    assert mask is not None
-    for row, kept in enumerate(np.split(mask.ids, mask.offsets[1:-1])):
-        ordered, ids = logprobs[row].exp().sort(descending=True)
-        mass_before = ordered.cumsum(0) - ordered
-        sure, possible = (ids[mass_before <= PARAMS.top_p + sign * ROUNDING] for sign in (-1, 1))
-        assert set(sure.tolist()) <= set(kept.tolist()) <= set(possible.tolist())
-        log_mass = logprobs[row][torch.from_numpy(kept.astype(np.int64))].exp().sum().log().item()
-        assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
-    assert record.routes is not None
-    record.routes.check_tokens(record.tokens, record.origin)
-    scores = np.stack([layer.float().numpy() for layer in output.router_logits], 1)[:-1][-record.routes.num_rows :]
-    ranked, best = -np.sort(-scores, -1), np.argsort(-scores, -1)[..., :2]
-    same = (np.sort(record.routes.experts, -1) == np.sort(best, -1)).all(-1)
-    assert (same | (ranked[..., 1] - ranked[..., 2] < ROUNDING)).all()
+from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams
+from tests.integration.served import (
+    EXPERT,
+    EXPERT_FUSED,
+    PARAMS,
+    VOCAB,
+    check_against_hf,
+    load,
+    make_push,
+    prompts,
+    sample,
+    with_engine,
+)
 
 
 def test_sixty_four_requests_at_once_agree_with_hf(
@@ -319,100 +237,6 @@ def test_samples_of_weights_that_no_push_gave_are_refused(served_config: Config,
     with pytest.raises(RecordRejected) as caught:
         with_engine(served_config, rollout_server, work)
     assert caught.value.reason == "version_unknown"
-
-
-def test_a_sample_that_a_push_interrupts_is_rejected(
-    served_config: Config, rollout_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
-) -> None:
-    """The engine would label its early tokens with the old version and give the new weights' routes for them."""
-
-    async def work(engine: SglangEngine, interrupting: WeightPush, pause_s: float) -> RolloutRecord:
-        expected = verified_checksums(interrupting, "float32")
-        long = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=600)
-        sample = asyncio.create_task(engine.generate(prompts(1)[0], long, sample_id=0, group_id=0))
-        async with EngineHttp(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
-            await asyncio.sleep(pause_s)
-            await api.request("POST", "/pause_generation", {"mode": "retract"})
-            await load_folder(api, interrupting, expected)
-            await api.request("POST", "/continue_generation", {})
-        return await sample
-
-    rejections: list[RecordRejected] = []
-    for number, pause_s in enumerate(PAUSES_S):
-        load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 20 + 2 * number))
-        push = make_push(tmp_path, other_moe, 21 + 2 * number)
-        try:
-            with_engine(served_config, rollout_server, partial(work, interrupting=push, pause_s=pause_s))
-        except RecordRejected as rejected:
-            rejections.append(rejected)
-            break
-    (rejection,) = rejections
-    assert rejection.reason == "version_span"
-    assert rejection.got == f"versions [{20 + 2 * number}, {21 + 2 * number}]"
-
-
-def test_what_a_push_interrupts_is_continued_and_each_token_keeps_its_version(
-    served_config: Config, rollout_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
-) -> None:
-    """Log-probs, masks and routes of the tokens before the cut are of the old weights, those after it of the new."""
-    pipeline = served_config.pipeline.model_copy(update={"mode": "async", "partial": "interrupt"})
-    config = served_config.model_copy(update={"pipeline": pipeline})
-    long = replace(PARAMS, max_new_tokens=400)
-
-    async def work(engine: SglangEngine, old: WeightPush, new: WeightPush, pause_s: float) -> list[RolloutRecord]:
-        await engine.load_weights(old)
-        samples = [
-            asyncio.create_task(engine.generate(prompt, long, sample_id=i, group_id=i))
-            for i, prompt in enumerate(prompts(12))
-        ]
-        await asyncio.sleep(pause_s)
-        await engine.load_weights(new)
-        return list(await asyncio.gather(*samples))
-
-    def attempt(version: int, pause_s: float) -> list[RolloutRecord]:
-        old, new = make_push(tmp_path, tiny_moe, version), make_push(tmp_path, other_moe, version + 1)
-        records = with_engine(config, rollout_server, lambda engine: work(engine, old, new, pause_s))
-        # The others sampled the end of the sequence before the push, or began after it.
-        return [record for record in records if len(set(record.versions.tolist())) == 2]
-
-    attempts = (attempt(40 + 2 * number, pause_s) for number, pause_s in enumerate(PAUSES_S))
-    spanning = next((records for records in attempts if records), [])
-    assert spanning
-    for record in spanning[:2]:
-        version = record.versions[0]
-        cut = int((record.versions == version).sum())
-        assert version % 2 == 0
-        assert (record.versions[:cut] == version).all()
-        assert (record.versions[cut:] == version + 1).all()
-        check_against_hf(first_tokens(record, cut), tiny_moe)
-        check_against_hf(last_tokens(record, record.num_sampled - cut), other_moe)
-
-
-def first_tokens(record: RolloutRecord, count: int) -> RolloutRecord:
-    """The record as it was when `count` tokens were sampled."""
-    length = record.num_tokens - record.num_sampled + count
-    return cut_out(record, length, slice(0, count), slice(0, length - 1))
-
-
-def last_tokens(record: RolloutRecord, count: int) -> RolloutRecord:
-    """The last `count` sampled tokens, the others as their prompt, with the routes of the rows that sampled them."""
-    return cut_out(record, record.num_tokens, slice(-count, None), slice(record.num_tokens - 1 - count, None))
-
-
-def cut_out(record: RolloutRecord, length: int, sampled: slice, rows: slice) -> RolloutRecord:
-    assert record.routes is not None
-    assert record.sampling_mask is not None
-    kept, tokens = split(record.sampling_mask, [1] * record.num_sampled)[sampled], record.tokens[:length]
-    return replace(
-        record,
-        tokens=tokens,
-        rollout_logprobs=record.rollout_logprobs[sampled],
-        full_logprobs=record.full_logprobs[sampled],
-        sampling_mask=join(kept),
-        routes=replace(
-            record.routes, experts=record.routes.experts[rows], token_digest=token_digest(tokens, record.origin)
-        ),
-    )
 
 
 def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(

@@ -20,7 +20,7 @@ from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sampling_mask.dense import full_logprobs
 from moe_trm.sampling_mask.logprobs import masked_logprobs_and_kl
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
-from tests.integration.test_rollout_server import VOCAB, load, make_push, prompts, sample, with_engine
+from tests.integration.served import VOCAB, load, make_push, prompts, sample, with_engine
 
 NEAR = 5e-6
 """Margin of a cumulative or relative probability to a bound, below which float32 may keep or drop the id."""

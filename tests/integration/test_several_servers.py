@@ -34,7 +34,7 @@ from moe_trm.rollout.sglang.fleet import Fleet
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import RolloutRecord, TrainBatch
 from tests.integration.proxy import Proxy
-from tests.integration.test_rollout_server import PARAMS, check_against_hf, make_push
+from tests.integration.served import PARAMS, check_against_hf, make_push
 
 GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
 NUM_CHECKS = 6

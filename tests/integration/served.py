@@ -1,0 +1,107 @@
+"""Pushes to a real SGLang server, samples of it, and Hugging Face on the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from moe_trm.config.schema import Config
+from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.sync.disk import finish_push, write_shard
+from moe_trm.sync.manifest import WeightPush
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+VOCAB = 250
+T = TypeVar("T")
+PARAMS = SamplingParams(temperature=0.8, top_p=0.9, top_k=VOCAB, max_new_tokens=24)
+EXPERT = "model.layers.2.mlp.experts.5.up_proj.weight"
+ROUNDING = 1e-5
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 0.2, 0.1)
+"""Delays tried in turn until a push comes in the middle of a sample: a busy machine is slower to its first token."""
+EXPERT_FUSED = "model.layers.2.mlp.experts.w13_weight"
+
+
+def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
+    async def run() -> T:
+        engine = SglangEngine(config, server.api_key)
+        try:
+            return await work(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def make_push(root: Path, checkpoint: Path, version: int, dtype: str = "float32") -> WeightPush:
+    """A push of `checkpoint`'s weights in two shards, experts apart, as two ranks would write it."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    folder = root / f"v{version:06d}"
+    shards = [
+        write_shard(
+            folder / f"model-{number}.safetensors",
+            ((name, t) for name, t in tensors.items() if (".experts." in name) == expert),
+            dtype,
+        )
+        for number, expert in enumerate((False, True))
+    ]
+    return finish_push(str(folder), shards[0] + shards[1], version, str(checkpoint))
+
+
+def load(config: Config, server: Server, push: WeightPush) -> None:
+    with_engine(config, server, lambda engine: engine.load_weights(push))
+
+
+def prompts(count: int, length: int = 20) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(f"p{i}", tuple(rng.integers(4, 99, length + i % 7).tolist())) for i in range(count)]
+
+
+def sample(
+    config: Config, server: Server, chosen: list[Prompt], params: SamplingParams = PARAMS
+) -> list[RolloutRecord]:
+    async def work(engine: SglangEngine) -> list[RolloutRecord]:
+        return list(
+            await asyncio.gather(
+                *(engine.generate(prompt, params, sample_id=i, group_id=i) for i, prompt in enumerate(chosen))
+            )
+        )
+
+    return with_engine(config, server, work)
+
+
+def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
+    """Log-probs within 1e-4, masks and routes of Hugging Face's forward over the same tokens.
+
+    An id whose place is decided by less than `ROUNDING` may be on either side: two engines add in another order.
+    """
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        output = model(torch.tensor(record.tokens[None].astype(np.int64)), output_router_logits=True)
+    first = record.num_tokens - record.num_sampled
+    logprobs = torch.log_softmax(output.logits[0, first - 1 : -1].float() / PARAMS.temperature, -1)
+    sampled = torch.tensor(record.tokens[first:].astype(np.int64))
+    np.testing.assert_allclose(record.full_logprobs, logprobs.gather(1, sampled[:, None])[:, 0].numpy(), atol=1e-4)
+    mask = record.sampling_mask
+    assert mask is not None
+    for row, kept in enumerate(np.split(mask.ids, mask.offsets[1:-1])):
+        ordered, ids = logprobs[row].exp().sort(descending=True)
+        mass_before = ordered.cumsum(0) - ordered
+        sure, possible = (ids[mass_before <= PARAMS.top_p + sign * ROUNDING] for sign in (-1, 1))
+        assert set(sure.tolist()) <= set(kept.tolist()) <= set(possible.tolist())
+        log_mass = logprobs[row][torch.from_numpy(kept.astype(np.int64))].exp().sum().log().item()
+        assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
+    assert record.routes is not None
+    record.routes.check_tokens(record.tokens, record.origin)
+    scores = np.stack([layer.float().numpy() for layer in output.router_logits], 1)[:-1][-record.routes.num_rows :]
+    ranked, best = -np.sort(-scores, -1), np.argsort(-scores, -1)[..., :2]
+    same = (np.sort(record.routes.experts, -1) == np.sort(best, -1)).all(-1)
+    assert (same | (ranked[..., 1] - ranked[..., 2] < ROUNDING)).all()
