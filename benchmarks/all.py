@@ -56,6 +56,8 @@ BENCHMARKS = (
         "step", "A step, and what recording costs", "step",
         ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
     ),
+    Benchmark("rollout", "Rollouts on a CPU", "rollout"),
+    Benchmark("intake", "The intake of one long answer", "intake"),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
