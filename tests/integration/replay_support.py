@@ -146,7 +146,7 @@ Scenario = Callable[[Path], None]
 
 
 def run_world(scenarios: Sequence[Scenario], folder: Path, world: int, **parallel: int) -> dict[str, list[str]]:
-    """Run all scenarios, functions of one module, on `world` fresh ranks.
+    """Run all scenarios, by their names in the module of the first, on `world` fresh ranks.
 
     Returns by scenario name one report per rank, empty when it passed.
     """

@@ -8,44 +8,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from torch import Tensor
 
 from benchmarks.resume_drill import books_balance, kill_everything, metrics_of, run_drill, timeless
-from launch.job import free_port, learner_command, learner_environment
+from launch.job import free_port, learner_command
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.cli import main as moe_trm
 from moe_trm.config import load
 from moe_trm.errors import REFUSED
 from moe_trm.export.run_folder import RunFolder
-from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 from tests.integration.jobs import still_running
-from tests.integration.ranks import Ended, rank_server
 from tests.integration.recordings import make_recording
+from tests.integration.resume_support import (
+    CONFIG,
+    STEPS,
+    Job,
+    after_step,
+    assert_exports_what_the_learner_exported,
+    forked,
+    start,
+)
 from tests.unit.learner.test_plain_transformers import PROGRAM as LOAD_AND_GENERATE
-
-STEPS = 4
-CONFIG = """
-name: run
-run_dir: {folder}
-model: {{checkpoint: {folder}/start}}
-task: {{max_digits: 1, eval_size: 0}}
-rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4}}
-replay: {{max_local_flip_rate: 1.0}}
-probe: {{every: 2}}
-correction:
-  calibration_steps: 3
-  rules: [{{name: trm_max, target_reject_rate: 0.25}}]
-learner: {{minibatches: 2, micro_batch_rows: 2}}
-checkpoint: {{every: 1}}
-train: {{steps: {steps}, export: false}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -58,35 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Job:
-    """A command in the background, and what it printed."""
-
-    def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
-        self._log = log
-        everything = learner_environment(None) | environment
-        with log.open("a") as file:
-            self.process = subprocess.Popen(command, env=everything, stdout=file, stderr=file)
-
-    def wait(self, timeout_s: float = 500.0) -> int:
-        return self.process.wait(timeout_s)
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-
-def forked(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Ended:
-    """The same ranks, without torchrun around them and waited for: where nothing is killed."""
-    settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
-    return rank_server().run(["-m", "launch.train", str(folder / "config.yaml"), *settings], ranks)
-
-
-def start(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Job:
-    """The learner ranks of the run `name`, which share the experts."""
-    settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
-    return Job(learner_command(str(folder / "config.yaml"), settings, ranks), folder / f"{name}.log")
-
-
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Path:
     """The run on two ranks that nothing happened to."""
@@ -95,15 +54,6 @@ def alone(folder: Path) -> Path:
     assert all(row["optimizer/grad_norm"] > 0 for row in metrics_of(folder / "alone")[1:]), "nothing was trained"
     assert books_balance(metrics_of(folder / "alone"))
     return folder / "alone"
-
-
-def after_step(run: Path, step: int, job: Job) -> None:
-    """Return once the metrics of `step` are written."""
-    deadline = time.monotonic() + 500
-    while len(metrics_of(run)) <= step:
-        assert job.process.poll() is None, job.output
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_killed_at_random_moments_a_run_ends_with_the_same_bits(folder: Path, tmp_path: Path) -> None:
@@ -243,25 +193,6 @@ def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path
             expected = one.read(tensor)
             assert two.read(tensor).shape == expected.shape
             assert (two.read(tensor) - expected).abs().max() <= tolerance * expected.abs().max(), tensor
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    checkpoint = HfCheckpoint(folder)
-    return {name: checkpoint.read(name) for name in sorted(checkpoint.names)}
-
-
-def assert_exports_what_the_learner_exported(run: Path, step: int) -> Path:
-    """The exported folder, bit for bit what the learner left in `checkpoints/final`, and ready for any program."""
-    assert moe_trm(["export", str(run), "--step", str(step)]) == 0
-    exported = run / "checkpoints" / f"hf-{step:06d}"
-    ours, learners = weights_of(exported), weights_of(run / "checkpoints" / "final")
-    assert ours.keys() == learners.keys()
-    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, learners[name])]
-    started = weights_of(run.parent / "start")
-    assert [name for name, tensor in ours.items() if not torch.equal(tensor, started[name])], "nothing was trained"
-    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (exported / file).read_bytes() == (run / "checkpoints" / "final" / file).read_bytes()
-    return exported
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from moe_trm.sampling_mask.codec import decode as decode_mask
 from routing import RouteError, decode
 from routing.codec import checksum, encode
 from tests.unit.records import make_record
-from tests.unit.rollout.test_controller import FakeEngine, controller_with
+from tests.unit.rollout.fake_engine import FakeEngine, controller_with
 
 KEY = "the right key"
 ROUNDS = 1000

@@ -17,7 +17,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses.oapl import _log_mean_exp
 from moe_trm.types import MiniBatch, TrainRow
 from tests.unit.records import make_record
-from tests.unit.rollout.test_controller import CONFIG, FakeEngine, plan
+from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, plan
 
 SETTINGS = "model: {checkpoint: none}\n"
 

@@ -14,7 +14,7 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.types import SamplingParams
-from tests.unit.rollout.test_controller import CONFIG, FakeEngine, FakeTask
+from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, FakeTask
 
 SOURCE = """
 import os, time

@@ -22,7 +22,7 @@ from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
 from routing.replay import Native
 from tests.unit.records import make_record
-from tests.unit.step.test_objective import FakeLearner, Ranks
+from tests.unit.step.shared_minibatch import FakeLearner, Ranks
 
 CHOICE: dict[str, dict[str, Any]] = {"kl_cov": {}, "clip_cov": {"low": -1.0, "high": 9.0}}
 

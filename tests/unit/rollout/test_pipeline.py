@@ -19,7 +19,7 @@ from moe_trm.rollout.controller import RolloutController
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainBatch
 from tests.unit.records import make_record
-from tests.unit.rollout.test_controller import FakeEngine, FakeTask
+from tests.unit.rollout.fake_engine import FakeEngine, FakeTask
 from tests.unit.virtual_time import run
 
 STEPS = 6

@@ -15,7 +15,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.step.objective import Objective
 from moe_trm.step.recipe import recipe
 from tests.unit.conftest import WorkedExample
-from tests.unit.step.test_objective import FakeLearner, Ranks, config, one_update, outcome, rows
+from tests.unit.step.shared_minibatch import FakeLearner, Ranks, config, one_update, outcome, rows
 
 TWICE: dict[str, Any] = {
     "correction": {

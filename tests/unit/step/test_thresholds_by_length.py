@@ -10,7 +10,7 @@ from moe_trm.batch.plan import plan_step
 from moe_trm.errors import ConfigError
 from moe_trm.step.objective import Objective
 from moe_trm.step.recipe import recipe
-from tests.unit.step.test_objective import FakeLearner, Ranks, assert_same, config, one_update, outcome, rows
+from tests.unit.step.shared_minibatch import FakeLearner, Ranks, assert_same, config, one_update, outcome, rows
 
 RULES: list[dict[str, Any]] = [
     {"name": "trm_max", "target_reject_rate": 0.5, "by_length": True, "thresholds": {"ratio": ratio}}

@@ -1,0 +1,91 @@
+"""Commands of the resumption tests: their configuration, runs in the background, and what a run exports."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.resume_drill import metrics_of
+from launch.job import learner_command, learner_environment
+from moe_trm.cli import main as moe_trm
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from tests.integration.ranks import Ended, rank_server
+
+STEPS = 4
+CONFIG = """
+name: run
+run_dir: {folder}
+model: {{checkpoint: {folder}/start}}
+task: {{max_digits: 1, eval_size: 0}}
+rollout: {{engine: bundle, bundle: {folder}/bundle, prompts_per_step: 2, group_size: 4}}
+replay: {{max_local_flip_rate: 1.0}}
+probe: {{every: 2}}
+correction:
+  calibration_steps: 3
+  rules: [{{name: trm_max, target_reject_rate: 0.25}}]
+learner: {{minibatches: 2, micro_batch_rows: 2}}
+checkpoint: {{every: 1}}
+train: {{steps: {steps}, export: false}}
+"""
+
+
+class Job:
+    """A command in the background, and what it printed."""
+
+    def __init__(self, command: Sequence[str], log: Path, **environment: str) -> None:
+        self._log = log
+        everything = learner_environment(None) | environment
+        with log.open("a") as file:
+            self.process = subprocess.Popen(command, env=everything, stdout=file, stderr=file)
+
+    def wait(self, timeout_s: float = 500.0) -> int:
+        return self.process.wait(timeout_s)
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+
+def forked(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Ended:
+    """The same ranks, without torchrun around them and waited for: where nothing is killed."""
+    settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
+    return rank_server().run(["-m", "launch.train", str(folder / "config.yaml"), *settings], ranks)
+
+
+def start(folder: Path, name: str, *overrides: str, ranks: int = 2) -> Job:
+    """The learner ranks of the run `name`, which share the experts."""
+    settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
+    return Job(learner_command(str(folder / "config.yaml"), settings, ranks), folder / f"{name}.log")
+
+
+def after_step(run: Path, step: int, job: Job) -> None:
+    """Return once the metrics of `step` are written."""
+    deadline = time.monotonic() + 500
+    while len(metrics_of(run)) <= step:
+        assert job.process.poll() is None, job.output
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    checkpoint = HfCheckpoint(folder)
+    return {name: checkpoint.read(name) for name in sorted(checkpoint.names)}
+
+
+def assert_exports_what_the_learner_exported(run: Path, step: int) -> Path:
+    """The exported folder, bit for bit what the learner left in `checkpoints/final`, and ready for any program."""
+    assert moe_trm(["export", str(run), "--step", str(step)]) == 0
+    exported = run / "checkpoints" / f"hf-{step:06d}"
+    ours, learners = weights_of(exported), weights_of(run / "checkpoints" / "final")
+    assert ours.keys() == learners.keys()
+    assert not [name for name, tensor in ours.items() if not torch.equal(tensor, learners[name])]
+    started = weights_of(run.parent / "start")
+    assert [name for name, tensor in ours.items() if not torch.equal(tensor, started[name])], "nothing was trained"
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (exported / file).read_bytes() == (run / "checkpoints" / "final" / file).read_bytes()
+    return exported
