@@ -1,11 +1,14 @@
-"""One prompt through everything of the user's own, before a server is started: template, rollout function, reward.
+"""A prompt through everything of the user's own, before a server is started: template, rollout function, reward.
 
-The answer is the expected one, or nothing where there is none. So a reward need not be good; it has to be a number.
+The answer is the expected one, or nothing where there is none. So a reward need not be good; it has to be a number. A
+function that fails on one prompt and works on another costs a run only that sample, so a few prompts are tried.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -23,38 +26,56 @@ from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.tasks.rewards import read_reward
 from moe_trm.types import Prompt, SampledTurn, SamplingParams
 
+_log = logging.getLogger(__name__)
+TRIED = 3
+"""Prompts that are tried until the user's functions work on one."""
+
 
 def try_task(config: Config) -> None:
-    """Read all prompts, render the first, and call the reward and the rollout function once each.
+    """Read all prompts, render the first ones, and call the reward and the rollout function until they work on one.
 
     Raises:
         CheckpointError: a tokenizer or a chat template that does not fit.
         ConfigError: prompts that cannot be read; a function that cannot be loaded, that fails, takes too long, or
-            returns no number.
+            returns no number, on every prompt that is tried.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
-    prompt = task.train_prompts(1, 1)[0]
-    asyncio.run(_call(config, task, prompt))
-
-
-async def _call(config: Config, task: Task, prompt: Prompt) -> None:
-    try:
-        await task.start()
-        if config.rollout.function is not None and config.rollout.traits.samples_live:
-            await _rollout(config, task, prompt)
-        else:
-            await _reward(task, prompt)
-    except RecordRejected as failure:
-        key = "task.reward" if failure.reason.startswith("reward_") else "rollout.function"
+    failures = asyncio.run(_try(config, task))
+    if len(failures) == TRIED:
+        prompt, failure = failures[0]
         raise ConfigError(
             f"{failure.what}, tried on the prompt {prompt.prompt_id} with its expected answer",
-            where=f"config key {key}",
+            where=_key(failure),
             got=failure.got,
             expected=failure.expected,
             fix=failure.fix,
         ) from failure
+    for prompt, failure in failures:
+        _log.warning("%s: %s on the prompt %s: %s", _key(failure), failure.what, prompt.prompt_id, failure.got)
+
+
+async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]]:
+    """The prompts on which the functions failed before they worked on one."""
+    failures: list[tuple[Prompt, RecordRejected]] = []
+    try:
+        await task.start()
+        for prompt in itertools.islice(itertools.cycle(task.train_prompts(1, TRIED)), TRIED):
+            try:
+                if config.rollout.function is not None and config.rollout.traits.samples_live:
+                    await _rollout(config, task, prompt)
+                else:
+                    await _reward(task, prompt)
+            except RecordRejected as failure:
+                failures.append((prompt, failure))
+            else:
+                break
     finally:
         await task.close()
+    return failures
+
+
+def _key(failure: RecordRejected) -> str:
+    return f"config key {'task.reward' if failure.reason.startswith('reward_') else 'rollout.function'}"
 
 
 async def _reward(task: Task, prompt: Prompt) -> None:

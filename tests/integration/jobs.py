@@ -88,5 +88,6 @@ def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
         "rollout/recoveries",
         "rollout/reissued",
         "rollout/los",
+        "rollout/retracted",
     )
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]

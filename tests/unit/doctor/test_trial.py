@@ -83,6 +83,16 @@ def test_what_fails_is_told_with_its_file_and_line(
     assert "expected: None" not in str(caught.value)
 
 
+def test_a_function_that_fails_on_one_prompt_is_told_and_the_run_goes_on(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a sample is rejected and counted. A run need not be refused for it."""
+    source = "calls = []\ndef reward(sample):\n    calls.append(1)\n    return [1.0][2 - len(calls)]"
+    try_task(config(checkpoint, tmp_path, source, reward_processes=1))
+    assert "task.reward: the reward function failed" in caplog.text
+    assert "IndexError" in caplog.text
+
+
 def test_a_reward_that_takes_too_long_is_told(checkpoint: Path, tmp_path: Path) -> None:
     source = "import time\ndef reward(sample): time.sleep(60)"
     with pytest.raises(ConfigError, match=r"nothing within 0\.1 s"):
