@@ -9,8 +9,12 @@ REQUIRED = {
 }
 
 
-def _attention(_hf: HfConfig) -> dict[str, Link]:
-    return heads_attention(qk_norm=True)
+def _attention(hf: HfConfig) -> dict[str, Link]:
+    if not hf.get("attention_bias", False):
+        return heads_attention(qk_norm=True)
+    # Only DeepSpeed trains these (`REQUIRED` is for Megatron).
+    out = {"self_attention.linear_proj.bias": Link(("self_attn.o_proj.bias",))}
+    return heads_attention(qk_norm=True, qkv_bias=True) | out
 
 
 def _megatron(hf: HfConfig) -> dict[str, object]:

@@ -9,6 +9,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.learner.megatron.fp8 import check_shapes
+from moe_trm.models.family import Family
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.models.registry import family_of
 
@@ -77,6 +78,7 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 ),
             )
     _check_groups(where, hf_config)
+    _check_single_expert(where, family, hf_config)
     if family.whole_qk_norms and config.learner.parallel.tensor > 1:
         raise ConfigError(
             f"{family.name} norms the queries of all heads together, and the keys: tensor-parallel ranks hold some "
@@ -95,6 +97,22 @@ def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             fix="Use learner.parallel.expert.",
         )
     check_routes(config, family.architecture, is_moe=bool(moe_layers(hf_config)))
+
+
+def _check_single_expert(where: str, family: Family, hf_config: Mapping[str, Any]) -> None:
+    """Refuse one expert per token whose weight is a softmax over that expert alone: it is always 1."""
+    options = family.megatron(hf_config)
+    softmax = options.get("moe_router_score_function", "softmax") == "softmax"
+    single = bool(moe_layers(hf_config)) and hf_config.get("num_experts_per_tok") == 1
+    if single and softmax and not options.get("moe_router_pre_softmax", False):
+        raise CheckpointError(
+            "one expert per token with a normalised weight, which is always 1: its router has no gradient, and "
+            "Megatron-Core refuses it",
+            where=f"{where}, num_experts_per_tok",
+            got=1,
+            expected="at least 2, or weights of a softmax over all experts (norm_topk_prob=false)",
+            fix="Set learner.backend=deepspeed, which trains the other weights as transformers does.",
+        )
 
 
 def _check_groups(where: str, hf_config: Mapping[str, Any]) -> None:

@@ -130,6 +130,16 @@ def test_layers_behind_the_last_and_a_copy_of_tied_weights_are_no_fault(glm: Pat
     launch(changed(glm, tmp_path, extend), "megatron")
 
 
+def test_qwen_with_biases_in_attention_trains_on_deepspeed(tmp_path: Path) -> None:
+    """Megatron refuses it and advises DeepSpeed."""
+    folder = make_family("qwen3_moe", tmp_path / "biased", attention_bias=True)
+    assert "model.layers.0.self_attn.o_proj.bias" in HfCheckpoint(folder).names
+    with pytest.raises(CheckpointError, match="attention_bias") as caught:
+        launch(folder, "megatron")
+    assert "learner.backend=deepspeed" in str(caught.value)
+    launch(folder, "deepspeed")
+
+
 def config(**parallel: int) -> Config:
     return Config.model_validate({"model": {"checkpoint": "model"}, "learner": {"parallel": parallel}})
 

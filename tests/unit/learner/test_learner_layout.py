@@ -156,11 +156,16 @@ def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "one expert per token"),
     ],
 )
 def test_unsupported_models_are_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(CheckpointError, match=reason):
         check_layout(config(), "0.16.1", {**MOE, **change})
+
+
+def test_one_expert_per_token_is_accepted_where_its_weight_has_a_gradient() -> None:
+    check_layout(config(), "0.16.1", {**MOE, "num_experts_per_tok": 1, "norm_topk_prob": False})
 
 
 @pytest.mark.parametrize(
