@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -32,7 +32,14 @@ from routing.replay import Native, Record, ReplayRecords, RouteSource
 from routing.replay_pass import ReplayPass
 
 LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 512
-Batch = dict[str, Tensor]
+
+
+class Batch(TypedDict):
+    """The rows of a micro-batch, each `[B, R]`."""
+
+    input_ids: Tensor
+    target_ids: Tensor
+    valid: Tensor
 
 
 class Clock:

@@ -169,12 +169,11 @@ def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
             doubt.report.native,
             len(findings),
         )
-    listed = "".join(f"\n  {finding.suspect}. {finding.words}" for finding in wrong[:5])
-    more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    listed = "".join(f"\n  {finding.suspect}. {finding.words}" for finding in wrong)
     raise MisalignedError(
-        f"{doubt.what}. Asked again without replay, the live router does not agree with the recorded routes of "
+        f"{doubt.what}. Without replay, the live router does not agree with the recorded routes of "
         f"{len(wrong)} samples, so this is no router that has moved: rows or layers are misaligned, or the routes are "
-        f"of other tokens or of far older weights.{listed}{more}\n"
+        f"of other tokens or of far older weights:{listed}\n"
         "Nothing was trained on this update. Look for a defect of the engine's route recording (its version, "
         "its cache settings), and measure it with `moe-trm doctor`."
     )

@@ -75,11 +75,10 @@ class FlipBoundError(ReplayProofError):
 
     def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
         self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
-        listed = "".join(f"\n  {suspect}" for suspect in suspects[:5])
-        more = f"\n  and {len(suspects) - 5} more" if len(suspects) > 5 else ""
+        listed = "".join(f"\n  {suspect}" for suspect in suspects)
         super().__init__(
             f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
-            f"{listed}{more}"
+            f"{listed}"
         )
 
 

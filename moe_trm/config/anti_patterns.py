@@ -113,7 +113,14 @@ def _far_ahead(config: Config) -> bool:
 
 
 def _long_sums(config: Config) -> bool:
-    return _uses(config, "seq_sum_k1", "seq_sum_k2", "seq_sum_k3") and _longest(config) > LONG_ROW
+    correction = config.correction
+    of_preset = PRESETS[correction.preset].rules if correction.preset else ()
+    sums = [name.startswith("seq_sum_") for name, _ in of_preset]
+    sums += [
+        (rule.name.startswith("seq_sum_") or rule.thresholds.get("score") == "sum") and not rule.by_length
+        for rule in correction.rules
+    ]
+    return any(sums) and _longest(config) > LONG_ROW
 
 
 def _idle_replay(config: Config) -> bool:
@@ -167,8 +174,8 @@ ANTI_PATTERNS: tuple[AntiPattern, ...] = (
     ),
     AntiPattern(
         "sums over long rows",
-        f"seq_sum_* adds up over an answer, so rows above {LONG_ROW} tokens are rejected for their length",
-        "the same mode as seq_mean_*",
+        f"seq_sum_* and score=sum add up over an answer, so rows above {LONG_ROW} tokens are rejected for their length",
+        "the same rule as seq_mean_* or with score=mean, or a target_reject_rate with by_length",
         planned=_long_sums,
     ),
     AntiPattern(

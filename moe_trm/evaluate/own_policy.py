@@ -21,7 +21,7 @@ from moe_trm.learner.deepspeed.policy import load_policy
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.sync.manifest import Share, WeightPush
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
 
 class OwnPolicy:
@@ -73,6 +73,10 @@ class OwnPolicy:
     def metrics(self) -> dict[str, float]:
         """Nothing is counted."""
         return {}
+
+    def servers(self) -> tuple[ServerState, ...]:
+        """It has none."""
+        return ()
 
     async def close(self) -> None:
         """Free the model."""

@@ -38,5 +38,5 @@ CORRECTIONS: Mapping[str, str] = MappingProxyType(
 )
 """Module of `moe_trm.corrections` that each is defined in."""
 
-READ_TOTAL = frozenset({"ln_trm", "m2po", "opsm", "ser", "trm_avg", "trm_max", "trm_max_avg"})
+READ_TOTAL = frozenset({"ln_trm", "m2po", "opsm", "ser", "trm", "trm_avg", "trm_max", "trm_max_avg"})
 """Those that read the total ratio unless told otherwise; the others read the engine ratio."""

@@ -59,7 +59,7 @@ def checks(run: Run) -> list[ProofCheck]:
         _worst(run, "Tokens that the first update pass did not reproduce bit for bit",
                "update/first_nonzero_fraction", max, lambda v: v == 0.0),
         _worst(run, f"Live router against the record, at most {bound:g}",
-               "routing/local_flip_rate", max, lambda v: v <= bound),
+               "routing/local_flip_rate", max, lambda v: v <= bound, "note"),
         _worst(run, "Optimizer steps skipped in a step", "optimizer/skipped", max, lambda v: v == 0.0, "note"),
         _worst(run, "Times that a rollout server was lost", "rollout/losses", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),

@@ -91,7 +91,8 @@ class Thresholds:
     @property
     def measuring(self) -> bool:
         """True while there are rules without a threshold, which reject nothing yet."""
-        return bool(self._pending) and not self._bound
+        warming = any(one.tracker.num_steps < self._warm_up for one in self._following)
+        return warming or (bool(self._pending) and not self._bound)
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """As plain data, by rule: the chosen thresholds, or the scores so far (float32 bytes) and the steps left to

@@ -11,9 +11,6 @@ from moe_trm.translate.values import Rule
 from moe_trm.translate.verl_correction import kl_estimator
 from moe_trm.translate.words import number, on, word
 
-UNBIASED_ON_UPDATE: str | None = None
-"""Our `kl.estimator` that weighs k3 by current / proximal, as slime's does. None: `k3_is` weighs by the total ratio."""
-
 
 def _replay(draft: Draft) -> None:
     rollout, own = on(draft, "use-rollout-routing-replay"), on(draft, "use-routing-replay")
@@ -69,21 +66,15 @@ def _kl(draft: Draft) -> None:
         draft.put("kl.where", "loss", "use-kl-loss")
         kind = word(draft, "kl-loss-type") or "k1"
         if on(draft, "use-unbiased-kl"):
-            draft.put("kl.estimator", _unbiased(draft, kind), "use-unbiased-kl", "kl-loss-type")
+            if kl_estimator("kl-loss-type", kind) != "k3":
+                raise NeedsDecisionError("use-unbiased-kl", f"with {kind}: only k3 has this form here (k3_is)")
+            draft.put("kl.estimator", "k3_is", "use-unbiased-kl", "kl-loss-type")
+            # It weighs by current / old, and old is the rollout with --use-rollout-logprobs.
+            draft.put("kl.ratio", "total" if on(draft, "use-rollout-logprobs") else "update", "use-unbiased-kl")
         else:
             draft.put("kl.estimator", kl_estimator("kl-loss-type", kind), "kl-loss-type")
     if number(draft, "kl-coef"):
         raise NeedsDecisionError("kl-coef", "the KL in the reward goes by the estimator in slime: set kl.where=reward")
-
-
-def _unbiased(draft: Draft, kind: str) -> str:
-    if kl_estimator("kl-loss-type", kind) != "k3":
-        raise NeedsDecisionError("use-unbiased-kl", f"with {kind}: only k3 has this form here (k3_is)")
-    if on(draft, "use-rollout-logprobs"):
-        return "k3_is"
-    if UNBIASED_ON_UPDATE is None:
-        raise NeedsDecisionError("use-unbiased-kl", "it weighs by current / old; k3_is weighs by current / rollout")
-    return UNBIASED_ON_UPDATE
 
 
 CORRECTION: Sequence[Rule] = (
@@ -103,7 +94,7 @@ CORRECTION: Sequence[Rule] = (
     ),
     Rule(
         ("use-kl-loss", "kl-loss-coef", "kl-loss-type", "use-unbiased-kl", "kl-coef"),
-        ("kl.coef", "kl.estimator"),
+        ("kl.coef", "kl.estimator", "kl.ratio"),
         _kl,
     ),
 )

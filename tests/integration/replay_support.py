@@ -22,6 +22,7 @@ from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
 from routing.replay import Record, Recorded, ReplayRecords
 from tests.integration.ranks import rank_server
+from tests.integration.rows import Rows
 
 LAYERS, E, K, VOCAB, B, R = (0, 2, 3), 8, 2, 64, 3, 8
 LENGTHS = (8, 5, 3)
@@ -82,17 +83,17 @@ def build(**changes: Any) -> Any:
     return model
 
 
-def batch(seed: int = 0) -> dict[str, torch.Tensor]:
+def batch(seed: int = 0) -> Rows:
     tokens = torch.randint(1, VOCAB, (B, R + 1), generator=torch.Generator().manual_seed(seed))
     valid = torch.arange(R)[None] < torch.tensor(LENGTHS)[:, None]
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous(), "valid": valid}
 
 
-def sequences(data: dict[str, torch.Tensor]) -> list[np.ndarray]:
+def sequences(data: Rows) -> list[np.ndarray]:
     return [np.append(data["input_ids"][b, :n], data["target_ids"][b, n - 1]) for b, n in enumerate(LENGTHS)]
 
 
-def random_records(data: dict[str, torch.Tensor], seed: int = 0) -> ReplayRecords:
+def random_records(data: Rows, seed: int = 0) -> ReplayRecords:
     rng = np.random.default_rng(seed)
     draw = [np.argsort(rng.random((n, len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8) for n in LENGTHS]
     return ReplayRecords(
@@ -100,7 +101,7 @@ def random_records(data: dict[str, torch.Tensor], seed: int = 0) -> ReplayRecord
     )
 
 
-def natural_records(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> ReplayRecords:
+def natural_records(replayer: MegatronReplayer, model: Any, data: Rows) -> ReplayRecords:
     taken = record(replayer, model, data)
     whole = (
         torch.stack([Layout(B, R).from_router(taken.experts[layer]) for layer in LAYERS], dim=2)
@@ -115,17 +116,17 @@ def natural_records(replayer: MegatronReplayer, model: Any, data: dict[str, torc
     )
 
 
-def forward(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+def forward(model: Any, data: Rows) -> torch.Tensor:
     positions = torch.arange(R).expand(B, R)
     return model(data["input_ids"], positions, None)
 
 
-def run(replayer: MegatronReplayer, model: Any, source: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
+def run(replayer: MegatronReplayer, model: Any, source: Any, data: Rows) -> torch.Tensor:
     with replayer.use(source, Layout(B, R), **data):
         return forward(model, data)
 
 
-def record(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> Recorded:
+def record(replayer: MegatronReplayer, model: Any, data: Rows) -> Recorded:
     with torch.no_grad(), replayer.use(Record(), Layout(B, R), **data) as running:
         forward(model, data)
     return running.recorded()

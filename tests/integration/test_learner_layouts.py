@@ -131,6 +131,20 @@ def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(("ranks", "options"), CASES)
+def test_one_wrong_sample_of_many_is_named_whoever_holds_its_parts(
+    ranks: str, options: str, request: pytest.FixtureRequest
+) -> None:
+    world = request.getfixturevalue(ranks)
+    for rank in range(world.num_ranks):
+        facts = {name: float(value) for name, value in world.saved(matrix(options, "none"), "facts", rank).items()}
+        told = {name: value for name, value in facts.items() if name.startswith("liar_")}
+        assert told.keys() >= {"liar_random", "liar_shifted", "liar_a_quarter_shifted", "liar_one_layer"}
+        assert set(told.values()) == {1.0}, told
+        assert facts["honest_flips"] == 0.0
+        assert facts["moved_samples"] >= 16
+
+
+@pytest.mark.parametrize(("ranks", "options"), CASES)
 def test_ranks_of_one_model_agree_on_every_bit(ranks: str, options: str, request: pytest.FixtureRequest) -> None:
     world = request.getfixturevalue(ranks)
     by_number: dict[str, list[Tensor]] = {}

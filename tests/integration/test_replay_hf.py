@@ -14,6 +14,7 @@ from torch import Tensor
 from routing import ReplayProofError, ReplayRefusedError, RouteError, RouteRecord, token_digest
 from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
+from tests.integration.rows import Rows
 
 B, R, E, K, VOCAB = 3, 8, 8, 2, 64
 LENGTHS = (8, 5, 3)
@@ -60,13 +61,13 @@ def build(family: str) -> Any:
     return model.eval()
 
 
-def batch(seed: int = 0) -> dict[str, Tensor]:
+def batch(seed: int = 0) -> Rows:
     tokens = torch.randint(3, VOCAB, (B, R + 1), generator=torch.Generator().manual_seed(seed))
     valid = torch.arange(R)[None] < torch.tensor(LENGTHS)[:, None]
     return {"input_ids": tokens[:, :-1].contiguous(), "target_ids": tokens[:, 1:].contiguous(), "valid": valid}
 
 
-def records(layers: tuple[int, ...], data: dict[str, Tensor], routes_BRLK: np.ndarray) -> ReplayRecords:
+def records(layers: tuple[int, ...], data: Rows, routes_BRLK: np.ndarray) -> ReplayRecords:
     made = []
     for b, n in enumerate(LENGTHS):
         tokens = np.append(data["input_ids"][b, :n], data["target_ids"][b, n - 1])
@@ -78,13 +79,13 @@ def random_routes(layers: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.argsort(np.random.default_rng(seed).random((B, R, len(layers), E)), axis=-1)[..., :K]
 
 
-def forward(model: Any, data: dict[str, Tensor]) -> Tensor:
+def forward(model: Any, data: Rows) -> Tensor:
     """Each target's log-prob `[B, R]`. Rows are padded on the right, so causal attention alone keeps padding out."""
     logits = model(input_ids=data["input_ids"], use_cache=False).logits
     return logits.log_softmax(-1).gather(-1, data["target_ids"][..., None])[..., 0]
 
 
-def run(replayer: HFReplayer, model: Any, source: Any, data: dict[str, Tensor]) -> Tensor:
+def run(replayer: HFReplayer, model: Any, source: Any, data: Rows) -> Tensor:
     with replayer.use(source, **data):
         return forward(model, data)
 

@@ -13,11 +13,10 @@ from routing import RouteRecord, sample_origin, token_digest
 from routing.errors import RouteError
 from routing.hf import HFReplayer, moe_blocks
 from routing.replay import Record, ReplayRecorded, ReplayRecords
+from tests.integration.rows import Rows
 
 R, K, LAYERS = 6, 2, (0, 1)
 ORIGINS = tuple(sample_origin(number, np.zeros(3, np.int64)) for number in range(2))
-
-pytestmark = pytest.mark.usefixtures("hf_models")
 
 
 def build(experts: int) -> Any:
@@ -43,7 +42,7 @@ def build(experts: int) -> Any:
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def batch() -> dict[str, Tensor]:
+def batch() -> Rows:
     tokens = torch.randint(3, 32, (1, R + 1), generator=torch.Generator().manual_seed(0)).expand(2, -1)
     return {
         "input_ids": tokens[:, :-1].contiguous(),
@@ -52,7 +51,7 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def source(experts: int, data: dict[str, Tensor]) -> tuple[ReplayRecords, np.ndarray]:
+def source(experts: int, data: Rows) -> tuple[ReplayRecords, np.ndarray]:
     """Records of two samples with the same tokens. In one the ids of a row differ by 256; in the other they are any."""
     rng = np.random.default_rng(0)
     low = rng.integers(0, experts - 256, (R, len(LAYERS), 1))

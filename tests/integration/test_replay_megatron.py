@@ -41,6 +41,7 @@ from tests.integration.replay_support import (
     run,
     run_world,
 )
+from tests.integration.rows import Rows
 
 
 def use_expected_sets(_: Path, dispatcher: str) -> None:
@@ -143,9 +144,7 @@ def r2_is_bit_identical(_: Path) -> None:
     assert error.value.reason == "digest"
 
 
-def stops(
-    check: Callable[[MegatronReplayer, Any, dict[str, torch.Tensor]], object], match: str, **options: Any
-) -> None:
+def stops(check: Callable[[MegatronReplayer, Any, Rows], object], match: str, **options: Any) -> None:
     """`check` runs a replay that is broken; the report must refuse it on every rank."""
     model, data = build(), batch()
     replayer = MegatronReplayer(model, **options)
@@ -155,7 +154,7 @@ def stops(
 
 
 def deleted_call_stops(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:  # on one rank only: all ranks must stop
             tap = model.decoder.layers[2].mlp.router.router_replay
             tap.get_replay_topk = lambda scores, topk, groups, group_topk, live: live(scores, topk, groups, group_topk)
@@ -165,7 +164,7 @@ def deleted_call_stops(_: Path) -> None:
 
 
 def wrong_map_stops(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         with pytest.MonkeyPatch.context() as patch:
             cut = Layout.router_index
             patch.setattr(Layout, "router_index", lambda self: cut(self).roll(B))
@@ -224,7 +223,7 @@ def frozen_routers_need_no_gradient(_: Path) -> None:
 
 
 def swapped_targets_stop(_: Path) -> None:
-    def check(replayer: MegatronReplayer, model: Any, data: dict[str, torch.Tensor]) -> None:
+    def check(replayer: MegatronReplayer, model: Any, data: Rows) -> None:
         with replayer.use(random_records(data), Layout(B, R), **data) as running:
             running.targets = dict(running.targets) | {2: running.targets[3], 3: running.targets[2]}
             forward(model, data)

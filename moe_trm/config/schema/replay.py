@@ -31,8 +31,10 @@ class ReplayConfig(Section):
     `auto` becomes one of them on loading. With samples of any age, or 4 optimizer steps per rollout batch, it is R3;
     with 2 or 3 it is R2; with 1 it is none. `moe-trm config show` says which and why."""
     max_local_flip_rate: Fraction = 0.3
-    """The run stops when replayed expert sets differ from the live router's own choice more often than
-    this: a sign of misaligned rows."""
+    """Share of replayed expert sets that may differ from the live router's own choice, in a layer and overall.
+    Beyond it, or where one sample's sets differ far more often than its batch's, the live router is asked again
+    without replay: misaligned rows or layers stop the run, and a router that has moved is counted as
+    `routing/moved_samples`. 1: no bound."""
     missing: Literal["reject", "native"] = "reject"
     """Samples with tokens that have no trustworthy routes, because weights changed while they were generated, or the
     engine ran out of cache and computed their routes again: `reject` them, or keep them and leave those tokens to the

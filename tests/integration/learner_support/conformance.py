@@ -184,7 +184,10 @@ def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRec
     facts["broken_applied"] = broken.applied
     other = [ReplayRecords(source.records[::-1]) for source in random]
     facts["swapped"] = refused(RouteError, lambda: learner.score(batches, other))
-    unbound = [ReplayRecords(source.records, tuple(r and bytes(16) for r in source.records)) for source in random]
+    unbound = [
+        ReplayRecords(source.records, tuple(None if r is None else bytes(16) for r in source.records))
+        for source in random
+    ]
     facts["of_no_sample"] = refused(RouteError, lambda: learner.score(batches, unbound))
     facts["unknown_snapshot"] = refused(LearnerError, lambda: learner.score(batches, random, weights="nobody"))
     # A deleted replay call: the routers keep their own choice, and the experts get it.

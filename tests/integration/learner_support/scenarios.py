@@ -30,6 +30,7 @@ from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support import optimizing
+from tests.integration.learner_support.liars import liars
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
@@ -266,6 +267,8 @@ def matrix(checkpoint: str, out: Path, options: dict[str, str]) -> None:
             named[f"{mode}.score.{number}"], named[f"{mode}.update.{number}"] = scores[slot].logprobs, seen[slot]
         save(out, f"routers-{mode}", routers)
         routers.clear()
+    if options.get("recompute") == "none":
+        facts |= liars(learner)
     save(out, "facts", facts)
     save(out, "logprobs", named)
 

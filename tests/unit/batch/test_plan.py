@@ -121,6 +121,7 @@ def test_collate_puts_every_value_on_the_row_that_predicts_it() -> None:
     second = make_record(sample_id=2, num_prompt=2, num_sampled=6)
     batch = collate(MicroBatch((TrainRow(first, 1.5), TrainRow(second, -2.0))), keep_mask=True)
     assert batch.input_ids.shape == (2, 7)
+    assert batch.sample_ids == (1, 2)
     for row, (record, advantage) in enumerate([(first, 1.5), (second, -2.0)]):
         n = record.num_tokens - 1
         assert batch.valid[row].tolist() == [True] * n + [False] * (7 - n)
@@ -167,6 +168,7 @@ def test_a_mask_without_log_probs_is_refused() -> None:
 def test_an_empty_micro_batch_is_padding_only() -> None:
     batch = collate(MicroBatch(()), keep_mask=True)
     assert batch.input_ids.shape[0] == 1
+    assert batch.sample_ids == (-1,)
     assert not batch.valid.any()
     assert not batch.mask.any()
     assert batch.routes == (None,)

@@ -268,7 +268,7 @@ def test_the_weights_of_a_run_that_stops_are_kept(
     assert "step 3 stopped are in" in capsys.readouterr().out
     nothing = TinyLearner()
     config = settings(every=0).model_copy(update={"train": settings().train.model_copy(update={"export": False})})
-    Checkpoints(config, tmp_path / "kept", Interruption()).rescue(3, nothing)  # type: ignore[arg-type]
+    Checkpoints(config, tmp_path / "kept", Interruption()).rescue(3, nothing)
     assert nothing.exports == []
 
 

@@ -169,6 +169,22 @@ def test_limits_belong_to_what_is_in_order(changes: dict[str, float], name: str)
     assert found(config(settings), [CALM] * 100 + [CALM | changes]) == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ({"name": "seq_sum_k2", "thresholds": {"upper": 1.0}}, True),
+        ({"name": "seq_sum_k2", "target_reject_rate": 0.1}, True),
+        ({"name": "seq_sum_k2", "target_reject_rate": 0.1, "by_length": True}, False),
+        ({"name": "opsm", "thresholds": {"delta": 0.1, "score": "sum"}}, True),
+        ({"name": "opsm", "thresholds": {"delta": 0.1, "score": "mean"}}, False),
+        ({"name": "seq_mean_k2", "thresholds": {"upper": 1.0}}, False),
+    ],
+)
+def test_which_rules_add_up_over_a_row(rule: dict[str, Any], told: bool) -> None:
+    chosen = config({"correction": {"rules": [rule]}, "rollout": {"max_new_tokens": 4096}})
+    assert names(planned(chosen)) == ({"sums over long rows"} if told else set())
+
+
 def test_what_is_always_far_off_is_no_average() -> None:
     assert found(config(), [CALM | {"engine/probs_diff_max": 0.95}] * 5) == []
 

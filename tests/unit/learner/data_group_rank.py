@@ -20,6 +20,7 @@ def rows(rank: int) -> torch.Tensor:
 def main() -> None:
     out, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{out}/meeting", rank=rank, world_size=world)
+    assert dist.group.WORLD is not None
     group = DataGroup(dist.group.WORLD, torch.device("cpu"))
     reduced = group.reduce({name: rows(rank).sum() for name in ("sum", "a:max", "b:min")})
     found = {name: torch.tensor(value, dtype=torch.float64) for name, value in reduced.items()}

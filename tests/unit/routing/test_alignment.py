@@ -116,7 +116,7 @@ def test_one_wrong_sample_stops_all_and_moved_ones_are_counted() -> None:
     bad = [*fine[:2], Finding(suspects[2], False, "These are the routes of layer 5"), *fine[3:]]
     with pytest.raises(ReplayProofError, match=r"of 1 samples.*\n  sample 2, layer 2: 90.0%.*routes of layer 5"):
         refuse(doubt, bad)
-    with pytest.raises(ReplayProofError, match="and 2 more"):
+    with pytest.raises(ReplayProofError, match=r"of 7 samples(.|\n)*sample 0(.|\n)*sample 6"):
         refuse(doubt, [Finding(suspect, False, "unrelated") for suspect in suspects])
 
 

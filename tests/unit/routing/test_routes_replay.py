@@ -81,21 +81,21 @@ def test_records_of_the_same_tokens_cannot_be_exchanged() -> None:
         sample_origin(7, np.array([2, 3])),
     ]
     records = [record(tokens, seed).bind(tokens, origin) for seed, origin in enumerate(origins)]
-    rows = [torch.from_numpy(part.astype(np.int64)).expand(3, -1) for part in (tokens[:-1], tokens[1:])]
-    valid = torch.ones(3, 4, dtype=torch.bool)
-    check_records(records, *rows, valid, origins=origins)
+    inputs, targets = (torch.from_numpy(part.astype(np.int64)).expand(3, -1) for part in (tokens[:-1], tokens[1:]))
+    rows = inputs, targets, torch.ones(3, 4, dtype=torch.bool)
+    check_records(records, *rows, origins=origins)
     for order in ((1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 0, 2)):
         with pytest.raises(RouteError, match="another sample") as error:
-            check_records([records[place] for place in order], *rows, valid, origins=origins)
+            check_records([records[place] for place in order], *rows, origins=origins)
         assert error.value.reason == "digest"
     unbound = [record(tokens, seed) for seed in range(3)]
-    check_records(unbound, *rows, valid)
+    check_records(unbound, *rows)
     for some, known in ((unbound, origins), (records, [])):
         with pytest.raises(RouteError) as error:
-            check_records(some, *rows, valid, origins=known)
+            check_records(some, *rows, origins=known)
         assert error.value.reason == "digest"
     with pytest.raises(RouteError, match="number of origins"):
-        check_records(records, *rows, valid, origins=origins[:2])
+        check_records(records, *rows, origins=origins[:2])
 
 
 @pytest.mark.parametrize("experts", [256, 257, 384, 512])

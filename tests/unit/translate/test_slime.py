@@ -46,10 +46,12 @@ def test_a_custom_correction_is_not_replaced(switch: str) -> None:
 def test_the_unbiased_kl_weighs_by_the_update() -> None:
     line = "--use-kl-loss --kl-loss-coef 0.02 --kl-loss-type low_var_kl"
     assert of_slime(line).values["kl.estimator"] == "k3"
-    draft = of_slime(f"{line} --use-unbiased-kl")
-    assert (draft.values["kl.coef"], draft.values["kl.estimator"]) == (0.02, "???")
-    assert "current / old" in draft.to_do["use-unbiased-kl"]
-    assert of_slime(f"{line} --use-unbiased-kl --use-rollout-logprobs").values["kl.estimator"] == "k3_is"
+    values = of_slime(f"{line} --use-unbiased-kl").values
+    assert (values["kl.coef"], values["kl.estimator"], values["kl.ratio"]) == (0.02, "k3_is", "update")
+    accepted(values)
+    assert of_slime(f"{line} --use-unbiased-kl --use-rollout-logprobs").values["kl.ratio"] == "total"
+    other = of_slime("--use-kl-loss --use-unbiased-kl --kl-loss-type k1")
+    assert other.values["kl.estimator"] == "???"
 
 
 @pytest.mark.parametrize(

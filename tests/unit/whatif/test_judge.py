@@ -94,6 +94,20 @@ def test_tokens_without_advantage_have_no_weight() -> None:
 TARGET = {"rules": [{"name": "token_k2", "target_reject_rate": 0.3}]}
 
 
+def test_a_rule_by_length_that_only_measured_has_no_figures() -> None:
+    rules = [{"name": "trm_avg", "target_reject_rate": 0.3, "by_length": True}]
+    chosen = CorrectionConfig.model_validate({"rules": rules, "calibration_steps": 2})
+    config = CONFIG.model_copy(update={"correction": chosen})
+    measured, later = (
+        judge(Candidate("it", chosen, LossConfig()), config, {1 + step: [recorded()] for step in range(steps)})
+        for steps in (2, 3)
+    )
+    assert "trm_avg measures" in measured.uncalibrated
+    assert measured.pooled == {}
+    assert not later.uncalibrated
+    assert later.pooled
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_a_rule_that_only_measured_has_no_figures(num_steps: int) -> None:
     """Two steps are measured: figures are of the steps after them, and there are none without such a step."""
@@ -113,7 +127,10 @@ def test_a_rule_that_only_measured_has_no_figures(num_steps: int) -> None:
     assert found.steps[1]["correction/kept_fraction"] == 1.0
 
 
-def test_the_table_shows_a_dash_for_an_uncalibrated_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_a_dash_for_an_uncalibrated_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # a long name has its figures on its own line
     write_scores(tmp_path, 1, [recorded()], data_rank=0, data_size=1)
     (tmp_path / CONFIG_FILE).write_text(json.dumps(CONFIG.dump()))
     target = "{name: token_k2, target_reject_rate: 0.3}"
