@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import join
-from moe_trm.types import SampledTurn
+from moe_trm.types import SampledTurn, SamplingParams
 from routing import RouteError
 from routing.groups import extend
 
@@ -45,3 +45,15 @@ def continued(first: SampledTurn, second: SampledTurn) -> SampledTurn:
         recomputed=recomputed,
         retracted=first.retracted or second.retracted,
     )
+
+
+def settled(turn: SampledTurn, params: SamplingParams) -> SampledTurn:
+    """The turn, with its true end where the engine aborted it in the step of its last token.
+
+    Nothing is left to sample then, and an engine that is asked for no token fails or gives one too many.
+    """
+    if turn.finish_reason != "abort":
+        return turn
+    if int(turn.tokens[-1]) in params.stop_token_ids:
+        return replace(turn, finish_reason="stop")
+    return replace(turn, finish_reason="length") if turn.num_sampled >= params.max_new_tokens else turn

@@ -14,7 +14,7 @@ from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.continuation import continued
+from moe_trm.rollout.sglang.continuation import continued, settled
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
 from moe_trm.rollout.sglang.http import EngineHttp
@@ -134,7 +134,7 @@ class SglangEngine:
                 refused = rejection
                 continue
             self._retracted += piece.retracted
-            so_far = piece if so_far is None else continued(so_far, piece)
+            so_far = settled(piece if so_far is None else continued(so_far, piece), params)
             if so_far.finish_reason != "abort":
                 return so_far
         raise refused

@@ -38,10 +38,13 @@ class InterruptedServer(LocalApp):
         pieces: tokens of each.
         retractions: of each.
         late: rows that are missing at the start of later pieces.
+        aborted: the last piece is aborted, too.
     """
 
-    def __init__(self, pieces: Sequence[int], retractions: Sequence[int], late: int = 0) -> None:
-        self.pieces, self.retractions, self.late = pieces, retractions, late
+    def __init__(
+        self, pieces: Sequence[int], retractions: Sequence[int], late: int = 0, *, aborted: bool = False
+    ) -> None:
+        self.pieces, self.retractions, self.late, self.aborted = pieces, retractions, late, aborted
         self.starts: list[int] = []
 
     def routes(self) -> Sequence[web.RouteDef]:
@@ -54,7 +57,7 @@ class InterruptedServer(LocalApp):
         start = body.get("routed_experts_start_len", 0)
         self.starts.append(start)
         rows = [row(place) for place in range(start + (self.late if number else 0), length + sampled - 1)]
-        last = number == len(self.pieces) - 1
+        last = number == len(self.pieces) - 1 and not self.aborted
         meta: dict[str, Any] = {
             "finish_reason": {"type": "length" if last else "abort"},
             "prompt_tokens": length,
@@ -67,7 +70,7 @@ class InterruptedServer(LocalApp):
 
 
 def sample(
-    server: InterruptedServer, tmp_path: Path, missing: str = "reject"
+    server: InterruptedServer, tmp_path: Path, missing: str = "reject", stop: tuple[int, ...] = (), more: int = 0
 ) -> tuple[RolloutRecord, dict[str, float]]:
     async def run() -> tuple[RolloutRecord, dict[str, float]]:
         await server.start()
@@ -83,7 +86,7 @@ def sample(
         try:
             # Without a push there is no version to wait for.
             engine._fleet.servers[0].version = engine._fleet._version = 0
-            params = SamplingParams(max_new_tokens=sum(server.pieces))
+            params = SamplingParams(max_new_tokens=sum(server.pieces) + more, stop_token_ids=stop)
             record = await engine.generate(PROMPT, params, sample_id=1, group_id=0)
             return record, engine.metrics()
         finally:
@@ -102,6 +105,19 @@ def test_each_piece_is_asked_for_from_the_row_that_no_piece_had(tmp_path: Path) 
     assert record.routes.covered is None
     assert record.routes.experts.tolist() == [row(place) for place in range(8)]
     assert metrics["rollout/retracted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "more", "reason"), [((2, 1), (), 0, "length"), ((2,), (3,), 5, "stop"), ((4,), (3,), 0, "stop")]
+)
+def test_an_answer_aborted_in_the_step_of_its_last_token_is_whole(
+    tmp_path: Path, pieces: tuple[int, ...], stop: tuple[int, ...], more: int, reason: str
+) -> None:
+    """SGLang fails on a request for no token, or gives one too many."""
+    server = InterruptedServer(pieces, [0] * len(pieces), aborted=True)
+    record, _ = sample(server, tmp_path, stop=stop, more=more)
+    assert len(server.starts) == len(pieces)
+    assert (record.num_sampled, record.finish_reason) == (sum(pieces), reason)
 
 
 def test_pieces_that_do_not_meet_reject_the_sample_and_not_the_run(tmp_path: Path) -> None:
