@@ -25,11 +25,11 @@ class Gpu:
 GPUS = {
     "a100-40": Gpu(40, 1555, 312),
     "a100": Gpu(80, 2039, 312),
-    "h20": Gpu(96, 4000, 148),
     "h100": Gpu(80, 3350, 989),
     "h200": Gpu(141, 4800, 989),
+    "b200": Gpu(180, 8000, 2250),
 }
-"""SXM versions. Of the H20, which has no public data sheet, the values are those that resellers print."""
+"""By name: NVIDIA's SXM modules."""
 
 
 def gpu_of(name: str) -> Gpu:
