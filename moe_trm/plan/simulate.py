@@ -36,10 +36,17 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`pipeline.max_staleness`, and whether a push interrupts samples (`pipeline.partial`)."""
+    """How far sampling runs ahead, and what a push does.
+
+    Attributes:
+        staleness: `pipeline.max_staleness`.
+        interrupts: a push interrupts samples (`pipeline.partial`) instead of draining its servers.
+        learner_sends: the learner takes part in the push until every server has it (`sync.method=distributed`).
+    """
 
     staleness: int
     interrupts: bool = False
+    learner_sends: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,9 @@ class _Run:
         self._push()
         self._end_training()
         self._push()
-        if self._training_until is None and self._trained < len(self._batches) and not self._left[self._trained]:
+        sends = self._pushing and self._schedule.learner_sends
+        ready = self._trained < len(self._batches) and not self._left[self._trained]
+        if self._training_until is None and ready and not sends:
             self._training_until = self._now + self._train_s
         self._issue()
 

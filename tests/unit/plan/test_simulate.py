@@ -55,6 +55,13 @@ def test_interrupted_samples_compute_their_prefix_again() -> None:
     assert found.ends_s == (12, 20 + 1 + 2 + 2)
 
 
+def test_a_learner_that_broadcasts_waits_for_the_push() -> None:
+    """Batch 1 is there at 10. The push begins at 14, when the servers are empty, and takes a second."""
+    batches = [[10], [10]]
+    assert simulate(batches, 4, workers(2, push_s=1), ONE_STEP).ends_s == (14, 18)
+    assert simulate(batches, 4, workers(2, push_s=1), Schedule(1, learner_sends=True)).ends_s == (14, 19)
+
+
 def test_requests_share_a_server() -> None:
     """Two requests at half the speed each; when the short one has ended, the other has the server alone."""
     shared = Fleet(1, 2, lambda n: 1 / n)
