@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 from moe_trm.config.schema import Config
@@ -84,6 +83,13 @@ class Plan:
         return self.cluster.gpu.memory_gb * 1e9
 
     @property
+    def host_bytes(self) -> float:
+        """Weights of older versions in host memory, for one rank (`pipeline.behavior=snapshot`)."""
+        pipeline = self.config.pipeline
+        versions = pipeline.staleness_limit + 1 if pipeline.recovery == "snapshot" else 0
+        return versions * self.layout.memory["weights"]
+
+    @property
     def fits(self) -> bool:
         """Learner and servers, each on its GPUs."""
         return self.layout.total <= self.room and self.serving.fits
@@ -153,7 +159,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         servers,
         layout,
         tuple(other for other in others if other.parallel != config.learner.parallel),
-        _wire(hf, config, step_tokens, samples * fmean(map(fmean, batches)), assumptions.kept_ids),
+        _wire(hf, config, step_tokens, samples * lengths.mean, assumptions),
         tuple(modes),
         Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
         Figure(own_train, "s", efficiency.learner_basis, "one training step"),
@@ -191,18 +197,22 @@ def _with_pipeline(config: Config, mode: str, staleness: int, partial: str) -> C
 
 
 def _wire(
-    hf: Mapping[str, Any], config: Config, step_tokens: float, sampled: float, kept_ids: float
+    hf: Mapping[str, Any], config: Config, step_tokens: float, sampled: float, assumptions: Assumptions
 ) -> dict[str, Figure]:
     """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
     found: dict[str, Figure] = {}
     held = 0.0
     if config.replay.mode == "R3" or config.probe.every:
         for name, figure in route_bytes(hf).items():
-            found[f"routes, {name}"] = Figure(figure.value * step_tokens, "B", "assumed", figure.note)
+            found[f"routes, {name}"] = _of_step(figure, step_tokens, assumptions.lengths.basis)
         held += found["routes, wire"].value if found else 0.0
     if config.sampling_mask.mode == "keep" and config.rollout.top_p < 1:
-        figure = mask_bytes(kept_ids)["wire"]
-        found["masks, wire"] = Figure(figure.value * sampled, "B", "assumed", figure.note)
+        found["masks, wire"] = _of_step(mask_bytes(assumptions.kept_ids)["wire"], sampled, assumptions.lengths.basis)
         held += found["masks, wire"].value
     ahead = config.pipeline.staleness_limit + 1
-    return {**found, "controller": Figure(held * ahead, "B", "assumed", f"{ahead} steps of both")}
+    basis = weakest(*(figure.basis for figure in found.values()), "measured")
+    return {**found, "controller": Figure(held * ahead, "B", basis, f"{ahead} step(s) of what is on the wire")}
+
+
+def _of_step(per_token: Figure, tokens: float, lengths: Basis) -> Figure:
+    return Figure(per_token.value * tokens, "B", weakest(per_token.basis, lengths), per_token.note)

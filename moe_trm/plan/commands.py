@@ -56,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when learner and servers fit their memory, 1 otherwise."""
+    gpu = gpu_of(args.gpu)
     config = load(args.config, args.overrides)
     hf, where = _hf_config(config, args.hf_config)
     if args.nodes < 1 or args.gpus < 1 or args.server_nodes < 1:
@@ -65,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
             got=f"{args.nodes}, {args.gpus}, {args.server_nodes}",
             expected="at least 1 of each",
         )
-    gpu = gpu_of(args.gpu)
     own = {"memory_gb": args.memory_gb, "bandwidth_gb_s": args.bandwidth_gb_s, "tflops": args.tflops}
     gpu = replace(gpu, **{name: value for name, value in own.items() if value is not None})
     cluster = Cluster(args.nodes, args.gpus, gpu, args.server_nodes)

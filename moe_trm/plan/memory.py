@@ -31,7 +31,7 @@ BASES: Mapping[MemoryKind, Basis] = {
     "activations": "assumed",
     "replay": "given",
     "logits head": "given",
-    "buckets": "assumed",
+    "buckets": "given",
     "other": "assumed",
 }
 """By kind: what it rests on. The activations of a layer are counted from its tensors, and were not measured on GPUs."""
@@ -117,8 +117,10 @@ def _stage(
         )
     local = load.tokens / parallel.context
     layers = stage_layers(model, parallel)[stage]
-    # One forward, one backward: the first stage holds as many micro-batches as there are stages after it.
-    in_flight = parallel.pipeline - stage
+    # One forward, one backward: a stage holds a micro-batch for each stage from it on. Virtual stages begin with more.
+    chunks = parallel.virtual_pipeline or 1
+    after = parallel.pipeline - stage - 1
+    in_flight = after + 1 if chunks == 1 else (2 * after + (chunks - 1) * parallel.pipeline + 1) / chunks
     is_last = stage == parallel.pipeline - 1
     return {
         "weights": size * (dense + experts),
@@ -157,7 +159,7 @@ def deepspeed_memory(
 
 
 def activations(
-    hf: Mapping[str, Any], learner: LearnerConfig, layers: Sequence[int], tokens: float, in_flight: int
+    hf: Mapping[str, Any], learner: LearnerConfig, layers: Sequence[int], tokens: float, in_flight: float
 ) -> float:
     """Bytes kept for backward by these layers, and those of the layer that is computed again.
 

@@ -16,6 +16,8 @@ from moe_trm.plan.memory import BASES
 WIDTH = 80
 SHOWN = 3
 """Other layouts that are shown."""
+NEAR = 0.02
+"""Of a step's time: what younger samples may cost."""
 
 
 def page(plan: Plan) -> str:
@@ -50,6 +52,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "kinds": kinds,
         },
         "layout": _layout_data(plan.layout),
+        "host_bytes": {"value": plan.host_bytes, "basis": "given"},
         "other_layouts": [_layout_data(other) for other in plan.others],
         "wire_bytes": {
             name: {"value": figure.value, "basis": figure.basis, "note": figure.note}
@@ -101,6 +104,10 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  {kind:<14}{_gb(value):>10}   {BASES[kind]}"
     room = "fits" if layout.total <= plan.room else "DOES NOT FIT"
     yield f"  {'all':<14}{_gb(layout.total):>10}   of {_gb(plan.room).strip()}: {room}"
+    if plan.host_bytes:
+        limit = plan.config.pipeline.snapshot_gib * 2**30
+        verdict = "fits" if plan.host_bytes <= limit else "OVER pipeline.snapshot_gib"
+        yield f"  {'host':<14}{_gb(plan.host_bytes):>10}   given: older weights, {verdict}"
 
 
 def _others(plan: Plan) -> Iterator[str]:
@@ -185,8 +192,14 @@ def settings(plan: Plan) -> list[str]:
     found = lines(layout).split()
     if plan.serving.smallest_gpus and not plan.serving.fits:
         found.append(f"rollout.server.tensor_parallel={plan.serving.smallest_gpus}")
-    fastest = min(plan.modes, key=lambda mode: (round(mode.timeline.step_s, 1), mode.staleness))
-    return [*found, *_mode_settings(plan, fastest)]
+    return [*found, *_mode_settings(plan, chosen_mode(plan))]
+
+
+def chosen_mode(plan: Plan) -> Simulated:
+    """Of the modes within `NEAR` of the fastest one, the one with the youngest samples."""
+    fastest = min(mode.timeline.step_s for mode in plan.modes)
+    near = (mode for mode in plan.modes if mode.timeline.step_s <= fastest * (1 + NEAR))
+    return min(near, key=lambda mode: (mode.staleness, mode.timeline.step_s))
 
 
 def _mode_settings(plan: Plan, fastest: Simulated) -> list[str]:
