@@ -137,9 +137,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     slots = config.rollout.server.max_running_requests
     rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
     push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
-    fleet = Fleet(
-        servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency)
-    )
+    fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
     modes = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any
@@ -99,6 +100,7 @@ def with_parallel(config: Config, parallel: ParallelConfig) -> Config:
     return config.model_copy(update={"learner": config.learner.model_copy(update={"parallel": parallel})})
 
 
+@cache
 def megatron_version() -> str:
     """Of the installed Megatron-Core, or the one this project pins."""
     try:

@@ -34,7 +34,9 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
     timelines = [
         {
-            **{"mode": found.mode, "max_staleness": found.staleness, "partial": found.partial},
+            "mode": found.mode,
+            "max_staleness": found.staleness,
+            "partial": found.partial,
             "step_s": found.timeline.step_s,
             "learner_idle": found.timeline.learner_idle,
             "server_idle": found.timeline.server_idle,
@@ -120,8 +122,7 @@ def _others(plan: Plan) -> Iterator[str]:
         sizes = other.parallel
         waits = f"{other.waiting:.0%}"
         yield (
-            f"  {sizes.tensor:>6}{sizes.pipeline:>9}{sizes.context:>8}{sizes.expert:>7}"
-            f"{_gb(other.total):>11}{waits:>9}"
+            f"  {sizes.tensor:>6}{sizes.pipeline:>9}{sizes.context:>8}{sizes.expert:>7}{_gb(other.total):>11}{waits:>9}"
         )
 
 
