@@ -181,7 +181,8 @@ def test_routes_have_the_bytes_of_the_codec() -> None:
     """The table of docs/routes.md, without its header's tenth of a byte."""
     qwen, deepseek = route_bytes(hf_config("qwen3_30b_a3b")), route_bytes(hf_config("deepseek_v3"))
     assert (qwen["wire"].value, qwen["bundle"].value) == (384, 246)
-    assert (deepseek["wire"].value, deepseek["bundle"].value) == (464, pytest.approx(355.4, abs=0.2))
+    assert deepseek["wire"].value == 464
+    assert deepseek["bundle"].value == pytest.approx(355.4, abs=0.2)
     assert deepseek["json"].value * 32768 == pytest.approx(86e6, rel=0.01)
     for experts, top_k in ((128, 8), (256, 8), (64, 8), (8, 2), (4, 4)):
         assert rank_bits(experts, top_k) == combinations.rank_bits(experts, top_k)
