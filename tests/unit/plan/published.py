@@ -1,8 +1,8 @@
 """Published sizes of real models, and how their publishers count.
 
-Each config.json under `tests/data/models` holds the published values that shapes depend on. Sources of those that came
-with this table: the defaults of transformers' configuration classes (DeepSeek-V3, gpt-oss, Mixtral) and slime's
-`scripts/models` (Qwen3-235B-A22B, GLM-4.5, Kimi-K2, Moonlight).
+Each config.json under `tests/data/models` holds the published values that shapes depend on. Sources: the defaults of
+transformers' configuration classes (DeepSeek-V3, gpt-oss-120b, Mixtral), slime's `scripts/models` (Qwen3-235B-A22B,
+GLM-4.5, Kimi-K2, Moonlight), Megatron-Bridge's `docs/models/llm/olmoe.md` (OLMoE), OpenAI's model card (gpt-oss-20b).
 """
 
 from __future__ import annotations
