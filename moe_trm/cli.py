@@ -73,6 +73,15 @@ COMMANDS = (
         ("configs/quickstart.yaml", "configs/gsm8k.yaml --no-probe", "configs/quickstart.yaml --json checks.json"),
     ),
     Command(
+        "plan",
+        "moe_trm.plan.commands",
+        "say what a run needs of which GPUs, and how long its steps take; reads config.json alone",
+        (
+            "configs/qwen3_30b_a3b_4_nodes.yaml --nodes 4 --gpus 8 --gpu h100",
+            "configs/glm_4_5_air.yaml --nodes 5 --gpu h200 --hf-config config.json --json plan.json",
+        ),
+    ),
+    Command(
         "whatif",
         "moe_trm.whatif.commands",
         "say what other corrections and losses would have kept of a recorded run; needs no engine",

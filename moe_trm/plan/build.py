@@ -1,0 +1,216 @@
+"""A plan: memory, bytes, seconds of a run, from its configuration and the model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+from moe_trm.plan.cluster import Cluster, Serving, serving
+from moe_trm.plan.figures import Basis, Figure, weakest
+from moe_trm.plan.layouts import Judged, alternatives, judge
+from moe_trm.plan.lengths import Lengths
+from moe_trm.plan.memory import Load
+from moe_trm.plan.parameters import Model, model_of
+from moe_trm.plan.simulate import Fleet, Schedule, Timeline, simulate
+from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds
+from moe_trm.plan.wire import mask_bytes, route_bytes
+
+STEPS = 8
+"""Simulated training steps."""
+MODES: tuple[tuple[str, int, str], ...] = (
+    ("sync", 0, "wait"),
+    ("one_step", 1, "wait"),
+    ("async", 1, "interrupt"),
+    ("async", 2, "wait"),
+    ("async", 2, "interrupt"),
+    ("async", 4, "interrupt"),
+)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What nobody measured, each with an option that replaces it.
+
+    Attributes:
+        efficiency: of servers and learner.
+        lengths: of answers.
+        kept_ids: mean ids of a sampling mask.
+        other_gb: of a rank, for CUDA, NCCL and the allocator.
+    """
+
+    efficiency: Efficiency
+    lengths: Lengths
+    kept_ids: float
+    other_gb: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One pipeline mode."""
+
+    mode: str
+    staleness: int
+    partial: str
+    timeline: Timeline
+    basis: Basis
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `moe-trm plan` says."""
+
+    config: Config
+    cluster: Cluster
+    model: Model
+    assumptions: Assumptions
+    ranks: int
+    serving: Serving
+    layout: Judged
+    others: tuple[Judged, ...]
+    wire: Mapping[str, Figure]
+    modes: tuple[Simulated, ...]
+    decode_tokens_s: Figure
+    train_s: Figure
+    push_s: Figure
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU."""
+        return self.cluster.gpu.memory_gb * 1e9
+
+    @property
+    def host_bytes(self) -> float:
+        """Weights of older versions in host memory, for one rank (`pipeline.behavior=snapshot`)."""
+        pipeline = self.config.pipeline
+        versions = pipeline.staleness_limit + 1 if pipeline.recovery == "snapshot" else 0
+        return versions * self.layout.memory["weights"]
+
+    @property
+    def fits(self) -> bool:
+        """Learner and servers, each on its GPUs."""
+        return self.layout.total <= self.room and self.serving.fits
+
+    @property
+    def configured(self) -> Simulated:
+        """The pipeline mode of the configuration."""
+        pipeline = self.config.pipeline
+        return next(
+            found
+            for found in self.modes
+            if (found.mode, found.staleness, found.partial)
+            == (pipeline.mode, pipeline.staleness_limit, pipeline.partial)
+        )
+
+
+def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions, where: str) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: of the run.
+        hf: config.json of its model.
+        cluster: the machine.
+        assumptions: and what replaces them.
+        where: config.json's place, for messages.
+
+    Raises:
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side.
+        CheckpointError: a model that is not supported.
+    """
+    model = model_of(hf, where)
+    serve_gpus, ranks = cluster.split(config)
+    lengths, efficiency = assumptions.lengths, assumptions.efficiency
+    samples = config.rollout.prompts_per_step * config.rollout.group_size
+    step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
+    tokens = micro_batch_tokens(config, lengths.prompt_tokens)
+    scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
+    keeps = config.sampling_mask.mode == "keep"
+    load = Load(tokens, scored, ranks, keeps, config.replay.mode != "none", assumptions.other_gb)
+    room = cluster.gpu.memory_gb * 1e9
+    others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
+    layout = _judge_or_advise(config, model, hf, load, step_tokens, others)
+    servers = serving(config, model, hf, cluster, serve_gpus)
+    context = lengths.prompt_tokens + lengths.mean / 2
+    slots = config.rollout.server.max_running_requests
+    rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
+    push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
+    fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
+    basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
+    batches = lengths.batches(STEPS, samples)
+    modes = []
+    for mode, staleness, partial in _modes(config):
+        other = _with_pipeline(config, mode, staleness, partial)
+        train_s = train_seconds(model, hf, other, cluster.gpu, ranks, step_tokens, context, efficiency)
+        sends = partial == "wait" and config.sync.method == "distributed"
+        timeline = simulate(batches, train_s, fleet, Schedule(staleness, partial == "interrupt", sends))
+        modes.append(Simulated(mode, staleness, partial, timeline, basis))
+    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, step_tokens, context, efficiency)
+    return Plan(
+        config,
+        cluster,
+        model,
+        assumptions,
+        ranks,
+        servers,
+        layout,
+        tuple(other for other in others if other.parallel != config.learner.parallel),
+        _wire(hf, config, step_tokens, samples * lengths.mean, assumptions),
+        tuple(modes),
+        Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
+        Figure(own_train, "s", efficiency.learner_basis, "one training step"),
+        Figure(push_s, "s", "assumed", "--load-gb-s"),
+    )
+
+
+def _judge_or_advise(
+    config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float, others: list[Judged]
+) -> Judged:
+    try:
+        return judge(config, model, hf, load, step_tokens)
+    except ConfigError as error:
+        advice = f"These fit: {'; '.join(lines(other) for other in others[:3])}." if others else error.fix
+        raise ConfigError(error.what, where=error.where, got=error.got, expected=error.expected, fix=advice) from error
+
+
+def lines(judged: Judged) -> str:
+    """A layout as overrides."""
+    sizes = {name: size for name, size in judged.parallel.model_dump().items() if size not in (1, None)}
+    return " ".join(f"learner.parallel.{name}={size}" for name, size in sizes.items()) or "learner.parallel={}"
+
+
+def _modes(config: Config) -> list[tuple[str, int, str]]:
+    pipeline = config.pipeline
+    own = (pipeline.mode, pipeline.staleness_limit, pipeline.partial)
+    if config.rollout.colocate:
+        return [own]
+    return [*MODES, *([] if own in MODES else [own])]
+
+
+def _with_pipeline(config: Config, mode: str, staleness: int, partial: str) -> Config:
+    update = {"mode": mode, "max_staleness": staleness, "partial": partial}
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=update)})
+
+
+def _wire(
+    hf: Mapping[str, Any], config: Config, step_tokens: float, sampled: float, assumptions: Assumptions
+) -> dict[str, Figure]:
+    """Bytes of a step. The controller holds a step more for every version that samples may be behind."""
+    found: dict[str, Figure] = {}
+    held = 0.0
+    if config.replay.mode == "R3" or config.probe.every:
+        for name, figure in route_bytes(hf).items():
+            found[f"routes, {name}"] = _of_step(figure, step_tokens, assumptions.lengths.basis)
+        held += found["routes, wire"].value if found else 0.0
+    if config.sampling_mask.mode == "keep" and config.rollout.top_p < 1:
+        found["masks, wire"] = _of_step(mask_bytes(assumptions.kept_ids)["wire"], sampled, assumptions.lengths.basis)
+        held += found["masks, wire"].value
+    ahead = config.pipeline.staleness_limit + 1
+    basis = weakest(*(figure.basis for figure in found.values()), "measured")
+    return {**found, "controller": Figure(held * ahead, "B", basis, f"{ahead} step(s) of what is on the wire")}
+
+
+def _of_step(per_token: Figure, tokens: float, lengths: Basis) -> Figure:
+    return Figure(per_token.value * tokens, "B", weakest(per_token.basis, lengths), per_token.note)

@@ -1,0 +1,96 @@
+"""GPUs of a run: which serve, which train, and how many servers their memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+from moe_trm.plan.gpus import Gpu
+from moe_trm.plan.parameters import Model
+from moe_trm.plan.speed import cache_bytes
+
+SERVER_SHARE = 0.9
+"""Of a GPU's memory that weights and cache of a server may take; the rest is its activations and graphs."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machine.
+
+    Attributes:
+        nodes, gpus: nodes, and GPUs of each.
+        gpu: one of them.
+        server_nodes: nodes that serve only (`SERVER_NODES` of `launch/slurm.sh`).
+    """
+
+    nodes: int
+    gpus: int
+    gpu: Gpu
+    server_nodes: int
+
+    def split(self, config: Config) -> tuple[int, int]:
+        """GPUs that serve and GPUs that train.
+
+        With `rollout.colocate` all do both. On one node the servers take what one server needs.
+
+        Raises:
+            ConfigError: nothing is left to train on.
+        """
+        total = self.nodes * self.gpus
+        if config.rollout.colocate:
+            return total, total
+        serving = self.server_nodes * self.gpus if self.nodes > 1 else config.rollout.server.tensor_parallel
+        if not 0 < serving < total:
+            raise ConfigError(
+                "no GPUs are left for one side",
+                where="--nodes, --gpus, --server-nodes",
+                got=f"{serving} of {total} GPUs serve",
+                expected=f"1 to {total - 1}",
+                fix="Take more nodes, fewer --server-nodes, a smaller rollout.server.tensor_parallel, "
+                "or rollout.colocate=true.",
+            )
+        return serving, total - serving
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The servers that fit.
+
+    Attributes:
+        gpus: of one server.
+        servers: their number.
+        bytes_per_gpu: weights and cache.
+        fits: within `SERVER_SHARE` of a GPU.
+        smallest_gpus: fewest GPUs (a power of two) whose memory holds weights and cache; None: more than there are.
+    """
+
+    gpus: int
+    servers: int
+    bytes_per_gpu: float
+    fits: bool
+    smallest_gpus: int | None
+
+
+def serving(config: Config, model: Model, hf: Mapping[str, Any], cluster: Cluster, gpus: int) -> Serving:
+    """The servers on `gpus` GPUs, with `rollout.server.max_total_tokens` of cache each.
+
+    The engine holds 16-bit weights without the MTP layers; experts, attention and vocabulary are shared by its GPUs.
+    """
+    server = config.rollout.server
+
+    def needed(size: int) -> float:
+        return 2 * model.total() / size + server.max_total_tokens * cache_bytes(hf, size)
+
+    room = SERVER_SHARE * cluster.gpu.memory_gb * 1e9
+    sizes = [2**power for power in range(gpus.bit_length())]
+    own = server.tensor_parallel
+    return Serving(
+        own,
+        max(1, gpus // own),
+        needed(own),
+        needed(own) <= room and own <= gpus,
+        next((size for size in sizes if needed(size) <= room), None),
+    )

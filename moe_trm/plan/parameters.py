@@ -1,0 +1,210 @@
+"""Parameters of a model by kind, total and per token, from config.json.
+
+Letters: H hidden size, E experts of a layer, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_trm.errors import CheckpointError
+from moe_trm.models.family import DENSE, Family, HfConfig, Link
+from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
+from moe_trm.models.registry import family_of
+
+Kind = Literal["embedding", "output", "attention", "norms", "dense", "router", "experts", "shared experts"]
+KINDS: tuple[Kind, ...] = (
+    "embedding",
+    "output",
+    "attention",
+    "norms",
+    "dense",
+    "router",
+    "experts",
+    "shared experts",
+)
+Share = Literal["whole", "tensor", "expert"]
+"""Ranks that divide a tensor: none, those of `learner.parallel.tensor`, or those of the experts."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of one kind that the same ranks share. `active`: the elements that one token meets."""
+
+    kind: Kind
+    share: Share
+    elements: int
+    active: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The parts of every decoder layer and of both ends, and of all layers for predicting several tokens (MTP).
+
+    MTP layers are apart: no learner here trains them. Of their tensors those are counted that the model does not share
+    with them.
+    """
+
+    layers: tuple[tuple[Part, ...], ...]
+    embedding: Part
+    output: Part
+    final_norm: Part
+    tied: bool
+    prediction: tuple[Part, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All of them but the MTP layers; the output layer only where it is not the embedding."""
+        ends = (self.embedding, self.final_norm, *(() if self.tied else (self.output,)))
+        return (*ends, *(part for layer in self.layers for part in layer))
+
+    def total(self, without: Iterable[Kind] = ()) -> int:
+        """Parameters, MTP layers left out."""
+        return sum(part.elements for part in self.parts if part.kind not in without)
+
+    def active(self, without: Iterable[Kind] = ()) -> int:
+        """Parameters that one token meets. The embedding counts whole, as most publishers count."""
+        return sum(part.active for part in self.parts if part.kind not in without)
+
+    @property
+    def prediction_total(self) -> int:
+        """Parameters of the MTP layers."""
+        return sum(part.elements for part in self.prediction)
+
+    @property
+    def prediction_active(self) -> int:
+        """Parameters of the MTP layers that one token meets."""
+        return sum(part.active for part in self.prediction)
+
+    def by_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Total and active parameters of each kind that the model has."""
+        found = {kind: [part for part in self.parts if part.kind == kind] for kind in KINDS}
+        return {
+            kind: (sum(part.elements for part in parts), sum(part.active for part in parts))
+            for kind, parts in found.items()
+            if parts
+        }
+
+
+def model_of(hf: HfConfig, where: str = "config.json") -> Model:
+    """The model that a config.json describes.
+
+    Args:
+        hf: config.json.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: an architecture without a family, or a size that config.json does not have.
+    """
+    family = family_of(hf, where)
+    try:
+        hidden, moe = int(hf["hidden_size"]), frozenset(moe_layers(hf))
+        vocabulary = int(hf["vocab_size"]) * hidden
+        kinds = {is_moe: layer_parts(family, hf, is_moe=is_moe) for is_moe in (False, True) if not is_moe or moe}
+        layers = tuple(kinds[number in moe] for number in range(int(hf["num_hidden_layers"])))
+    except KeyError as error:
+        raise CheckpointError(
+            "config.json lacks a size",
+            where=where,
+            got="no such key",
+            expected=str(error.args[0]),
+            fix="Use the config.json of the published checkpoint.",
+        ) from error
+    prediction = int(hf.get("num_nextn_predict_layers") or 0)
+    joint = Part("dense", "whole", 2 * hidden * hidden, 2 * hidden * hidden)
+    norms = Part("norms", "whole", 3 * hidden, 3 * hidden)
+    return Model(
+        layers,
+        embedding=Part("embedding", "tensor", vocabulary, vocabulary),
+        output=Part("output", "tensor", vocabulary, vocabulary),
+        final_norm=Part("norms", "whole", hidden, hidden),
+        tied=bool(hf.get("tie_word_embeddings")),
+        prediction=(joint, norms, *kinds[bool(moe)]) * prediction,
+    )
+
+
+def layer_parts(family: Family, hf: HfConfig, *, is_moe: bool) -> tuple[Part, ...]:
+    """The parts of one decoder layer. The tensors are those that the family names."""
+    found = [_part(name, _elements(name, family, hf)) for name in _names(family.attention(hf))]
+    if not is_moe:
+        return (*found, *(_part(name, _elements(name, family, hf)) for name in _names(DENSE)))
+    experts, top_k = num_experts(hf), int(hf["num_experts_per_tok"])
+    found += [_part(name, _elements(name, family, hf)) for name in _names(family.router(hf))]
+    one = sum(_elements(name, family, hf) for name in _names(family.expert(0)))
+    return (*found, Part("experts", "expert", experts * one, top_k * one))
+
+
+def _names(links: Mapping[str, Link]) -> list[str]:
+    return [name for link in links.values() for name in link.hf_names]
+
+
+def _part(name: str, elements: int) -> Part:
+    owner, kind = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1], _kind(name)
+    divided = kind in ("dense", "shared experts") or owner in _DIVIDED
+    # Every rank adds the bias of a row-parallel matrix to the whole sum.
+    whole_bias = owner == "o_proj" and name.endswith(".bias")
+    return Part(kind, "tensor" if divided and not whole_bias else "whole", elements, elements)
+
+
+_DIVIDED = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_proj", "sinks"))
+
+
+def _kind(name: str) -> Kind:
+    if "shared_experts" in name:
+        return "shared experts"
+    if "norm" in name:
+        return "norms"
+    if name.startswith("self_attn."):
+        return "attention"
+    if ".experts." in name:
+        return "experts"
+    return "router" if ".gate." in name or ".router." in name else "dense"
+
+
+def _elements(name: str, family: Family, hf: HfConfig) -> int:
+    """Elements of a tensor of a layer; for a tensor that holds all experts, those of one."""
+    hidden, owner = int(hf["hidden_size"]), name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
+    kind = _kind(name)
+    if kind == "attention" or (kind == "norms" and name.startswith("self_attn.")):
+        return _attention_elements(owner, name.endswith(".bias"), family, hf)
+    if kind == "norms":
+        return hidden
+    if kind == "router":
+        return num_experts(hf) * (hidden if name.endswith(".weight") else 1)
+    if kind == "dense":
+        return hidden * int(hf["intermediate_size"])
+    if kind == "shared experts":
+        return hidden * expert_width(hf) * int(hf["n_shared_experts"])
+    planes = 2 if owner.startswith("gate_up_proj") else 1
+    if owner.endswith("_bias"):
+        return hidden if owner.startswith("down") else planes * expert_width(hf)
+    return planes * hidden * expert_width(hf)
+
+
+def _attention_elements(owner: str, is_bias: bool, family: Family, hf: HfConfig) -> int:
+    hidden, heads = int(hf["hidden_size"]), int(hf["num_attention_heads"])
+    groups = int(hf.get("num_key_value_heads") or heads)
+    if "kv_lora_rank" in hf:
+        latent, query = int(hf["kv_lora_rank"]), int(hf.get("q_lora_rank") or 0)
+        plain, rotated, value = (int(hf[f"{x}_head_dim"]) for x in ("qk_nope", "qk_rope", "v"))
+        return {
+            "q_proj": hidden * heads * (plain + rotated),
+            "q_a_proj": hidden * query,
+            "q_a_layernorm": query,
+            "q_b_proj": query * heads * (plain + rotated),
+            "kv_a_proj_with_mqa": hidden * (latent + rotated),
+            "kv_a_layernorm": latent,
+            "kv_b_proj": latent * heads * (plain + value),
+            "o_proj": heads * value * hidden,
+        }[owner]
+    size = int(hf.get("head_dim") or hidden // heads)
+    rows = {"q": heads * size, "k": groups * size, "v": groups * size}
+    if owner.endswith("_norm"):
+        return rows[owner[0]] if family.whole_qk_norms else size
+    if owner == "sinks":
+        return heads
+    if owner == "o_proj":
+        return hidden if is_bias else heads * size * hidden
+    return rows[owner[0]] * (1 if is_bias else hidden)

@@ -1,0 +1,234 @@
+"""Training steps in virtual time: servers that decode, a learner that trains, weight pushes between them.
+
+A discrete-event simulation without chance. It keeps the rules of docs/pipeline.md: samples are issued in order and at
+most `staleness` versions ahead; batches are trained in order of issue; a push drains its servers, or interrupts them;
+the next push waits until every server has this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The rollout servers.
+
+    Attributes:
+        servers: their number.
+        slots: requests that one decodes together.
+        rate: tokens per second of one of `n` requests that are decoded together.
+        push_s: seconds of loading new weights.
+        prefill_tokens_s: prefix tokens per second when interrupted samples go on; infinite: no cost.
+        in_flight: requests at all servers together, at most.
+    """
+
+    servers: int
+    slots: int
+    rate: Callable[[int], float]
+    push_s: float = 0.0
+    prefill_tokens_s: float = inf
+    in_flight: float = inf
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far sampling runs ahead, and what a push does.
+
+    Attributes:
+        staleness: `pipeline.max_staleness`.
+        interrupts: a push interrupts samples (`pipeline.partial`) instead of draining its servers.
+        learner_sends: the learner takes part in the push until every server has it (`sync.method=distributed`).
+    """
+
+    staleness: int
+    interrupts: bool = False
+    learner_sends: bool = False
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the simulated steps took.
+
+    Attributes:
+        ends_s: when each step's training ended.
+        learner_busy_s, server_busy_s, slot_s: seconds of training; of decoding, summed over servers; of requests.
+        fleet: the servers.
+    """
+
+    ends_s: tuple[float, ...]
+    learner_busy_s: float
+    server_busy_s: float
+    slot_s: float
+    fleet: Fleet
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step, the first included."""
+        return self.ends_s[-1] / len(self.ends_s)
+
+    @property
+    def learner_idle(self) -> float:
+        """Share of the time in which the learner waits."""
+        return 1 - self.learner_busy_s / self.ends_s[-1]
+
+    @property
+    def server_idle(self) -> float:
+        """Share of the time in which a server decodes nothing."""
+        return 1 - self.server_busy_s / (self.fleet.servers * self.ends_s[-1])
+
+    @property
+    def slot_use(self) -> float:
+        """Share of the servers' slots that hold a request, in the mean over time."""
+        return self.slot_s / (self.fleet.servers * self.fleet.slots * self.ends_s[-1])
+
+
+def simulate(batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> Timeline:
+    """Train every batch of answer lengths, `train_s` seconds each, and say when each ended."""
+    return _Run(batches, train_s, fleet, schedule).timeline()
+
+
+@dataclass
+class _Server:
+    """One server. `progress` counts the tokens that each request decoded since the beginning of time.
+
+    A request that starts at progress p and has n tokens ends at progress p + n.
+    """
+
+    fleet: Fleet
+    now: float = 0.0
+    progress: float = 0.0
+    loading_until: float = 0.0
+    running: list[tuple[float, int, float]] = field(default_factory=list)
+    owes_push: bool = False
+    busy_s: float = 0.0
+    slot_s: float = 0.0
+
+    @property
+    def is_loading(self) -> bool:
+        return self.now < self.loading_until
+
+    @property
+    def admits(self) -> bool:
+        return not self.owes_push and not self.is_loading and len(self.running) < self.fleet.slots
+
+    def next_event(self) -> float:
+        if self.is_loading:
+            return self.loading_until
+        if not self.running:
+            return inf
+        return self.now + max(0.0, self.running[0][0] - self.progress) / self.fleet.rate(len(self.running))
+
+    def advance(self, to: float) -> None:
+        if not self.is_loading and self.running:
+            self.progress += (to - self.now) * self.fleet.rate(len(self.running))
+            self.busy_s += to - self.now
+            self.slot_s += (to - self.now) * len(self.running)
+        self.now = to
+
+    def start(self, sample: int, tokens: int) -> None:
+        heappush(self.running, (self.progress + tokens, sample, self.progress))
+
+    def finished(self) -> list[int]:
+        done = []
+        # Times are floats: a request within a billionth of a token of its end has ended.
+        while self.running and self.running[0][0] <= self.progress + 1e-9 * max(1.0, self.progress):
+            done.append(heappop(self.running)[1])
+        return done
+
+    def load(self) -> None:
+        """Load new weights now; what is running goes on after its prefixes were computed again."""
+        prefixes = sum(self.progress - begun for _, _, begun in self.running)
+        self.loading_until = self.now + self.fleet.push_s + prefixes / self.fleet.prefill_tokens_s
+
+
+class _Run:
+    def __init__(self, batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> None:
+        self._batches, self._train_s, self._schedule = batches, train_s, schedule
+        self._samples = [(step, tokens) for step, batch in enumerate(batches) for tokens in batch]
+        self._left = [len(batch) for batch in batches]
+        self._servers = [_Server(fleet) for _ in range(fleet.servers)]
+        self._fleet, self._now, self._issued, self._flying = fleet, 0.0, 0, 0
+        self._version, self._pushing = 0, False
+        self._loaded: set[int] = set()
+        self._trained = 0
+        self._training_until: float | None = None
+        self._ends: list[float] = []
+
+    def timeline(self) -> Timeline:
+        self._settle()
+        while len(self._ends) < len(self._batches):
+            self._advance(self._next_event())
+            self._settle()
+        return Timeline(
+            tuple(self._ends),
+            self._train_s * len(self._ends),
+            sum(server.busy_s for server in self._servers),
+            sum(server.slot_s for server in self._servers),
+            self._fleet,
+        )
+
+    def _next_event(self) -> float:
+        at = min(server.next_event() for server in self._servers)
+        # A step that has ended waits for the push before its own, which is a server's event.
+        if self._training_until is not None and len(self._ends) == self._trained:
+            at = min(at, self._training_until)
+        assert at < inf, "nothing will ever happen again"
+        return at
+
+    def _advance(self, to: float) -> None:
+        self._now = to
+        for server in self._servers:
+            server.advance(to)
+            for sample in server.finished():
+                self._left[self._samples[sample][0]] -= 1
+                self._flying -= 1
+
+    def _settle(self) -> None:
+        """Everything that happens at this instant, in the order of cause and effect."""
+        self._end_training()
+        self._push()
+        self._end_training()
+        self._push()
+        sends = self._pushing and self._schedule.learner_sends
+        ready = self._trained < len(self._batches) and not self._left[self._trained]
+        if self._training_until is None and ready and not sends:
+            self._training_until = self._now + self._train_s
+        self._issue()
+
+    def _end_training(self) -> None:
+        # The weights can be handed over only when the push before is done everywhere.
+        if self._training_until is None or self._now < self._training_until:
+            return
+        if len(self._ends) == self._trained:
+            self._ends.append(self._now)
+        if not self._pushing:
+            self._trained += 1
+            self._training_until, self._pushing, self._loaded = None, True, set()
+            for server in self._servers:
+                server.owes_push = True
+
+    def _push(self) -> None:
+        if not self._pushing:
+            return
+        for number, server in enumerate(self._servers):
+            if server.owes_push and (self._schedule.interrupts or not server.running):
+                server.owes_push = False
+                server.load()
+                self._loaded.add(number)
+        if len(self._loaded) == len(self._servers) and not any(server.is_loading for server in self._servers):
+            self._pushing = False
+            self._version += 1
+
+    def _issue(self) -> None:
+        while self._issued < len(self._samples) and self._flying < self._fleet.in_flight:
+            step, tokens = self._samples[self._issued]
+            free = [server for server in self._servers if server.admits]
+            if step > self._version + self._schedule.staleness or not free:
+                return
+            min(free, key=lambda server: len(server.running)).start(self._issued, tokens)
+            self._issued += 1
+            self._flying += 1

@@ -1,0 +1,140 @@
+"""Tokens per second of servers and learner by a roofline, or as measured.
+
+Decoding reads the weights of every expert that some request chose, and each request's keys and values. Training costs
+6 operations for each active parameter and token, full recomputation 2 more, a pass of log-probs 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_trm.config.schema import Config
+from moe_trm.models.hf_config import num_experts
+from moe_trm.plan.figures import Basis
+from moe_trm.plan.gpus import Gpu
+from moe_trm.plan.parameters import Model
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the data sheet that are reached, and what was measured instead.
+
+    Attributes:
+        decode_bandwidth: of memory bandwidth while decoding.
+        train_flops: of dense products while training (MFU).
+        load_gb_s: 10^9 bytes per second of weights into the servers.
+        rollout_tokens_s: of one full server, measured; None: roofline.
+        learner_tokens_s: of all learner ranks, measured; None: from operations.
+    """
+
+    decode_bandwidth: float = 0.5
+    train_flops: float = 0.25
+    load_gb_s: float = 20.0
+    rollout_tokens_s: float | None = None
+    learner_tokens_s: float | None = None
+
+    @property
+    def rollout_basis(self) -> Basis:
+        return "assumed" if self.rollout_tokens_s is None else "measured"
+
+    @property
+    def learner_basis(self) -> Basis:
+        return "assumed" if self.learner_tokens_s is None else "measured"
+
+
+def cache_bytes(hf: Mapping[str, Any], gpus: int) -> float:
+    """Bytes of keys and values of one token on one GPU of a server, in bfloat16.
+
+    Latent attention keeps one latent, which every GPU holds. Other key/value heads are shared, at least one a GPU.
+    """
+    layers = int(hf["num_hidden_layers"])
+    if "kv_lora_rank" in hf:
+        return 2.0 * layers * (int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]))
+    size = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+    return 2.0 * layers * 2 * max(1.0, int(hf["num_key_value_heads"]) / gpus) * size
+
+
+def decode_rate(
+    model: Model, hf: Mapping[str, Any], gpu: Gpu, gpus: int, context: float, efficiency: Efficiency, slots: int
+) -> Callable[[int], float]:
+    """Tokens per second of one of `n` requests on a server of `gpus` GPUs, `context` tokens long in the mean.
+
+    Experts that n requests touch: E (1 - (1 - K/E)^n), as if they were chosen evenly. A measured speed scales the whole
+    curve, so that `slots` requests together reach it.
+    """
+    experts, top_k = num_experts(hf), int(hf.get("num_experts_per_tok") or 0)
+    routed, others = model.by_kind().get("experts", (0, 0))[0], model.total(("embedding", "experts"))
+    cache = cache_bytes(hf, gpus) * context
+
+    def roofline(n: int) -> float:
+        touched = routed * (1 - (1 - top_k / experts) ** n) if experts else 0.0
+        moved = 2 * (others + touched) / gpus + n * cache
+        reading = moved / (gpu.bandwidth_gb_s * 1e9 * efficiency.decode_bandwidth)
+        computing = 2 * model.active(("embedding",)) * n / gpus / (gpu.tflops * 1e12 * efficiency.decode_bandwidth)
+        return 1 / max(reading, computing)
+
+    measured = efficiency.rollout_tokens_s
+    scale = 1.0 if measured is None else measured / (slots * roofline(slots))
+    return lambda n: scale * roofline(n)
+
+
+def anchor_passes(config: Config) -> float:
+    """Passes of log-probs alone over a batch (`moe_trm/step/anchors.py`).
+
+    One under the weights of the step's start, but not over the first minibatch where nothing is stale. With
+    `pipeline.behavior=snapshot` stale batches need one more, under the weights that sampled.
+    """
+    if config.pipeline.recovery == "same":
+        return 1 - 1 / config.learner.minibatches if config.learner.epochs == 1 else 1.0
+    return {"snapshot": 2.0, "merged": 1.0}.get(config.pipeline.recovery, 0.0)
+
+
+def training_operations(model: Model, hf: Mapping[str, Any], config: Config, context: float) -> float:
+    """Operations per token of a training step, with attention over half of `context` tokens in the mean."""
+    learner = config.learner
+    if "kv_lora_rank" in hf:
+        columns = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
+    else:
+        columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+    attention = 2 * int(hf["num_hidden_layers"]) * int(hf["num_attention_heads"]) * columns * context / 2
+    forward = 2 * model.active(("embedding",)) + attention
+    return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config))
+
+
+def bubble(config: Config, tokens: float, world: int) -> float:
+    """Share of a minibatch in which a pipeline rank waits: (P - 1) / (v m + P - 1), m micro-batches of a rank."""
+    parallel, learner = config.learner.parallel, config.learner
+    if parallel.pipeline == 1 or learner.backend != "megatron":
+        return 0.0
+    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
+    micro = max(1.0, tokens / learner.minibatches / data / micro_batch_tokens(config, 0))
+    return (parallel.pipeline - 1) / ((parallel.virtual_pipeline or 1) * micro + parallel.pipeline - 1)
+
+
+def micro_batch_tokens(config: Config, prompt_tokens: float) -> int:
+    """Tokens of the largest micro-batch: the budget, or rows of the longest sequence."""
+    learner = config.learner
+    longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + prompt_tokens)
+    if learner.micro_batch_tokens:
+        return max(learner.micro_batch_tokens, 1)
+    return longest * (learner.micro_batch_rows or 32)
+
+
+def train_seconds(
+    model: Model,
+    hf: Mapping[str, Any],
+    config: Config,
+    gpu: Gpu,
+    world: int,
+    tokens: float,
+    context: float,
+    efficiency: Efficiency,
+) -> float:
+    """Seconds of training one batch of `tokens` tokens, prompts included, on `world` ranks."""
+    if efficiency.learner_tokens_s is not None:
+        return tokens / efficiency.learner_tokens_s
+    speed = world * gpu.tflops * 1e12 * efficiency.train_flops
+    busy = tokens * training_operations(model, hf, config, context) / speed
+    return busy / (1 - bubble(config, tokens, world))

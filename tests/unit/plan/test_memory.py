@@ -1,0 +1,154 @@
+"""Memory of a rank by kind: sums worked out by hand, and what torch holds for a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_trm.config.schema import LearnerConfig, ParallelConfig
+from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
+from moe_trm.models.tiny.families import tiny_family
+from moe_trm.plan.memory import (
+    GATHERED_ROWS,
+    Load,
+    activations,
+    deepspeed_memory,
+    head_bytes,
+    megatron_memory,
+    rank_elements,
+    replay_bytes,
+    stage_layers,
+)
+from moe_trm.plan.parameters import model_of
+from tests.unit.plan.published import hf_config
+
+GB = 10**9
+QWEN = hf_config("qwen3_30b_a3b")
+
+
+def learner(dtype: str = "bfloat16", recompute: str = "full", **parallel: int) -> LearnerConfig:
+    return LearnerConfig(dtype=dtype, recompute=recompute, parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+
+
+def load(world: int = 24, tokens: int = 16384, *, keeps_masks: bool = True) -> Load:
+    return Load(tokens, tokens, world, keeps_masks, replays=True, other_gb=0.0)
+
+
+def test_the_four_node_recipe_holds_what_its_file_says() -> None:
+    """`configs/qwen3_30b_a3b_4_nodes.yaml`: about 46 GB of weights, gradients and optimizer state."""
+    _, memory = megatron_memory(model_of(QWEN), QWEN, learner(expert=8), load())
+    dense, experts = 1_543_000_000, 28_991_000_000 // 8
+    assert memory["weights"] == pytest.approx(2 * (dense + experts), rel=1e-3)
+    assert memory["gradients"] == 2 * memory["weights"]
+    assert memory["optimizer"] == pytest.approx(12 * (dense / 24 + experts / 3), rel=1e-3)
+    assert sum(memory[kind] for kind in ("weights", "gradients", "optimizer")) == pytest.approx(46 * GB, rel=0.01)
+
+
+def test_the_five_node_recipe_holds_what_its_file_says() -> None:
+    """`configs/glm_4_5_air.yaml`: about 64 GB."""
+    air = hf_config("glm_4_5_air")
+    stage, memory = megatron_memory(model_of(air), air, learner(tensor=4, pipeline=2, expert=16), load(32))
+    assert stage == 1
+    assert sum(memory[kind] for kind in ("weights", "gradients", "optimizer")) == pytest.approx(64 * GB, rel=0.03)
+
+
+@pytest.mark.parametrize("name", MOE_FAMILIES)
+def test_weights_gradients_and_optimizer_are_what_torch_holds(name: str) -> None:
+    """One process in float32, within 5%."""
+    model = tiny_family(name)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    hf = {**model.config.to_dict(), "architectures": [FAMILIES[name].architecture]}
+    _, memory = deepspeed_memory(model_of(hf), hf, learner("float32", "none"), load(1, 64))
+    held = {
+        "weights": sum(tensor.nbytes for tensor in model.state_dict().values()),
+        "gradients": sum(parameter.grad.nbytes for parameter in model.parameters()),
+        "optimizer": sum(
+            value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim > 0
+        ),
+    }
+    for kind, nbytes in held.items():
+        assert memory[kind] == pytest.approx(nbytes, rel=0.05), kind
+
+
+def test_ranks_together_hold_every_parameter() -> None:
+    hf = hf_config("deepseek_v3")
+    model = model_of({**hf, "num_hidden_layers": 60})
+    one = ParallelConfig()
+    assert sum(rank_elements(model, one, 0)) == model.total()
+    stages = ParallelConfig(pipeline=4)
+    assert sum(sum(rank_elements(model, stages, stage)) for stage in range(4)) == model.total()
+    shared = ParallelConfig(tensor=8, expert=32)
+    whole = sum(part.elements for part in model.parts if part.share == "whole")
+    assert 8 * (rank_elements(model, shared, 0)[0] - whole) + whole == model.total(("experts",))
+    assert 32 * rank_elements(model, shared, 0)[1] == model.by_kind()["experts"][0]
+
+
+def test_a_tied_output_layer_on_another_stage_is_a_copy() -> None:
+    model = model_of({**QWEN, "tie_word_embeddings": True})
+    assert sum(rank_elements(model, ParallelConfig(), 0)) == model.total()
+    halves = ParallelConfig(pipeline=2)
+    assert sum(sum(rank_elements(model, halves, stage)) for stage in range(2)) == model.total() + model.output.elements
+
+
+def test_virtual_stages_take_turns() -> None:
+    model = model_of({**QWEN, "num_hidden_layers": 8})
+    layers = stage_layers(model, ParallelConfig(pipeline=2, virtual_pipeline=2))
+    assert layers == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+def test_recomputation_keeps_less() -> None:
+    layers = tuple(range(48))
+    none, selective, full = (
+        activations(QWEN, learner(recompute=kind), layers, 1000, 1) for kind in ("none", "selective", "full")
+    )
+    assert none > selective > full
+    per_token = 4 * 2048 + (2 * 32 + 2 * 4) * 128 + 8 * (2 * 2048 + 3 * 768) + 2 * 2048 + 3 * 128
+    assert none == 2 * 1000 * 48 * per_token
+    assert full == 2 * 1000 * (48 * 2048 + per_token)
+
+
+def test_the_first_stage_keeps_the_micro_batches_on_their_way() -> None:
+    one, four = (activations(QWEN, learner(recompute="none"), (0, 1), 1000, flight) for flight in (1, 4))
+    assert four == 4 * one
+
+
+def test_tensor_and_context_ranks_share_activations() -> None:
+    model = model_of(QWEN)
+    alone = megatron_memory(model, QWEN, learner(recompute="none"), load(8))[1]
+    shared = megatron_memory(model, QWEN, learner(recompute="none", tensor=4, context=2), load(8))[1]
+    assert shared["activations"] == pytest.approx(alone["activations"] / 8)
+
+
+def test_replay_holds_ids_to_replay_and_to_prove() -> None:
+    """int64 ids and one byte each; four bytes with more than 256 experts. Dense layers have none."""
+    hf = hf_config("deepseek_v3")
+    assert replay_bytes(hf, range(61), 1000) == 1000 * 58 * 8 * 9
+    assert replay_bytes({**hf, "n_routed_experts": 384}, range(61), 1000) == 1000 * 58 * 8 * 12
+    assert replay_bytes(hf, (0, 1, 2), 1000) == 0
+
+
+def test_the_head_never_holds_full_logits() -> None:
+    full = 4 * 16384 * 151936
+    over_kept = head_bytes(QWEN, learner(), load())
+    over_all = head_bytes(QWEN, learner(), load(keeps_masks=False))
+    gradient = 6 * 151936 * 2048
+    assert over_kept == gradient + 8 * 16384 * 2048 + 8 * GATHERED_ROWS * 2048
+    assert over_all == gradient + 8 * 16384 * 2048 + 2**29
+    assert over_all < full
+
+
+def test_zero_stages_share_more_and_more() -> None:
+    def at(stage: int, *, offload: bool = False) -> dict[str, float]:
+        settings = {"zero_stage": stage, "offload_optimizer": offload}
+        config = LearnerConfig.model_validate({"backend": "deepspeed", "dtype": "bfloat16", "deepspeed": settings})
+        return deepspeed_memory(model_of(QWEN), QWEN, config, load(8))[1]
+
+    total = model_of(QWEN).total()
+    assert (at(1)["gradients"], at(2)["gradients"]) == (4 * total, 4 * total / 8)
+    assert at(2)["weights"] == 2 * total
+    assert at(3)["weights"] < at(2)["weights"] / 2
+    assert at(2)["optimizer"] == 12 * total / 8
+    assert at(2, offload=True)["optimizer"] == 0
