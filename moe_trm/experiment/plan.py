@@ -124,7 +124,13 @@ class _naming:  # noqa: N801
 
 def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int) -> PlannedRun:
     run = PlannedRun(arm, seed, ())
-    own = (f"name={run.name}", f"run_dir={folder}", f"seed={seed}", f"train.steps={file.steps}", "rollout.server.port=0")
+    own = (
+        f"name={run.name}",
+        f"run_dir={folder}",
+        f"seed={seed}",
+        f"train.steps={file.steps}",
+        "rollout.server.port=0",
+    )
     return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *own))
 
 

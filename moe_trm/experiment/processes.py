@@ -19,7 +19,7 @@ from moe_trm.experiment.plan import Plan, PlannedRun
 from moe_trm.experiment.states import RunState, States
 from moe_trm.runtime.lifeline import Lifeline
 
-POLL_S = 0.1
+POLL_S = 0.05
 LOGS = "logs"
 LOCK = "experiment.lock"
 
@@ -152,9 +152,7 @@ def _end(plan: Plan, running: Running, states: States) -> RunState:
     running.lifeline.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.returncode
     file = plan.file
-    state.state, state.reason = ending(
-        status, folder, running.text(), steps=file.steps, metric=file.primary_metric
-    )
+    state.state, state.reason = ending(status, folder, running.text(), steps=file.steps, metric=file.primary_metric)
     state.exit_status, state.steps = status, steps_of(folder)
     state.seconds += time.monotonic() - running.since
     state.ended_unix_s = time.time()

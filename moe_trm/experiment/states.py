@@ -100,7 +100,13 @@ def _same_settings(plan: Plan) -> bool:
         document: Any = json.loads(path.read_bytes())
         saved = document["settings"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RunError("this file cannot be read", where=str(path), got=repr(error), fix="Give --out another folder.")
+        raise RunError(
+            "the settings of this experiment cannot be read",
+            where=str(path),
+            got=repr(error),
+            expected="what `moe-trm experiment` wrote",
+            fix="Give --out another folder; what ran is in the run folders beside it.",
+        ) from error
     if (document.get("format"), document.get("version")) != (FORMAT, VERSION):
         raise ConfigError(
             "this folder holds an experiment of another format",

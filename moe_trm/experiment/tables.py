@@ -30,14 +30,14 @@ MISMATCH: Metrics = (
 KEPT: Metrics = (
     ("correction/kept_fraction", "tokens"),
     ("correction/kept_sequence_fraction", "sequences"),
-    ("acceptance/length_*", "sequences of tokens "),
+    ("acceptance/length_*", "sequences, tokens "),
     ("acceptance/positive", "positive advantage"),
     ("acceptance/negative", "negative advantage"),
     ("acceptance/correct", "right answers"),
     ("acceptance/wrong", "wrong answers"),
 )
 COST: Metrics = (
-    ("time/step_s", "seconds of a step"),
+    ("time/step_s", "seconds of a whole step"),
     ("time/rollout_s", "of these sampling"),
     ("time/update_s", "of these updating"),
     ("time/sync_s", "of these pushing weights"),
@@ -62,7 +62,11 @@ class Table:
             f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
             for first, *rest in self.rows
         )
-        body = f'<div class="wide"><table class="rows"><tr>{head}</tr>{rows}</table></div>' if self.rows else "<p>None.</p>"
+        body = (
+            f'<div class="wide"><table class="rows"><tr>{head}</tr>{rows}</table></div>'
+            if self.rows
+            else "<p>None.</p>"
+        )
         return f'<section><h2>{escape(self.title)}</h2><p class="note">{escape(self.note)}</p>{body}</section>'
 
 
@@ -134,7 +138,10 @@ def _cost(arms: Sequence[Arm]) -> Table:
     steps = _figures("Cost", arms, COST)
     whole = tuple(_told([state.seconds for state in arm.states if state.state == "finished"]) for arm in arms)
     return Table(
-        steps.title, f"{steps.note} The whole run is with its start.", steps.head, (*steps.rows, ("whole run, s", *whole))
+        steps.title,
+        f"{steps.note} The whole run is with its start.",
+        steps.head,
+        (*steps.rows, ("whole run, s", *whole)),
     )
 
 
@@ -145,7 +152,12 @@ def _settings(plan: Plan) -> Table:
         for arm in plan.file.arms
         for key, (before, after) in plan.apart(arm).items()
     )
-    return Table("What sets the arms apart", f"Resolved settings.", ("arm", "setting", f"in {first}", "in the arm"), rows)
+    return Table(
+        "What sets the arms apart",
+        "Resolved settings that differ from the baseline's.",
+        ("arm", "setting", f"in {first}", "in the arm"),
+        rows,
+    )
 
 
 def _runs(arms: Sequence[Arm]) -> Table:

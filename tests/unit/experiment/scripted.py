@@ -14,7 +14,7 @@ from moe_trm.config.schema import Config
 from moe_trm.experiment.commands import run_experiment
 from moe_trm.experiment.plan import Plan, PlannedRun
 
-PROGRAM = '''
+PROGRAM = """
 import json, os, pathlib, signal, sys
 
 script, *overrides = sys.argv[1:]
@@ -58,7 +58,7 @@ for step in range(done, steps + 1):
         sys.exit(0)
     if asked:
         sys.exit(143)
-'''
+"""
 
 BASE = "model: {checkpoint: a/model}\nlearner: {dtype: float32, transformer_engine: false}\n"
 
@@ -86,7 +86,9 @@ class Scripted:
             "run_dir": str(self.folder / "runs"),
             **changes,
         }
-        self.file.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}, sort_keys=False))
+        self.file.write_text(
+            yaml.safe_dump({key: value for key, value in content.items() if value is not None}, sort_keys=False)
+        )
 
     def tell(self, script: Mapping[str, Mapping[str, Any]]) -> None:
         self._script.write_text(json.dumps(script))

@@ -113,9 +113,7 @@ def test_failed_runs_are_repeated_only_when_asked_for_and_the_count_stays(tmp_pa
         ({"accuracy": None}, "eval/accuracy was not finite at step 3"),
     ],
 )
-def test_a_run_that_ends_well_without_a_result_has_failed(
-    tmp_path: Path, told: dict[str, object], reason: str
-) -> None:
+def test_a_run_that_ends_well_without_a_result_has_failed(tmp_path: Path, told: dict[str, object], reason: str) -> None:
     trial = Scripted(tmp_path)
     trial.tell({"none-seed1": told})
     assert trial.run() == 1
@@ -137,7 +135,13 @@ def test_a_changed_file_is_refused_with_what_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"seeds": [0, 1, 2, 3]}, {"primary_metric": "reward/mean"}, {"baseline": "R3"}, {"overrides": ["optimizer.lr=1e-3"]}]
+    "change",
+    [
+        {"seeds": [0, 1, 2, 3]},
+        {"primary_metric": "reward/mean"},
+        {"baseline": "R3"},
+        {"overrides": ["optimizer.lr=1e-3"]},
+    ],
 )
 def test_every_part_of_the_file_is_fixed(tmp_path: Path, change: dict[str, object]) -> None:
     trial = Scripted(tmp_path, seeds=[0])
