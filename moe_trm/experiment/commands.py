@@ -14,6 +14,7 @@ from moe_trm.config.flat import as_yaml
 from moe_trm.errors import ConfigError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
+from moe_trm.experiment.comparison import LEAST_PAIRS
 from moe_trm.experiment.plan import Check, Plan, check_run, make_plan
 from moe_trm.experiment.processes import Command, alone, run_all, train_command
 from moe_trm.experiment.states import States
@@ -91,8 +92,8 @@ def described(plan: Plan, states: States, jobs: int) -> list[str]:
         apart = [f"{key}={as_yaml(own)} (not {as_yaml(first)})" for key, (first, own) in plan.apart(arm).items()]
         lines.append(f"arm {arm}: {', '.join(apart) or 'the baseline'}")
     lines += [f"{run.name}: {states.of(run).state}" for run in plan.runs]
-    if len(file.seeds) < page.LEAST_PAIRS:
-        lines.append(f"note: with fewer than {page.LEAST_PAIRS} seeds no claim will be possible")
+    if len(file.seeds) < LEAST_PAIRS:
+        lines.append(f"note: with fewer than {LEAST_PAIRS} seeds no claim will be possible")
     return lines
 
 

@@ -63,7 +63,7 @@ def summary(plan: Plan, arms: Sequence[Arm]) -> list[str]:
 
 def markdown(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> str:
     """The conclusion and every table."""
-    lines = [f"# {plan.file.name}", "", *about, ""]
+    lines = [f"# {plan.file.name}", "", " · ".join(about), ""]
     lines += [f"- {sentence}" for sentence in summary(plan, arms)]
     return "\n".join([*lines, "", "\n\n".join(table.markdown() for table in tables(plan, arms)), ""])
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,10 @@ from types import FrameType
 from moe_trm.errors import RunError
 from moe_trm.experiment.ending import ending, steps_of
 from moe_trm.experiment.plan import Plan, PlannedRun
-from moe_trm.experiment.states import RunState, States
+from moe_trm.experiment.states import RunState, States, log_of
 from moe_trm.runtime.lifeline import Lifeline
 
 POLL_S = 0.05
-LOGS = "logs"
 LOCK = "experiment.lock"
 
 Command = Callable[[Plan, PlannedRun], Sequence[str]]
@@ -38,22 +37,28 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = 0
-        self.running: dict[str, Running] = {}
+        self._times = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def pass_on(self, running: Iterable[Running]) -> None:
+        """As often as it came, also to a run that began meanwhile: the second signal ends a run at once."""
+        for each in running:
+            while each.told < self._times:
+                each.told += 1
+                each.process.send_signal(signal.SIGTERM)
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
         self.asked = number
+        self._times += 1
         print("asked to stop: no further run begins, and those that run save themselves", flush=True)
-        for running in self.running.values():
-            running.process.send_signal(signal.SIGTERM)
 
 
 @dataclass
@@ -67,6 +72,8 @@ class Running:
     begins: int
     """Bytes in the log before this attempt."""
     since: float
+    told: int = 0
+    """Signals that were passed on."""
 
     def text(self) -> str:
         return self.log.read_bytes()[self.begins :].decode(errors="replace")
@@ -113,17 +120,16 @@ def run_all(
     """
     ended = ("finished",) if retry_failed else ("finished", "failed")
     waiting = [run for run in plan.runs if states.of(run).state not in ended]
-    stop = Stop()
+    stop, started = Stop(), dict[str, Running]()
     with stop.listening():
-        while stop.running or (waiting and not stop.asked):
-            while waiting and len(stop.running) < jobs and not stop.asked:
+        while started or (waiting and not stop.asked):
+            while waiting and len(started) < jobs and not stop.asked:
                 run = waiting.pop(0)
-                stop.running[run.name] = started = _start(plan, run, states, command)
-                if stop.asked:  # meanwhile
-                    started.process.send_signal(signal.SIGTERM)
+                started[run.name] = _start(plan, run, states, command)
                 say(f"{run.name}: {'goes on' if states.of(run).attempts > 1 else 'begins'} ({len(waiting)} wait)")
-            for running in [each for each in stop.running.values() if each.process.poll() is not None]:
-                del stop.running[running.run.name]
+            stop.pass_on(started.values())
+            for running in [each for each in started.values() if each.process.poll() is not None]:
+                del started[running.run.name]
                 state = _end(plan, running, states)
                 say(f"{state.run}: {state.state}{f': {state.reason}' if state.reason else ''} ({state.seconds:.0f} s)")
             time.sleep(POLL_S)
@@ -136,9 +142,9 @@ def _start(plan: Plan, run: PlannedRun, states: States, command: Command) -> Run
         state.earlier.append(state.reason)
     state.state, state.reason, state.exit_status = "running", "", None
     state.attempts += 1
-    state.started_unix_s = state.started_unix_s or time.time()
+    state.started_unix_s = time.time()
     states.write()
-    log = plan.folder / LOGS / f"{run.name}.log"
+    log = log_of(plan.folder, run.name)
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         begins = output.tell()

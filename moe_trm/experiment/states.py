@@ -34,8 +34,9 @@ class RunState(msgspec.Struct, kw_only=True):
         reason: of the end of a run that failed or was stopped.
         exit_status: of its last process; None before its first end.
         attempts: processes that were started for it.
-        seconds: of all attempts, wall clock.
+        seconds: of all attempts, wall clock; of one that was killed with its experiment, until its last word.
         steps: in its `metrics.jsonl`.
+        started_unix_s: begin of the last attempt.
         earlier: reasons of earlier ends.
     """
 
@@ -72,6 +73,7 @@ class States:
         for state in self._states.values():
             if state.state == "running":
                 state.state, state.reason = "stopped", "the experiment ended while it ran"
+                state.seconds += _seconds_until_its_last_word(state, log_of(plan.folder, state.run))
 
     def __iter__(self) -> Iterator[RunState]:
         return iter(self._states.values())
@@ -128,6 +130,17 @@ def _same_settings(plan: Plan) -> bool:
             fix="Restore the file, or give --out another folder to begin anew.",
         )
     return True
+
+
+def log_of(folder: Path, run: str) -> Path:
+    """What a run printed, in all its attempts."""
+    return folder / "logs" / f"{run}.log"
+
+
+def _seconds_until_its_last_word(state: RunState, log: Path) -> float:
+    if state.started_unix_s is None or not log.is_file():
+        return 0.0
+    return max(0.0, log.stat().st_mtime - state.started_unix_s)
 
 
 def _shown(flat: dict[str, Any], key: str) -> str:

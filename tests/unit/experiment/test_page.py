@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.unit.experiment.scripted import Scripted
 from tests.unit.report.page_reader import PageReader
 
 
-def made(folder: Path, accuracies: dict[str, list[float | None]], **changes: Any) -> Scripted:
+def made(folder: Path, accuracies: Mapping[str, Sequence[float | None]], **changes: Any) -> Scripted:
     """A finished experiment with these final accuracies by arm and seed; a run of None fails."""
     trial = Scripted(
         folder,
