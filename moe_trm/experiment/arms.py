@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean
 
+from moe_trm.errors import RunError
 from moe_trm.experiment.plan import Plan
+from moe_trm.experiment.stages import result_of
 from moe_trm.experiment.states import RunState, States
 from moe_trm.report.intervals import around_mean
 from moe_trm.report.run import Run, read_run
@@ -19,11 +23,13 @@ class Arm:
     Attributes:
         runs: the finished ones by seed. Failed and unfinished ones are in no figure, and are counted beside it.
         states: of all its runs.
+        evaluations: of the final weights, by who answered: the metrics of each finished run.
     """
 
     name: str
     runs: Mapping[int, Run]
     states: tuple[RunState, ...]
+    evaluations: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[RunState, ...]:
@@ -91,8 +97,27 @@ def read_arms(plan: Plan, states: States) -> list[Arm]:
     for name in plan.file.arms:
         own = tuple(state for state in states if state.arm == name)
         runs = {state.seed: read_run(plan.folder / state.run) for state in own if state.state == "finished"}
-        arms.append(Arm(name, runs, own))
+        evaluations = {
+            by: [_evaluation(result_of(plan, state.run, by)) for state in own if state.state == "finished"]
+            for by in plan.file.evaluations
+        }
+        arms.append(Arm(name, runs, own, evaluations))
     return arms
+
+
+def _evaluation(path: Path) -> Mapping[str, float]:
+    """The metrics that `moe-trm eval` wrote. Raises `RunError`."""
+    try:
+        metrics: Mapping[str, float] = json.loads(path.read_bytes())["metrics"]
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise RunError(
+            "the evaluation of a finished run cannot be read",
+            where=str(path),
+            got=repr(error),
+            expected="what `moe-trm eval --json` wrote",
+            fix="Write it again with `moe-trm eval RUN --by WHO --json` and this path.",
+        ) from error
+    return metrics
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

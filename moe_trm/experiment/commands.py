@@ -16,7 +16,8 @@ from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
 from moe_trm.experiment.comparison import LEAST_PAIRS
 from moe_trm.experiment.plan import Check, Plan, check_run, make_plan
-from moe_trm.experiment.processes import Command, alone, run_all, train_command
+from moe_trm.experiment.processes import alone, run_all
+from moe_trm.experiment.stages import Stages, stages
 from moe_trm.experiment.states import States
 
 
@@ -51,12 +52,12 @@ def run_experiment(
     retry_failed: bool = False,
     only_report: bool = False,
     check: Check = check_run,
-    command: Command = train_command,
+    made_of: Stages = stages,
 ) -> int:
-    """As the command; `check` and `command` are of each run. Same errors."""
+    """As the command; `check` and `made_of` are of each run. Same errors."""
     if jobs < 1:
         raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
-    plan = make_plan(file, out, check)
+    plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
     attached = [arm for arm, config in plan.configs.items() if not config.rollout.starts_server]
     if jobs > 1 and attached:
         raise ConfigError(
@@ -71,7 +72,7 @@ def run_experiment(
     with alone(plan.folder):
         states = States(plan)
         states.begin(plan)
-        asked = 0 if only_report else run_all(plan, states, jobs=jobs, retry_failed=retry_failed, command=command)
+        asked = 0 if only_report else run_all(plan, states, jobs=jobs, retry_failed=retry_failed, made_of=made_of)
         arms = read_arms(plan, states)
         written = page.write(plan, arms, about(plan, states))
     print("\n".join(page.summary(plan, arms)))

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 from moe_trm.errors import RunError
+from moe_trm.experiment.stages import Stage
 from moe_trm.experiment.states import State
 from moe_trm.report.run import Run, read_run
 
@@ -25,9 +26,8 @@ def ending(status: int, folder: Path, log: str, *, steps: int, metric: str) -> t
         steps: that the run has to make.
         metric: that decides, which the run has to have measured.
     """
-    number = -status if status < 0 else status - 128
-    if number in list(map(int, _STOPPED)):
-        return "stopped", f"ended by {signal.Signals(number).name} after step {steps_of(folder)}"
+    if (number := _signal(status)) is not None:
+        return "stopped", f"ended by {number} after step {steps_of(folder)}"
     if status != 0:
         return "failed", reason_in(log) or f"exit status {status} without a word"
     try:
@@ -37,6 +37,23 @@ def ending(status: int, folder: Path, log: str, *, steps: int, metric: str) -> t
     if run.last_step < steps:
         return "failed", f"it ended after step {run.last_step} of {steps}"
     return _measured(run, metric)
+
+
+def ending_of_evaluation(status: int, stage: Stage, log: str) -> tuple[State, str]:
+    """As `ending`, of an evaluation of what a run left."""
+    if (number := _signal(status)) is not None:
+        return "stopped", f"ended by {number} in its {stage.name}"
+    if status != 0:
+        return "failed", f"{stage.name}: {reason_in(log) or f'exit status {status} without a word'}"
+    if stage.result is None or not stage.result.is_file():
+        return "failed", f"{stage.name}: it ended well and left no result"
+    return "finished", ""
+
+
+def _signal(status: int) -> str | None:
+    """The name of the signal that ended a process to be gone on with."""
+    number = -status if status < 0 else status - 128
+    return signal.Signals(number).name if number in list(map(int, _STOPPED)) else None
 
 
 def _measured(run: Run, metric: str) -> tuple[State, str]:

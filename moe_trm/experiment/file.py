@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -38,6 +38,8 @@ class ExperimentFile(Section):
     """Training steps of each run."""
     primary_metric: str
     """The metric that decides, e.g. `eval/accuracy`. All others are shown beside it."""
+    evaluations: tuple[Literal["sglang", "learner"], ...] = ()
+    """Who answers the held-out prompts with each run's final weights, by `moe-trm eval`: the engine, the learner."""
     ranks: Positive | None = None
     """Learner ranks of a run; none: the fewest that hold the model."""
     run_dir: str = "runs"
@@ -99,5 +101,7 @@ def _contradictions(file: ExperimentFile) -> Iterator[Problem]:
             got=f"{', '.join(map(str, twice))} more than once",
             expected="different seeds",
         )
+    if len(set(file.evaluations)) < len(file.evaluations):
+        yield Problem("evaluations", "given twice", got=", ".join(file.evaluations), expected="sglang, learner")
     if file.baseline is not None and file.baseline not in file.arms:
         yield Problem("baseline", "no arm has this name", got=file.baseline, expected=" or ".join(file.arms))

@@ -65,7 +65,9 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """Everything that decides about the outcome, by dotted key; places are no part of it."""
         arms = {arm: _apart_from_place(config) for arm, config in self.configs.items()}
-        file = self.file.model_dump(mode="json", include={"name", "seeds", "steps", "primary_metric", "ranks"})
+        file = self.file.model_dump(
+            mode="json", include={"name", "seeds", "steps", "primary_metric", "ranks", "evaluations"}
+        )
         flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
         return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
 
@@ -103,7 +105,9 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
         configs[arm] = config
 
     refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
-    refuse(str(path), [*_shared_places(configs), *_same_arms(configs), *_metric(file, configs)])
+    refuse(
+        str(path), [*_shared_places(configs), *_same_arms(configs), *_metric(file, configs), *_weights(file, configs)]
+    )
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
     return Plan(file, folder, runs, configs)
 
@@ -171,6 +175,19 @@ def _same_arms(configs: Mapping[str, Config]) -> Iterator[Problem]:
 def _metric(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
     found = (metric_problem(file.primary_metric, config) for config in configs.values())
     yield from dict.fromkeys(problem for problem in found if problem is not None)
+
+
+def _weights(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
+    for arm, config in configs.items():
+        if file.evaluations and not config.train.export and not config.checkpoint.every:
+            yield Problem(
+                "evaluations",
+                f"runs of arm {arm} leave no weights to evaluate",
+                got="train.export=false and checkpoint.every=0",
+                expected="train.export=true",
+            )
+        if file.evaluations and not config.task.has_evaluation:
+            yield Problem("evaluations", f"runs of arm {arm} have no held-out prompts", got="none", expected="some")
 
 
 def _apart_from_place(config: Config) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,22 +13,14 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.errors import RunError
-from moe_trm.experiment.ending import ending, steps_of
+from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
 from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.stages import Stage, Stages, stages
 from moe_trm.experiment.states import RunState, States, log_of
 from moe_trm.runtime.lifeline import Lifeline
 
 POLL_S = 0.05
 LOCK = "experiment.lock"
-
-Command = Callable[[Plan, PlannedRun], Sequence[str]]
-"""The command line of a run."""
-
-
-def train_command(plan: Plan, run: PlannedRun) -> Sequence[str]:
-    """The ordinary `moe-trm train`."""
-    ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
-    return [sys.executable, "-m", "moe_trm", "train", plan.file.base, *run.overrides, *ranks]
 
 
 class Stop:
@@ -66,6 +57,8 @@ class Running:
     """A run's process. It is in a session of its own, and is killed when this process is gone."""
 
     run: PlannedRun
+    stage: Stage
+    left: Sequence[Stage]
     process: subprocess.Popen[bytes]
     lifeline: Lifeline
     log: Path
@@ -103,7 +96,7 @@ def run_all(
     *,
     jobs: int = 1,
     retry_failed: bool = False,
-    command: Command = train_command,
+    made_of: Stages = stages,
     say: Callable[[str], None] = print,
 ) -> int:
     """Run what has not finished; every change of state is written before anything else happens.
@@ -113,7 +106,7 @@ def run_all(
         states: of this plan; runs that finished or failed are not run again.
         jobs: runs at a time.
         retry_failed: run those that failed again; their reasons stay in the books.
-        command: of a run.
+        made_of: the processes of a run.
         say: a line for whoever watches.
     Returns:
         The signal that asked to stop, 0 when no run is left.
@@ -125,40 +118,58 @@ def run_all(
         while started or (waiting and not stop.asked):
             while waiting and len(started) < jobs and not stop.asked:
                 run = waiting.pop(0)
-                started[run.name] = _start(plan, run, states, command)
+                started[run.name] = _start(plan, run, states, made_of(plan, run))
                 say(f"{run.name}: {'goes on' if states.of(run).attempts > 1 else 'begins'} ({len(waiting)} wait)")
             stop.pass_on(started.values())
             for running in [each for each in started.values() if each.process.poll() is not None]:
-                del started[running.run.name]
-                state = _end(plan, running, states)
+                state = _end(plan, running, states, asked=bool(stop.asked))
+                if state.state == "running":
+                    started[state.run] = _next(plan, running.run, states, running.left)
+                    continue
+                del started[state.run]
                 say(f"{state.run}: {state.state}{f': {state.reason}' if state.reason else ''} ({state.seconds:.0f} s)")
             time.sleep(POLL_S)
     return stop.asked
 
 
-def _start(plan: Plan, run: PlannedRun, states: States, command: Command) -> Running:
+def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]) -> Running:
+    """The first process of an attempt: what earlier ones did is not done again."""
     state = states.of(run)
     if state.reason:
         state.earlier.append(state.reason)
-    state.state, state.reason, state.exit_status = "running", "", None
+    state.reason = ""
     state.attempts += 1
-    state.started_unix_s = time.time()
+    left = [stage for stage in made_of if not (state.trained if stage.result is None else stage.result.is_file())]
+    return _next(plan, run, states, left or made_of[-1:])
+
+
+def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
+    state, (stage, *others) = states.of(run), left
+    state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
     states.write()
     log = log_of(plan.folder, run.name)
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         begins = output.tell()
         process = subprocess.Popen(
-            command(plan, run), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            stage.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    return Running(run, process, Lifeline(process.pid), log, begins, time.monotonic())
+    return Running(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
 
 
-def _end(plan: Plan, running: Running, states: States) -> RunState:
+def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunState:
+    """The state after a process; it stays `running` where another stage follows."""
     running.lifeline.release()
     state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.returncode
-    file = plan.file
-    state.state, state.reason = ending(status, folder, running.text(), steps=file.steps, metric=file.primary_metric)
+    file, log = plan.file, running.text()
+    if running.stage.result is None:
+        outcome = ending(status, folder, log, steps=file.steps, metric=file.primary_metric)
+        state.trained = outcome[0] == "finished"
+    else:
+        outcome = ending_of_evaluation(status, running.stage, log)
+    if outcome[0] == "finished" and running.left:
+        outcome = ("stopped", f"asked to stop before its {running.left[0].name}") if asked else ("running", "")
+    state.state, state.reason = outcome
     state.exit_status, state.steps = status, steps_of(folder)
     state.seconds += time.monotonic() - running.since
     state.ended_unix_s = time.time()

@@ -34,6 +34,7 @@ class RunState(msgspec.Struct, kw_only=True):
         reason: of the end of a run that failed or was stopped.
         exit_status: of its last process; None before its first end.
         attempts: processes that were started for it.
+        trained: its training is done; what is left are evaluations.
         seconds: of all attempts, wall clock; of one that was killed with its experiment, until its last word.
         steps: in its `metrics.jsonl`.
         started_unix_s: begin of the last attempt.
@@ -47,6 +48,7 @@ class RunState(msgspec.Struct, kw_only=True):
     reason: str = ""
     exit_status: int | None = None
     attempts: int = 0
+    trained: bool = False
     seconds: float = 0.0
     steps: int = 0
     started_unix_s: float | None = None

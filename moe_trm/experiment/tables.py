@@ -113,9 +113,15 @@ def _evaluation(plan: Plan, arms: Sequence[Arm]) -> Table:
         for name in known
         if any(arm.values(name, at_end=True) for arm in arms)
     ]
+    for by in plan.file.evaluations:
+        names = sorted({name for arm in arms for metrics in arm.evaluations[by] for name in metrics})
+        for name in names:
+            values = [[m[name] for m in arm.evaluations[by] if name in m] for arm in arms]
+            rows.append((f"{name}, final weights by {by}", *(_told(own, each=True) for own in values)))
     return Table(
         "Final held-out evaluation",
-        f"After step {plan.file.steps}, by what the rollout engine samples: mean over seeds, 95% interval, each run.",
+        f"After step {plan.file.steps}, answers of the rollout engine unless another is named: mean over seeds, 95% "
+        "interval, each run.",
         ("metric", *(arm.name for arm in arms)),
         tuple(rows),
     )

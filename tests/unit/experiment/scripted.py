@@ -13,6 +13,7 @@ import yaml
 from moe_trm.config.schema import Config
 from moe_trm.experiment.commands import run_experiment
 from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.stages import Stage, result_of
 
 PROGRAM = """
 import json, os, pathlib, signal, sys
@@ -60,6 +61,19 @@ for step in range(done, steps + 1):
         sys.exit(143)
 """
 
+EVALUATION = """
+import json, pathlib, sys
+
+script, run, by, out = sys.argv[1:]
+told = json.loads(pathlib.Path(script).read_text()).get(run, {})
+if told.get("no_evaluation") == by:
+    print("error: no weights", file=sys.stderr)
+    sys.exit(2)
+path = pathlib.Path(out)
+path.parent.mkdir(exist_ok=True)
+path.write_text(json.dumps({"metrics": {"eval/accuracy": 0.6 if by == "learner" else 0.7}}))
+"""
+
 BASE = "model: {checkpoint: a/model}\nlearner: {dtype: float32, transformer_engine: false}\n"
 
 
@@ -94,7 +108,7 @@ class Scripted:
         self._script.write_text(json.dumps(script))
 
     def run(self, **options: Any) -> int:
-        return run_experiment(self.file, check=passes, command=self._command, **options)
+        return run_experiment(self.file, check=passes, made_of=self._stages, **options)
 
     def states(self) -> dict[str, dict[str, Any]]:
         lines = (self.out / "states.jsonl").read_text().splitlines()
@@ -104,9 +118,14 @@ class Scripted:
         """Steps that were there at each start of a run."""
         return [int(line) for line in (self.out / run / "started").read_text().splitlines()]
 
-    def _command(self, plan: Plan, run: PlannedRun) -> Sequence[str]:
-        program = str(self.folder / "program.py")
-        return [sys.executable, "-I", "-S", program, str(self._script), *run.overrides]
+    def _stages(self, plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+        python, program = [sys.executable, "-I", "-S"], str(self.folder / "program.py")
+        found = [Stage("training", [*python, program, str(self._script), *run.overrides])]
+        for by in plan.file.evaluations:
+            result = result_of(plan, run.name, by)
+            command = [*python, "-c", EVALUATION, str(self._script), run.name, by, str(result)]
+            found.append(Stage(f"evaluation by {by}", command, result))
+        return found
 
 
 def passes(config: Config, ranks: int) -> None:

@@ -105,6 +105,33 @@ def test_failed_runs_are_repeated_only_when_asked_for_and_the_count_stays(tmp_pa
     assert "before: error: the loss is not finite" in (trial.out / "table.md").read_text()
 
 
+def test_final_weights_are_evaluated_once_and_a_failed_evaluation_is_no_new_training(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path, seeds=[0], evaluations=["sglang", "learner"])
+    trial.tell({"R3-seed0": {"no_evaluation": "learner"}})
+    assert trial.run() == 1
+    failed = trial.states()["R3-seed0"]
+    assert (failed["state"], failed["trained"]) == ("failed", True)
+    assert failed["reason"] == "evaluation by learner: error: no weights"
+    trial.tell({})
+    before = (trial.out / "R3-seed0" / "eval" / "final-sglang.json").stat().st_mtime_ns
+    assert trial.run(retry_failed=True) == 0
+    assert trial.starts("R3-seed0") == [0], "it was trained again"
+    assert (trial.out / "R3-seed0" / "eval" / "final-sglang.json").stat().st_mtime_ns == before
+    table = (trial.out / "table.md").read_text()
+    assert "| eval/accuracy, final weights by learner | 0.6 (one run) | 0.6 (one run) |" in table
+    assert "| eval/accuracy, final weights by sglang | 0.7 (one run) | 0.7 (one run) |" in table
+
+
+def test_asked_to_stop_in_the_training_a_run_is_evaluated_later(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path, seeds=[0], evaluations=["learner"])
+    trial.tell({"none-seed0": {"stops_all_at": 3}})
+    assert trial.run() == 143
+    state = trial.states()["none-seed0"]
+    assert (state["state"], state["reason"]) == ("stopped", "ended by SIGTERM after step 3")
+    assert trial.run() == 0
+    assert trial.states()["none-seed0"]["state"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
