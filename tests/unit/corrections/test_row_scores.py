@@ -217,3 +217,23 @@ def test_opsm_drops_tokens_of_negative_advantage_only(score: str) -> None:
     zero = torch.zeros_like(log_ratio)
     found = Evidence(LogRatios(zero, log_ratio, log_ratio, mask), torch.tensor([[-1.0, 0.0, 1.0]]))
     assert corrections.get("opsm")(found, delta=0.1, score=score).keep.tolist() == [[False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "thresholds", "at", "beyond"),
+    [
+        ("token_veto", {"min_ratio": 0.5}, math.log(0.5), -0.7),
+        ("token_veto", {"min_ratio": 0.5, "score": "mean"}, math.log(0.5), -0.7),
+        ("token_k1", {"low": 0.5, "high": 2.0}, math.log(2.0), 0.7),
+        ("seq_mean_k1", {"low": 0.5, "high": 2.0}, -math.log(2.0), -0.7),
+        ("token_k2", {"upper": 0.5}, 1.0, 1.01),
+        ("seq_max_k2", {"upper": 0.5}, -1.0, -1.01),
+    ],
+)
+def test_what_lies_at_a_threshold_stays(
+    rule: str, thresholds: dict[str, float | str], at: float, beyond: float
+) -> None:
+    log_ratio, mask = torch.tensor([[at], [beyond]], dtype=torch.float64), torch.ones(2, 1, dtype=torch.bool)
+    zero = torch.zeros_like(log_ratio)
+    kept = corrections.get(rule)(Evidence(LogRatios(zero, log_ratio, log_ratio, mask), zero), **thresholds).keep
+    assert kept[:, 0].tolist() == [True, False]

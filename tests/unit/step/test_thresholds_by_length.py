@@ -79,7 +79,11 @@ def test_a_score_that_was_changed_begins_to_measure() -> None:
     after.restore(before.state(learner), learner)
     first, second, third = updates(after, learner, 3)
     assert first["correction/kept_fraction"] == second["correction/kept_fraction"] == 1.0
-    assert "correction/trm/unjudged_fraction" in third
+    assert ["correction/trm/unjudged_fraction" in measured for measured in (first, second, third)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_ranks_have_the_same_thresholds() -> None:
