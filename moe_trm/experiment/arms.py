@@ -97,7 +97,7 @@ def read_arms(plan: Plan, states: States) -> list[Arm]:
     for name in plan.file.arms:
         own = tuple(state for state in states if state.arm == name)
         runs = {state.seed: read_run(plan.folder / state.run) for state in own if state.state == "finished"}
-        evaluations = {
+        evaluations: dict[str, list[Mapping[str, float]]] = {
             by: [_evaluation(result_of(plan, state.run, by)) for state in own if state.state == "finished"]
             for by in plan.file.evaluations
         }

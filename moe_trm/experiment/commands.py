@@ -11,14 +11,14 @@ from pathlib import Path
 
 from moe_trm import __version__
 from moe_trm.config.flat import as_yaml
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, RunError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
 from moe_trm.experiment.comparison import LEAST_PAIRS
 from moe_trm.experiment.plan import Check, Plan, check_run, make_plan
 from moe_trm.experiment.processes import alone, run_all
 from moe_trm.experiment.stages import Stages, stages
-from moe_trm.experiment.states import States
+from moe_trm.experiment.states import STATES, States
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +69,14 @@ def run_experiment(
     if dry_run:
         print("\n".join(described(plan, States(plan), jobs)))
         return 0
+    if only_report and not (plan.folder / STATES).is_file():
+        raise RunError(
+            "this experiment has not begun",
+            where=str(plan.folder),
+            got=f"no {STATES}",
+            expected="the folder of an experiment",
+            fix="Run it first, without --report.",
+        )
     with alone(plan.folder):
         states = States(plan)
         states.begin(plan)

@@ -65,9 +65,7 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """Everything that decides about the outcome, by dotted key; places are no part of it."""
         arms = {arm: _apart_from_place(config) for arm, config in self.configs.items()}
-        file = self.file.model_dump(
-            mode="json", include={"name", "seeds", "steps", "primary_metric", "ranks", "evaluations"}
-        )
+        file = self.file.model_dump(mode="json", exclude={"base", "overrides", "arms", "baseline", "run_dir"})
         flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
         return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
 
@@ -105,9 +103,8 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
         configs[arm] = config
 
     refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
-    refuse(
-        str(path), [*_shared_places(configs), *_same_arms(configs), *_metric(file, configs), *_weights(file, configs)]
-    )
+    refuse(str(path), [*_shared_places(configs), *_same_arms(configs)])
+    refuse(str(path), [*_metric(file, configs), *_weights(file, configs)])
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
     return Plan(file, folder, runs, configs)
 

@@ -195,6 +195,13 @@ def test_one_process_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
     assert trial.run() == 0
 
 
+def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path)
+    with pytest.raises(RunError, match="has not begun"):
+        trial.run(only_report=True)
+    assert not trial.out.exists()
+
+
 def test_damaged_books_are_refused(tmp_path: Path) -> None:
     trial = Scripted(tmp_path, seeds=[0])
     assert trial.run() == 0
