@@ -36,6 +36,7 @@ PATIENCE_S = 600
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5 * PATIENCE_S)
 def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_path: Path) -> None:
     content = yaml.safe_load((REPOSITORY / "examples" / "experiments" / "replay_modes.yaml").read_text())
     content |= {"seeds": [0, 1], "steps": 2, "run_dir": str(tmp_path)}
