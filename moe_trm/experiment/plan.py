@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,18 +110,13 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
     return Plan(file, folder, runs, configs)
 
 
-class _naming:  # noqa: N801
+@contextmanager
+def _naming(arm: str) -> Iterator[None]:
     """Errors inside the `with` name the arm."""
-
-    def __init__(self, arm: str) -> None:
-        self._arm = arm
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, MoeTrmError):
-            raise ConfigError(f"arm {self._arm} is refused: {error}") from error
+    try:
+        yield
+    except MoeTrmError as error:
+        raise ConfigError(f"arm {arm} is refused: {error}") from error
 
 
 def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int) -> PlannedRun:
