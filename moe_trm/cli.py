@@ -67,6 +67,12 @@ COMMANDS = (
         ("runs/quickstart", "runs/quickstart runs/async --out compared.html"),
     ),
     Command(
+        "experiment",
+        "moe_trm.experiment.commands",
+        "run arms x seeds from one file and compare them; given again, it goes on where it stopped",
+        ("examples/experiments/replay_modes.yaml --dry-run", "examples/experiments/replay_modes.yaml --jobs 2"),
+    ),
+    Command(
         "doctor",
         "moe_trm.doctor.commands",
         "say whether a configuration will work here, and what sets its two engines apart; trains nothing",

@@ -57,7 +57,7 @@ def _names_a_function(name: str) -> bool:
 
 
 def _evaluation(config: Config) -> Iterator[Problem]:
-    settings, k = config.eval, config.eval.samples
+    settings = config.eval
     for name in config.task.eval_sets:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             yield Problem(
@@ -66,9 +66,7 @@ def _evaluation(config: Config) -> Iterator[Problem]:
                 got=repr(name),
                 expected="letters, digits, dots, dashes and underscores",
             )
-    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
-    metrics = [greedy_metric(config.task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
-    known = [f"{prefix}{metric}" for prefix in sets for metric in metrics]
+    known = evaluation_metrics(config)
     if settings.keep_best and settings.best_metric is not None and settings.best_metric not in known:
         yield Problem(
             "eval.best_metric",
@@ -77,6 +75,14 @@ def _evaluation(config: Config) -> Iterator[Problem]:
             expected=", ".join(known),
             fix="set eval.samples to the k of avg_at_k and pass_at_k" if "_at_" in settings.best_metric else "",
         )
+
+
+def evaluation_metrics(config: Config) -> list[str]:
+    """Metrics of an evaluation of which more is better."""
+    k = config.eval.samples
+    sets = ["eval/", *(f"eval/{name}/" for name in config.task.eval_sets)]
+    metrics = [greedy_metric(config.task), "finished_fraction", *((f"avg_at_{k}", f"pass_at_{k}") if k else ())]
+    return [f"{prefix}{metric}" for prefix in sets for metric in metrics]
 
 
 def greedy_metric(task: TaskConfig) -> str:

@@ -14,6 +14,7 @@ from statistics import mean, variance
 from typing import Any
 
 from moe_trm.config.flat import as_yaml, flatten
+from moe_trm.report.intervals import around_mean, t_quantile
 from moe_trm.report.run import Run
 from moe_trm.report.scale import short
 
@@ -22,8 +23,6 @@ LAST_STEPS = 10
 PLACES = ("name", "seed", "run_dir", "observe.", "record.", "sync.dir", "checkpoint.", "rollout.url", "rollout.api_key",
           "rollout.server.port", "rollout.server.host", "rollout.bundle")  # fmt: skip
 """Settings that make no other configuration of a run."""
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom; after the last, the last."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
     told = []
     for measure in MEASURES:
         metric = next((name for name in measure.metrics if all(run.series(name) for run in runs)), None)
-        if metric is None or (read := _reader(runs, metric, at_end=measure.at_end)) is None:
+        if metric is None or (read := reader(runs, metric, at_end=measure.at_end)) is None:
             continue
         when, value = read
         told += [_difference(measure, when, found[0], other, value) for other in found[1:]]
@@ -153,14 +152,14 @@ def _spread(runs: Sequence[Run]) -> list[str]:
     """The mean over runs of one configuration, with its interval."""
     for measure in MEASURES:
         metric = next((name for name in measure.metrics if all(run.series(name) for run in runs)), None)
-        read = _reader(runs, metric, at_end=measure.at_end) if metric else None
+        read = reader(runs, metric, at_end=measure.at_end) if metric else None
         if read is None:
             continue
         values = _by_seed(runs, read[1])
-        if len(values) < 2:
+        interval = around_mean(values)
+        if interval is None:
             return [f"{read[0]}, {measure.words}: {short(values[0])}. They share one seed, so there is no interval."]
-        reach = _quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
-        low, high = mean(values) - reach, mean(values) + reach
+        low, high = interval
         return [f"{read[0]}, {measure.words}: {short(mean(values))}, 95% interval {short(low)} to {short(high)}."]
     return ["They have no measure in common at a common step."]
 
@@ -172,7 +171,7 @@ def _difference(
     interval = None
     if all(len(values) > 1 for values in sides):
         error = math.sqrt(sum(variance(values) / len(values) for values in sides))
-        reach = _quantile(min(len(values) for values in sides) - 1) * error
+        reach = t_quantile(min(len(values) for values in sides) - 1) * error
         delta = mean(sides[1]) - mean(sides[0])
         interval = (delta - reach, delta + reach)
     return Difference(measure, when, first, other, mean(sides[0]), mean(sides[1]), interval)
@@ -186,7 +185,7 @@ def _by_seed(runs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:
     return [mean(values) for values in found.values()]
 
 
-def _reader(runs: Sequence[Run], metric: str, *, at_end: bool) -> tuple[str, Callable[[Run], float]] | None:
+def reader(runs: Sequence[Run], metric: str, *, at_end: bool) -> tuple[str, Callable[[Run], float]] | None:
     """When a metric is compared, and its value there of a run; None without a common step of finite values."""
     finite = [{step: value for step, value in run.series(metric) if value is not None} for run in runs]
     common = sorted(set.intersection(*(set(values) for values in finite)))
@@ -195,10 +194,6 @@ def _reader(runs: Sequence[Run], metric: str, *, at_end: bool) -> tuple[str, Cal
     steps = common[-1:] if at_end else common[-LAST_STEPS:]
     when = f"After step {steps[0]}" if at_end else f"Over steps {steps[0]} to {steps[-1]}"
     return when, lambda run: mean(value for step, value in run.series(metric) if step in steps and value is not None)
-
-
-def _quantile(degrees: int) -> float:
-    return T_95[min(degrees, len(T_95)) - 1]
 
 
 def _settings(run: Run) -> Mapping[str, str]:

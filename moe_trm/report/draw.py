@@ -28,13 +28,17 @@ Points = Sequence[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: `colour` is its place in the palette; each run has its own dashes."""
+    """One metric of one run: `colour` is its place in the palette; each run has its own dashes.
+
+    `reach` is an interval around the points, as step, low and high.
+    """
 
     run: int
     metric: str
     label: str
     colour: int
     points: Points
+    reach: Sequence[tuple[int, float, float]] = ()
 
     @property
     def finite(self) -> list[tuple[int, float]]:
@@ -49,8 +53,10 @@ def lines(title: str, series: Sequence[Series], steps: tuple[int, int], *, log: 
     """Curves over steps. What a logarithmic scale cannot show (0 and less) leaves a gap."""
     x = step_scale(*steps, LEFT + 4, RIGHT - 4)
     values = [value for each in series for _, value in each.finite]
+    values += [edge for each in series for _, *edges in each.reach for edge in edges]
     y = value_scale(values, BOTTOM, TOP, log=log, floor=floor)
-    body = [part for each in series for part in _curve(each, x, y)]
+    body = [band for each in series for band in _band(each, x, y)]
+    body += [part for each in series for part in _curve(each, x, y)]
     return _drawing(title, x, y, [*_axes(x, y), *body], HEIGHT)
 
 
@@ -137,6 +143,15 @@ def thinned(points: Sequence[tuple[int, float]], x: Scale) -> Sequence[tuple[int
         low, high = min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])
         kept += sorted({stretch[0], low, high, stretch[-1]})
     return kept
+
+
+def _band(series: Series, x: Scale, y: Scale) -> list[str]:
+    """The area of an interval; what a logarithmic scale cannot show of it ends at the border."""
+    if len(series.reach) < 2:
+        return []
+    upper = [f"{x(step):.2f},{y(max(high, y.low)):.2f}" for step, _, high in series.reach]
+    lower = [f"{x(step):.2f},{y(max(low, y.low)):.2f}" for step, low, _ in reversed(series.reach)]
+    return [f'<polygon class="band f{series.colour}" points="{" ".join([*upper, *lower])}"/>']
 
 
 def _curve(series: Series, x: Scale, y: Scale) -> list[str]:

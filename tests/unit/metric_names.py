@@ -26,7 +26,15 @@ from moe_trm.ratios import RATIO_NAMES, LogRatios
 from moe_trm.store.ledger import Ledger
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READERS = ("report/", "doctor/", "quickstart/", "observe/lines.py", "observe/panel.py", "diagnostics/verdict")
+READERS = (
+    "report/",
+    "experiment/",
+    "doctor/",
+    "quickstart/",
+    "observe/lines.py",
+    "observe/panel.py",
+    "diagnostics/verdict",
+)
 """Parts of `moe_trm` that name metrics only to read them."""
 UNITS = {"tokens/s"}
 NUMBER, WORD = r"\d+", "[a-z][a-z0-9_]*"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 
 from moe_trm.report.commands import write
+from tests.unit.experiment.scripted import Scripted
 from tests.unit.observe.made_transcripts import made_transcripts
 from tests.unit.report.made_run import make_run
 
@@ -46,7 +47,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "run": write([one]),
         "two": write([one, other]),
         "transcripts": made_transcripts(folder).with_suffix(".html"),
+        "experiment": made_experiment(folder / "experiment"),
     }
+
+
+def made_experiment(folder: Path) -> Path:
+    """The page of one with a failed run and a long reason."""
+    folder.mkdir()
+    trial = Scripted(folder, steps=8)
+    trial.tell({"R3-seed2": {"fails_at": 1}})
+    assert trial.run(jobs=4) == 1
+    return trial.out / "report.html"
 
 
 class Visit:
@@ -69,7 +80,7 @@ def tip_lines(page: Page) -> list[str]:
     return [line for line in page.locator("#tip").inner_text().split("\n") if line]
 
 
-@pytest.mark.parametrize("name", ["run", "two", "transcripts"])
+@pytest.mark.parametrize("name", ["run", "two", "transcripts", "experiment"])
 @pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_open_offline_without_errors_and_without_sideways_scrolling(

@@ -1,0 +1,132 @@
+"""`moe-trm experiment FILE`: arms x seeds from one file, with a page and a table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moe_trm import __version__
+from moe_trm.config.flat import as_yaml
+from moe_trm.errors import ConfigError, RunError
+from moe_trm.experiment import page
+from moe_trm.experiment.arms import read_arms
+from moe_trm.experiment.comparison import LEAST_PAIRS
+from moe_trm.experiment.plan import Check, Plan, check_run, make_plan
+from moe_trm.experiment.processes import alone, run_all
+from moe_trm.experiment.stages import Stages, stages
+from moe_trm.experiment.states import STATES, States
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `moe-trm experiment`."""
+    parser.add_argument("file", help="YAML file with base, arms, seeds, steps and primary_metric")
+    parser.add_argument("--out", type=Path, help="folder of the runs and the page (default: run_dir/name of the file)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and run nothing")
+    parser.add_argument("--retry-failed", action="store_true", help="run those that failed again, and keep the count")
+    parser.add_argument("--report", action="store_true", help="write page and table of what has run, and run nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every run finished, 1 when some failed, 128 + signal when stopped. Raises `ConfigError`, `RunError`."""
+    return run_experiment(
+        args.file,
+        args.out,
+        jobs=args.jobs,
+        dry_run=args.dry_run,
+        retry_failed=args.retry_failed,
+        only_report=args.report,
+    )
+
+
+def run_experiment(
+    file: str | Path,
+    out: Path | None = None,
+    *,
+    jobs: int = 1,
+    dry_run: bool = False,
+    retry_failed: bool = False,
+    only_report: bool = False,
+    check: Check = check_run,
+    made_of: Stages = stages,
+) -> int:
+    """As the command; `check` and `made_of` are of each run. Same errors."""
+    if jobs < 1:
+        raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
+    plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
+    attached = [arm for arm, config in plan.configs.items() if not config.rollout.starts_server]
+    if jobs > 1 and attached:
+        raise ConfigError(
+            "runs that push weights to the same servers cannot run at a time",
+            where=f"arm {attached[0]}",
+            got=f"rollout.url or rollout.urls, and --jobs {jobs}",
+            expected="one run at a time, or servers of their own",
+        )
+    if dry_run:
+        print("\n".join(described(plan, States(plan), jobs)))
+        return 0
+    if only_report and not (plan.folder / STATES).is_file():
+        raise RunError(
+            "this experiment has not begun",
+            where=str(plan.folder),
+            got=f"no {STATES}",
+            expected="the folder of an experiment",
+            fix="Run it first, without --report.",
+        )
+    with alone(plan.folder):
+        states = States(plan)
+        states.begin(plan)
+        asked = 0 if only_report else run_all(plan, states, jobs=jobs, retry_failed=retry_failed, made_of=made_of)
+        arms = read_arms(plan, states)
+        written = page.write(plan, arms, about(plan, states))
+    print("\n".join(page.summary(plan, arms)))
+    print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
+    return 128 + asked if asked else int(any(arm.failed for arm in arms))
+
+
+def described(plan: Plan, states: States, jobs: int) -> list[str]:
+    """The plan for whoever decides whether to start it."""
+    file = plan.file
+    lines = [
+        f"{file.name}: {len(file.arms)} arms x {len(file.seeds)} seeds = {len(plan.runs)} runs of {file.steps} steps, "
+        f"{jobs} at a time, into {plan.folder}",
+        f"base: {file.base}",
+        f"primary metric: {file.primary_metric}, every arm against {file.against}",
+    ]
+    for arm in file.arms:
+        apart = [f"{key}={as_yaml(own)} (not {as_yaml(first)})" for key, (first, own) in plan.apart(arm).items()]
+        lines.append(f"arm {arm}: {', '.join(apart) or 'the baseline'}")
+    lines += [f"{run.name}: {states.of(run).state}" for run in plan.runs]
+    if len(file.seeds) < LEAST_PAIRS:
+        lines.append(f"note: with fewer than {LEAST_PAIRS} seeds no claim will be possible")
+    return lines
+
+
+def about(plan: Plan, states: States) -> list[str]:
+    """When and on what it ran."""
+    ends = [state.ended_unix_s for state in states if state.ended_unix_s is not None]
+    last = f"last run ended {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC" if ends else "no run has ended"
+    return [
+        f"{len(plan.file.arms)} arms x {len(plan.file.seeds)} seeds, {plan.file.steps} steps each",
+        f"primary metric {plan.file.primary_metric}, against {plan.file.against}",
+        f"moe-trm {__version__}{_commit()}",
+        f"{platform.machine()}, {os.cpu_count()} cores",
+        last,
+    ]
+
+
+def _commit() -> str:
+    """The commit of the checkout that the code is in; nothing for an installed package."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():
+        return ""
+    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return f" at {done.stdout.strip()}" if done.returncode == 0 else ""

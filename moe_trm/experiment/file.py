@@ -1,0 +1,107 @@
+"""The file of an experiment: what runs and what counts is fixed in it before the first run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from moe_trm.config.load import read_yaml
+from moe_trm.config.problems import Problem, refuse
+from moe_trm.config.schema.section import Count, Positive, Section
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+"""Names of arms and experiments: they become folders."""
+
+
+class ExperimentFile(Section):
+    """Arms x seeds of one base configuration."""
+
+    name: str
+    """Name of the experiment: its folder is `run_dir/name`."""
+    base: str
+    """Configuration file of every run; relative to the working directory, as all paths in it."""
+    overrides: tuple[str, ...] = ()
+    """`section.key=value` of every run."""
+    arms: dict[str, tuple[str, ...]]
+    """By name: the overrides that make an arm, after those of every run. An empty list is the base as it is."""
+    baseline: str | None = None
+    """The arm that the others are compared with; none: the first."""
+    seeds: tuple[Count, ...]
+    """Every arm runs with each of them; differences are taken between runs of the same seed."""
+    steps: Positive
+    """Training steps of each run."""
+    primary_metric: str
+    """The metric that decides, e.g. `eval/accuracy`. All others are shown beside it."""
+    evaluations: tuple[Literal["sglang", "learner"], ...] = ()
+    """Who answers the held-out prompts with each run's final weights, by `moe-trm eval`: the engine, the learner."""
+    ranks: Positive | None = None
+    """Learner ranks of a run; none: the fewest that hold the model."""
+    run_dir: str = "runs"
+    """Folder that holds the experiment's folder."""
+
+    @property
+    def against(self) -> str:
+        """The arm that the others are compared with."""
+        return self.baseline or next(iter(self.arms))
+
+
+def read_file(path: str | Path) -> ExperimentFile:
+    """Read and check the file alone; its configurations are resolved by `plan`.
+
+    Raises:
+        ConfigError: no such file, or not YAML; a key given twice, such as two arms of one name.
+        InvalidConfigError: unknown keys, bad values, duplicate seeds and names that are no folder, all at once.
+    """
+    data = read_yaml(path)
+    try:
+        file = ExperimentFile.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        refuse(str(path), [_problem(details) for details in error.errors(include_url=False)])
+        raise
+    refuse(str(path), _contradictions(file))
+    return file
+
+
+def _problem(details: Any) -> Problem:
+    key = ".".join(str(part) for part in details["loc"])
+    known = list(ExperimentFile.model_fields)
+    if details["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, known, n=1)
+        return Problem(
+            key,
+            "unknown key of an experiment",
+            fix=f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}; settings go into overrides",
+        )
+    if details["type"] == "missing":
+        return Problem(key, "required and missing", fix=str(ExperimentFile.model_fields[key].description))
+    return Problem(
+        key, "bad value", got=repr(details["input"])[:80], expected=details["msg"].removeprefix("Input should be ")
+    )
+
+
+def _contradictions(file: ExperimentFile) -> Iterator[Problem]:
+    for key, name in (("name", file.name), *(("arms", arm) for arm in file.arms)):
+        if not NAME.fullmatch(name):
+            yield Problem(key, "this name becomes a folder", got=repr(name), expected="letters, digits and _ . + -")
+    if not file.arms:
+        yield Problem("arms", "there is nothing to run", got="no arm", expected="name: [section.key=value, ...]")
+    if not file.seeds:
+        yield Problem("seeds", "there is nothing to run", got="no seed", expected="a list such as [0, 1, 2]")
+    twice = sorted({seed for seed in file.seeds if file.seeds.count(seed) > 1})
+    if twice:
+        yield Problem(
+            "seeds",
+            "a seed that is given twice is no second observation",
+            got=f"{', '.join(map(str, twice))} more than once",
+            expected="different seeds",
+        )
+    if len(set(file.evaluations)) < len(file.evaluations):
+        yield Problem("evaluations", "given twice", got=", ".join(file.evaluations), expected="sglang, learner")
+    if file.baseline is not None and file.baseline not in file.arms:
+        yield Problem("baseline", "no arm has this name", got=file.baseline, expected=" or ".join(file.arms))

@@ -1,0 +1,148 @@
+"""The page and the Markdown table of an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from moe_trm.experiment.arms import Arm
+from moe_trm.experiment.comparison import LEAST_PAIRS, conclusions
+from moe_trm.experiment.plan import Plan
+from moe_trm.experiment.tables import tables
+from moe_trm.report import draw
+from moe_trm.report.cards import COLOURS, Cards
+from moe_trm.report.draw import Series
+from moe_trm.report.html import document, number
+from moe_trm.report.run import Run
+
+PAGE, TABLE = "report.html", "table.md"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A chart of one metric: a curve for each arm with the interval over its seeds."""
+
+    title: str
+    note: str
+    metric: str
+    log: bool = False
+
+
+CURVES = (
+    Curve("Reward", "Mean of the step's samples.", "reward/mean"),
+    Curve("Engine mismatch", "k3 KL in nats at equal weights.", "engine/k3_kl", log=True),
+    Curve("Total mismatch", "k3 KL in nats, age and updates included.", "total/k3_kl", log=True),
+    Curve("Flips between the engines", "Share of token-layers, on probe steps.", "routing/flips/engine"),
+    Curve("Kept tokens", "Share that corrections let into the gradient.", "correction/kept_fraction"),
+    Curve("Answer length", "Tokens, mean of the step's samples.", "response/length_mean"),
+    Curve("Entropy", "Of the policy's distribution, per token.", "policy/entropy"),
+    Curve("Gradient", "Norm before clipping.", "optimizer/grad_norm"),
+    Curve("Seconds of a step", "Wall clock, without evaluation.", "time/step_s"),
+)
+
+
+def write(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> tuple[Path, Path]:
+    """Write `report.html` and `table.md` in the experiment's folder; `about` says when and where it ran."""
+    page, table = plan.folder / PAGE, plan.folder / TABLE
+    page.write_text(render(plan, arms, about), encoding="utf-8")
+    table.write_text(markdown(plan, arms, about), encoding="utf-8")
+    return page, table
+
+
+def summary(plan: Plan, arms: Sequence[Arm]) -> list[str]:
+    """The conclusion in sentences: what may be said, and how many runs it rests on."""
+    file = plan.file
+    said = conclusions(arms, file.against, file.primary_metric)
+    if len(file.seeds) < LEAST_PAIRS:
+        said.append(f"With fewer than {LEAST_PAIRS} seeds no claim is possible, whatever the figures are.")
+    return [*said, *(f"{arm.name}: {arm.told}." for arm in arms)]
+
+
+def markdown(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> str:
+    """The conclusion and every table."""
+    lines = [f"# {plan.file.name}", "", " · ".join(about), ""]
+    lines += [f"- {sentence}" for sentence in summary(plan, arms)]
+    return "\n".join([*lines, "", "\n\n".join(table.markdown() for table in tables(plan, arms)), ""])
+
+
+def render(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> str:
+    """One self-contained page."""
+    name = escape(plan.file.name)
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in summary(plan, arms))
+    means = [run for arm in arms if (run := arm.mean_run()) is not None]
+    drawn, cards = _curves(plan, arms, means), Cards(means) if means else None
+    made = tables(plan, arms)
+    body = [
+        f'<header><h1>{name}</h1><p class="about">{escape(" · ".join(about))}</p></header>',
+        f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>',
+        drawn,
+        *(table.html() for table in made),
+        *_every_chart(cards),
+    ]
+    return document(plan.file.name, "\n".join(part for part in body if part), _data(plan, means, cards))
+
+
+def _curves(plan: Plan, arms: Sequence[Arm], means: Sequence[Run]) -> str:
+    finished = [arm for arm in arms if arm.runs]
+    if not finished:
+        return "<section><h2>Curves</h2><p>No run has finished yet.</p></section>"
+    steps = (min(int(run.rows[0]["step"]) for run in means), max(run.last_step for run in means))
+    cards = []
+    for curve in _wanted(plan):
+        series = [
+            Series(place, curve.metric, arm.name, place % COLOURS, points, arm.reach(curve.metric))
+            for place, (arm, run) in enumerate(zip(finished, means, strict=True))
+            if (points := run.series(curve.metric))
+        ]
+        if any(each.finite for each in series):
+            drawing = draw.lines(curve.title, series, steps, log=curve.log, floor=False)
+            cards.append(
+                f'<figure class="card"><figcaption><h3>{escape(curve.title)}</h3><p class="note">{escape(curve.note)}'
+                f"</p></figcaption>{_legend(series)}{drawing}</figure>"
+            )
+    note = "Means over finished runs, at the steps that all runs of an arm have; areas are 95% intervals over seeds."
+    return f'<section><h2>Curves</h2><p class="note">{note}</p><div class="cards">{"".join(cards)}</div></section>'
+
+
+def _legend(series: Sequence[Series]) -> str:
+    items = "".join(
+        f'<li><i class="f{each.colour}{draw.dashes(each.run)}"></i>{escape(each.label)} '
+        f"<b>{number(each.points[-1][1])}</b></li>"
+        for each in series
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _wanted(plan: Plan) -> Sequence[Curve]:
+    primary = plan.file.primary_metric
+    first = Curve(primary, "The primary metric.", primary, log=any(c.log for c in CURVES if c.metric == primary))
+    return [first, *(curve for curve in CURVES if curve.metric != primary)]
+
+
+def _every_chart(cards: Cards | None) -> Sequence[str]:
+    """The charts of an ordinary report, of the means."""
+    if cards is None:
+        return []
+    return [
+        "<details><summary>Every chart of a report, of the means over seeds</summary>",
+        *cards.sections(),
+        "</details>",
+    ]
+
+
+def _data(plan: Plan, means: Sequence[Run], cards: Cards | None) -> Mapping[str, Any]:
+    """Every number that is drawn, as `Cards.data` has them, with those of the curves."""
+    shown = {curve.metric for curve in _wanted(plan)}
+    documents: list[dict[str, Any]] = []
+    drawn: Any = cards.data()["runs"] if cards is not None else []
+    for run, known in zip(means, drawn, strict=True):
+        own = {
+            name: {"steps": [step for step, _ in points], "values": [value for _, value in points]}
+            for name in sorted(shown)
+            if (points := run.series(name))
+        }
+        documents.append({"name": run.name, "metrics": {**known["metrics"], **own}})
+    return {"runs": documents}

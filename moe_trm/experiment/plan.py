@@ -1,0 +1,188 @@
+"""The plan of an experiment: every run resolved and checked before the first one starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_trm.config.flat import different_keys, flatten
+from moe_trm.config.load import InvalidOverrideError, parse_override
+from moe_trm.config.problems import Problem, refuse
+from moe_trm.config.schema import Config
+from moe_trm.doctor.places import refuse_together
+from moe_trm.doctor.preflight import check_start, load_here, smallest_world
+from moe_trm.errors import ConfigError, MoeTrmError
+from moe_trm.experiment.file import ExperimentFile, read_file
+from moe_trm.experiment.metric import metric_problem
+
+OWN = {
+    "name": "name and arms name the runs",
+    "run_dir": "run_dir of the experiment says where",
+    "seed": "seeds lists them",
+    "train.steps": "steps says how many",
+    "rollout.server.port": "every run takes a free one",
+}
+"""Settings that the experiment makes, and which of its keys does."""
+ONE_PLACE = ("checkpoint.dir", "record.bundle", "sync.dir")
+"""Folders that the runs of an experiment would share."""
+
+Check = Callable[[Config, int], None]
+"""Raises the error that refuses a run of this configuration on this many ranks."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run: an arm with a seed."""
+
+    arm: str
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs, where, and what decides.
+
+    Attributes:
+        file: the experiment's file.
+        folder: where everything goes.
+        runs: seed by seed, so that what is done after any number of runs can be compared.
+        configs: the resolved configuration of each arm, of its first seed.
+    """
+
+    file: ExperimentFile
+    folder: Path
+    runs: tuple[PlannedRun, ...]
+    configs: Mapping[str, Config]
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides about the outcome, by dotted key; places are no part of it."""
+        arms = {arm: _apart_from_place(config) for arm, config in self.configs.items()}
+        file = self.file.model_dump(mode="json", exclude={"base", "overrides", "arms", "baseline", "run_dir"})
+        flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
+        return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
+
+    def apart(self, arm: str) -> dict[str, tuple[Any, Any]]:
+        """Settings of `arm` that differ from the baseline's: theirs and its own."""
+        first, own = (_apart_from_place(self.configs[each]) for each in (self.file.against, arm))
+        return {key: (first.get(key), own.get(key)) for key in different_keys(first, own)}
+
+
+def check_run(config: Config, ranks: int) -> None:
+    """What `moe-trm train` checks before it starts anything. Raises as it does."""
+    check_start(config, world_size=ranks)
+
+
+def make_plan(path: str | Path, folder: Path | None = None, check: Check = check_run) -> Plan:
+    """Read the file, resolve every arm, and refuse what cannot run or cannot be compared.
+
+    Args:
+        path: the experiment's file.
+        folder: where everything goes; None: `run_dir/name` of the file.
+        check: of each arm's first run.
+    Raises:
+        ConfigError: everything that is wrong with the file, the arms or this machine, as far as it can be told at once.
+    """
+    file = read_file(path)
+    folder = folder or Path(file.run_dir) / file.name
+    refuse(str(path), _overrides_of_its_own(file))
+    configs: dict[str, Config] = {}
+
+    def resolve(arm: str) -> None:
+        run = _planned(file, folder, arm, file.seeds[0])
+        with _naming(arm):
+            config, _ = load_here(file.base, run.overrides)
+            check(config, file.ranks or smallest_world(config.learner.parallel))
+        configs[arm] = config
+
+    refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
+    refuse(str(path), [*_shared_places(configs), *_same_arms(configs)])
+    refuse(str(path), [*_metric(file, configs), *_weights(file, configs)])
+    runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
+    return Plan(file, folder, runs, configs)
+
+
+@contextmanager
+def _naming(arm: str) -> Iterator[None]:
+    """Errors inside the `with` name the arm."""
+    try:
+        yield
+    except MoeTrmError as error:
+        raise ConfigError(f"arm {arm} is refused: {error}") from error
+
+
+def _planned(file: ExperimentFile, folder: Path, arm: str, seed: int) -> PlannedRun:
+    run = PlannedRun(arm, seed, ())
+    own = (
+        f"name={run.name}",
+        f"run_dir={folder}",
+        f"seed={seed}",
+        f"train.steps={file.steps}",
+        "rollout.server.port=0",
+    )
+    return PlannedRun(arm, seed, (*file.overrides, *file.arms[arm], *own))
+
+
+def _overrides_of_its_own(file: ExperimentFile) -> Iterator[Problem]:
+    for place, overrides in (("overrides", file.overrides), *((f"arms.{a}", o) for a, o in file.arms.items())):
+        for override in overrides:
+            try:
+                key, _ = parse_override(override)
+            except InvalidOverrideError as error:
+                yield Problem(place, str(error.problem))
+                continue
+            if key in OWN:
+                yield Problem(place, f"{key} is set by the experiment itself", got=override, expected=OWN[key])
+
+
+def _shared_places(configs: Mapping[str, Config]) -> Iterator[Problem]:
+    flat = flatten(next(iter(configs.values())).dump())
+    for key in ONE_PLACE:
+        if flat.get(key):
+            yield Problem(key, "all runs would share this folder", got=str(flat[key]), expected="none")
+
+
+def _same_arms(configs: Mapping[str, Config]) -> Iterator[Problem]:
+    seen: dict[str, str] = {}
+    for arm, config in configs.items():
+        key = json.dumps(_apart_from_place(config), sort_keys=True)
+        if key in seen:
+            yield Problem(
+                "arms",
+                f"{arm} and {seen[key]} differ by name only",
+                got="the same settings",
+                expected="arms with different settings",
+                fix="`auto` may have become what the other says: see moe-trm config show",
+            )
+        seen.setdefault(key, arm)
+
+
+def _metric(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
+    found = (metric_problem(file.primary_metric, config) for config in configs.values())
+    yield from dict.fromkeys(problem for problem in found if problem is not None)
+
+
+def _weights(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
+    for arm, config in configs.items():
+        if file.evaluations and not config.train.export and not config.checkpoint.every:
+            yield Problem(
+                "evaluations",
+                f"runs of arm {arm} leave no weights to evaluate",
+                got="train.export=false and checkpoint.every=0",
+                expected="train.export=true",
+            )
+        if file.evaluations and not config.task.has_evaluation:
+            yield Problem("evaluations", f"runs of arm {arm} have no held-out prompts", got="none", expected="some")
+
+
+def _apart_from_place(config: Config) -> dict[str, Any]:
+    flat = flatten(json.loads(json.dumps(config.dump())))
+    return {key: value for key, value in flat.items() if key not in (*OWN, "rollout.api_key")}

@@ -1,0 +1,177 @@
+"""The runs of an experiment as processes: some at a time, each with its log, each outcome in the books."""
+
+from __future__ import annotations
+
+import fcntl
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from moe_trm.errors import RunError
+from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
+from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.stages import Stage, Stages, stages
+from moe_trm.experiment.states import RunState, States, log_of
+from moe_trm.runtime.lifeline import Lifeline
+
+POLL_S = 0.05
+LOCK = "experiment.lock"
+
+
+class Stop:
+    """The first SIGINT or SIGTERM starts no further run and is passed on; runs finish their step and save."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._times = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def pass_on(self, running: Iterable[Running]) -> None:
+        """As often as it came, also to a run that began meanwhile: the second signal ends a run at once."""
+        for each in running:
+            while each.told < self._times:
+                each.told += 1
+                each.process.send_signal(signal.SIGTERM)
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        self.asked = number
+        self._times += 1
+        print("asked to stop: no further run begins, and those that run save themselves", flush=True)
+
+
+@dataclass
+class Running:
+    """A run's process. It is in a session of its own, and is killed when this process is gone."""
+
+    run: PlannedRun
+    stage: Stage
+    left: Sequence[Stage]
+    process: subprocess.Popen[bytes]
+    lifeline: Lifeline
+    log: Path
+    begins: int
+    """Bytes in the log before this attempt."""
+    since: float
+    told: int = 0
+    """Signals that were passed on."""
+
+    def text(self) -> str:
+        return self.log.read_bytes()[self.begins :].decode(errors="replace")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """No other process works on the experiment in `folder`, inside the `with`. Raises `RunError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(
+                "another process runs the experiment in this folder",
+                where=str(folder),
+                got="a lock that is held",
+                expected="one `moe-trm experiment` at a time",
+                fix="Wait for it, stop it, or give --out another folder.",
+            ) from error
+        yield
+
+
+def run_all(
+    plan: Plan,
+    states: States,
+    *,
+    jobs: int = 1,
+    retry_failed: bool = False,
+    made_of: Stages = stages,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Run what has not finished; every change of state is written before anything else happens.
+
+    Args:
+        plan: what runs.
+        states: of this plan; runs that finished or failed are not run again.
+        jobs: runs at a time.
+        retry_failed: run those that failed again; their reasons stay in the books.
+        made_of: the processes of a run.
+        say: a line for whoever watches.
+    Returns:
+        The signal that asked to stop, 0 when no run is left.
+    """
+    ended = ("finished",) if retry_failed else ("finished", "failed")
+    waiting = [run for run in plan.runs if states.of(run).state not in ended]
+    stop, started = Stop(), dict[str, Running]()
+    with stop.listening():
+        while started or (waiting and not stop.asked):
+            while waiting and len(started) < jobs and not stop.asked:
+                run = waiting.pop(0)
+                started[run.name] = _start(plan, run, states, made_of(plan, run))
+                say(f"{run.name}: {'goes on' if states.of(run).attempts > 1 else 'begins'} ({len(waiting)} wait)")
+            stop.pass_on(started.values())
+            for running in [each for each in started.values() if each.process.poll() is not None]:
+                state = _end(plan, running, states, asked=bool(stop.asked))
+                if state.state == "running":
+                    started[state.run] = _next(plan, running.run, states, running.left)
+                    continue
+                del started[state.run]
+                say(f"{state.run}: {state.state}{f': {state.reason}' if state.reason else ''} ({state.seconds:.0f} s)")
+            time.sleep(POLL_S)
+    return stop.asked
+
+
+def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]) -> Running:
+    """The first process of an attempt: what earlier ones did is not done again."""
+    state = states.of(run)
+    if state.reason:
+        state.earlier.append(state.reason)
+    state.reason = ""
+    state.attempts += 1
+    left = [stage for stage in made_of if not (state.trained if stage.result is None else stage.result.is_file())]
+    return _next(plan, run, states, left or made_of[-1:])
+
+
+def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
+    state, (stage, *others) = states.of(run), left
+    state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
+    states.write()
+    log = log_of(plan.folder, run.name)
+    log.parent.mkdir(exist_ok=True)
+    with log.open("ab") as output:
+        begins = output.tell()
+        process = subprocess.Popen(
+            stage.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    return Running(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
+
+
+def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunState:
+    """The state after a process; it stays `running` where another stage follows."""
+    running.lifeline.release()
+    state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.returncode
+    file, log = plan.file, running.text()
+    if running.stage.result is None:
+        outcome = ending(status, folder, log, steps=file.steps, metric=file.primary_metric)
+        state.trained = outcome[0] == "finished"
+    else:
+        outcome = ending_of_evaluation(status, running.stage, log)
+    if outcome[0] == "finished" and running.left:
+        outcome = ("stopped", f"asked to stop before its {running.left[0].name}") if asked else ("running", "")
+    state.state, state.reason = outcome
+    state.exit_status, state.steps = status, steps_of(folder)
+    state.seconds += time.monotonic() - running.since
+    state.ended_unix_s = time.time()
+    states.write()
+    return state

@@ -1,0 +1,44 @@
+"""The processes of one run, one after the other: its training, then the evaluations of what it left."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_trm.experiment.plan import Plan, PlannedRun
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One process of a run.
+
+    Attributes:
+        result: the file that an evaluation leaves; None for the training, whose end the books keep.
+    """
+
+    name: str
+    command: Sequence[str]
+    result: Path | None = None
+
+
+Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
+"""The training of a run first, then its evaluations."""
+
+
+def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+    """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
+    moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
+    ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
+    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *ranks])]
+    for by in plan.file.evaluations:
+        result = result_of(plan, run.name, by)
+        command = [*moe_trm, "eval", str(folder), "--by", by, "--json", str(result)]
+        found.append(Stage(f"evaluation by {by}", command, result))
+    return found
+
+
+def result_of(plan: Plan, run: str, by: str) -> Path:
+    """Where the final evaluation of a run is."""
+    return plan.folder / run / "eval" / f"final-{by}.json"
