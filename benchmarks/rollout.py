@@ -118,7 +118,7 @@ def tokens_per_second(config: Config, server: Server, requests: int, seed: int) 
 
 
 async def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
-    """What `work` gives with an engine that is attached to `server`."""
+    """The result of `work` with an engine that is attached to `server`."""
     attached = config.model_copy(update={"rollout": config.rollout.model_copy(update={"url": server.url})})
     engine = SglangEngine(attached, server.api_key)
     try:

@@ -108,7 +108,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the second look at one suspect found.
+    """The result of the second look at one suspect.
 
     Attributes:
         suspect: the sample.

@@ -37,7 +37,7 @@ class RouteDefect:
 
     @property
     def fix(self) -> str:
-        """What to do about it."""
+        """Advice."""
         start = f"Start the server with {self.setting}={self.harmless[0]}"
         return f"{start}, or serve with SGLang {self.fixed_in} or newer." if self.fixed_in else f"{start}."
 

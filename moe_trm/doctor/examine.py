@@ -109,7 +109,7 @@ def has_weights(checkpoint: str) -> bool:
 
 
 def without_weights(config: Config, world_size: int) -> Iterator[Check]:
-    """What config.json alone tells: whether this learner trains this model in this layout, and the mathematics."""
+    """The judgement of config.json alone: can this learner train this model in this layout, and the mathematics."""
     yield attempt("layout", lambda: _layout(config, world_size))
     fix = "copy the checkpoint's safetensors and tokenizer there before the run"
     yield Check("weights", "fail", f"{config.model.checkpoint} has config.json and no safetensors", fix)

@@ -81,7 +81,7 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
 
 
 def _needs(config: Config) -> list[Callable[[], object]]:
-    """What has to be there, each apart from the others."""
+    """Requirements, each apart from the others."""
     return [
         lambda: read_hf_config(config.model.checkpoint),
         lambda: check_prompts(config),

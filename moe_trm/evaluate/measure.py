@@ -149,7 +149,7 @@ def _interval(answers: SetAnswers) -> tuple[float, float] | None:
 
 
 def _told(task: Task, answers: SetAnswers) -> list[dict[str, Any]]:
-    """What was asked and answered, prompt by prompt."""
+    """Questions and answers, prompt by prompt."""
 
     def told(answer: Answer, number: int) -> dict[str, Any]:
         if isinstance(answer, str):

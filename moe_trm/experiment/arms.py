@@ -37,7 +37,7 @@ class Arm:
 
     @property
     def told(self) -> str:
-        """How many of its runs its figures are of."""
+        """Number of runs that its figures are of."""
         unfinished = len(self.states) - len(self.runs) - len(self.failed)
         parts = [f"{len(self.runs)} of {len(self.states)} runs finished"]
         parts += [f"{len(self.failed)} failed"] if self.failed else []

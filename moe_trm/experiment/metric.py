@@ -12,7 +12,7 @@ from moe_trm.report.conclusion import MEASURES, Measure
 
 
 def measure_of(metric: str) -> Measure:
-    """How a metric is compared: an evaluation by its last value, what every step measures by its last steps."""
+    """The comparison of a metric: an evaluation by its last value, what every step measures by its last steps."""
     known = next((measure for measure in MEASURES if measure.metrics == (metric,)), None)
     return known or Measure(metric, (metric,), at_end=metric.startswith("eval/"))
 

@@ -49,7 +49,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs, where, and what decides.
+    """The runs, their folder, and the metric that decides.
 
     Attributes:
         file: the experiment's file.
@@ -77,7 +77,7 @@ class Plan:
 
 
 def check_run(config: Config, ranks: int) -> None:
-    """What `moe-trm train` checks before it starts anything. Raises as it does."""
+    """The checks of `moe-trm train` before it starts anything. Raises as it does."""
     check_start(config, world_size=ranks)
 
 

@@ -27,7 +27,7 @@ State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 
 class RunState(msgspec.Struct, kw_only=True):
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
         state: `stopped` was killed or asked to stop, and goes on when the experiment does; `failed` is an outcome.
@@ -135,7 +135,7 @@ def _same_settings(plan: Plan) -> bool:
 
 
 def log_of(folder: Path, run: str) -> Path:
-    """What a run printed, in all its attempts."""
+    """The output of a run, of all its attempts."""
     return folder / "logs" / f"{run}.log"
 
 

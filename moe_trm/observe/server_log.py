@@ -43,7 +43,7 @@ class ServerChanges:
         self._lost: dict[str, ServerState] = {}
 
     def of(self, states: Sequence[ServerState]) -> list[ServerChange]:
-        """What changed since the last look. One that was lost and came back in between is not seen."""
+        """Changes since the last look. One that was lost and came back in between is not seen."""
         changes = []
         for state in states:
             before = self._lost.get(state.url)

@@ -1,1 +1,1 @@
-"""What a run needs and how long it takes, from config.json and the configuration alone. Imports no torch."""
+"""Needs and duration of a run, from config.json and the configuration alone. Imports no torch."""

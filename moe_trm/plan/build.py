@@ -33,7 +33,7 @@ MODES: tuple[tuple[str, int, str], ...] = (
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What nobody measured, each with an option that replaces it.
+    """Assumed figures that nobody measured, each with an option that replaces it.
 
     Attributes:
         efficiency: of servers and learner.

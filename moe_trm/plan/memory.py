@@ -39,7 +39,7 @@ BASES: Mapping[MemoryKind, Basis] = {
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank works on, beside the layout.
+    """Work of a rank, beside the layout.
 
     Attributes:
         tokens: of the largest micro-batch, padding included.

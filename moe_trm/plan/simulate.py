@@ -36,7 +36,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far sampling runs ahead, and what a push does.
+    """Distance that sampling runs ahead, and the effect of a push.
 
     Attributes:
         staleness: `pipeline.max_staleness`.
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulated steps took.
+    """Times of the simulated steps.
 
     Attributes:
         ends_s: when each step's training ended.

@@ -164,7 +164,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
 
 
 def bottleneck(plan: Plan) -> str:
-    """What to change first, in a sentence."""
+    """The first change to make, in a sentence."""
     if plan.layout.total > plan.room:
         kind = max(plan.layout.memory, key=lambda name: plan.layout.memory[name])
         return f"memory of the learner, most of it {kind}. {_advice(plan)}"

@@ -120,7 +120,7 @@ def verdicts(runs: Sequence[Run]) -> str:
 
 
 def concluded(runs: Sequence[Run]) -> str:
-    """How the runs differ in what they measured, and how sure that is."""
+    """The differences of what the runs measured, and their certainty."""
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(runs))
     found = differences(runs)
     if not found:

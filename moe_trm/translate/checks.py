@@ -18,7 +18,7 @@ from moe_trm.step.recipe import recipe
 
 
 def failing(text: str) -> list[str]:
-    """What refuses this configuration, one line each; empty when a run could start with it here.
+    """The refusals of this configuration, one line each; empty when a run could start with it here.
 
     It is checked as a launch would be, on the fewest ranks that hold the model. Values that are open are refused, and
     left out of the checks of the launch.

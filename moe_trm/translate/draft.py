@@ -103,6 +103,13 @@ class Draft:
         """True when the output says what became of this setting of the input."""
         return key in self.translated or key in self.to_do or key in self.missing
 
+    def list_rest(self, reason_of: Callable[[str, Setting], tuple[str, bool]]) -> None:
+        """List every setting that no rule has read, with its reason; True beside it asks for a decision."""
+        for key, setting in self.settings.items():
+            if not self.accounted(key):
+                reason, decide = reason_of(key, setting)
+                (self.decide if decide else self.miss)(key, reason)
+
     def rule(self, reads: tuple[str, ...], writes: tuple[str, ...], apply: Callable[[Draft], None]) -> None:
         """Run one rule of a translation. What it reads and does not use is listed.
 
@@ -131,7 +138,7 @@ class Draft:
                 self.to_do[key] = setting.unread or f"depends on {cause}"
 
     def _leave_open(self, key: str, reason: str, writes: tuple[str, ...]) -> None:
-        """What the rule has put already is right; the rest is open."""
+        """Leave open all that the rule has not put already."""
         self.to_do.pop(key, None)
         self.decide(key, reason, *(ours for ours in writes if ours not in self.values))
 
@@ -147,13 +154,13 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def counts(self) -> str:
-        """How many settings of the input became what."""
+        """Numbers of settings translated, to do, and without a counterpart."""
         listed = len(self.missing.keys() - self.translated.keys() - self.to_do.keys())
         done = len(self.translated.keys() - self.to_do.keys())
         return f"{done} settings translated, {len(self.to_do)} to do, {listed} without a counterpart"
 
     def summary(self) -> str:
-        """What became of the input, in numbers, with every to-do and remark; for people."""
+        """The fate of the input in numbers, with every to-do and remark; for people."""
         parts = [self.counts()]
         parts += [f"to do: {self._shown(key)}: {reason}" for key, reason in self.to_do.items()]
         parts += [f"note: {remark}" for remark in self.remarks]

@@ -78,13 +78,7 @@ def translate(settings: Mapping[str, Setting], framework: str = "slime", *, wher
     draft = Draft(settings, DEFAULTS, framework, dashes="--")
     for rule in (*_RULES, *CORRECTION, *RUN):
         rule.run(draft)
-    for key, setting in settings.items():
-        if not draft.accounted(key):
-            reason, decide = reason_of(key, setting)
-            if decide:
-                draft.decide(key, reason)
-            else:
-                draft.miss(key, reason)
+    draft.list_rest(reason_of)
     return draft
 
 

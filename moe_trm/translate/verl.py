@@ -80,13 +80,7 @@ def translate(settings: Mapping[str, Setting], *, where: str = "verl") -> Draft:
     draft = Draft(settings, DEFAULTS, "verl")
     for rule in (*_RULES, *LOSS, *CORRECTION, *KL, *RUN):
         rule.run(draft)
-    for key, setting in settings.items():
-        if not draft.accounted(key):
-            reason, decide = reason_of(key, setting)
-            if decide:
-                draft.decide(key, reason)
-            else:
-                draft.miss(key, reason)
+    draft.list_rest(reason_of)
     return draft
 
 

@@ -36,7 +36,7 @@ LOSS_DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class _Loss:
-    """How one of verl's losses is ours.
+    """One of verl's losses in our words.
 
     Attributes:
         name: of our loss.

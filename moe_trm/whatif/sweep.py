@@ -67,7 +67,7 @@ class Sweep:
         return config.correction.model_copy(update={"preset": preset, "rules": rules if listed else (changed,)})
 
     def telling(self, config: Config) -> str:
-        """What else the candidates have, in words."""
+        """The other settings of the candidates, in words."""
         listed = any(rule.name == self.rule for rule in config.correction.rules)
         return "with everything else as recorded" if listed else f"{self.rule} alone, with the recorded loss"
 

@@ -247,4 +247,4 @@ def test_a_server_that_dies_while_starting_shows_its_error_and_no_arguments(
     with pytest.raises(EngineError, match="--no-such-option") as caught:
         start_server(config, tmp_path / "rollout.log", "key")
     assert caught.value.got == "sglang serve: error: unrecognized arguments: --no-such-option"
-    assert not [word for word in str(caught.value).split() if word.startswith("/tmp/moe-trm-server-")]
+    assert "moe-trm-server-" not in str(caught.value)

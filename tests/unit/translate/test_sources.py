@@ -1,4 +1,4 @@
-"""What is read of a script is what the script passes; everything else is a to-do that names its line."""
+"""The words read of a script are those it passes; everything else is a to-do that names its line."""
 
 from __future__ import annotations
 
