@@ -14,6 +14,8 @@ STAMP := $(VENV)/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Integration tests are jobs of two to four processes each: more workers than this only wait for one another.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores > 4 ? cores / 2 : 2)))
+# Some unit tests wait for processes: one worker more uses the cores meanwhile.
+UNIT_WORKERS = $(shell expr $(WORKERS) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Two threads per process on busy cores make steps many times slower.
 QUIET_CORES := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
@@ -54,7 +56,7 @@ test: lint ## everything CI needs, from nothing: lint, types, tests that are not
 	@$(MAKE) --no-print-directory -j2 types test-fast
 
 test-unit: $(STAMP) ## the unit tests alone, in two minutes
-	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
+	$(QUIET_CORES) $(NO_GPU) $(BIN)/python -m pytest -n $(UNIT_WORKERS) -m "not slow and not gpu" tests/unit $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
 	$(QUIET_CORES) $(NO_GPU) $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)

@@ -112,16 +112,18 @@ def test_impossible_values_are_noticed(key: str, value: str) -> None:
         test_values_of_settings_are_possible(key, value)
 
 
-METRIC = rf"`((?:{'|'.join(sorted(metric_names.folders()))})/(?:[a-zA-Z0-9_/<>*{{}},]|\.(?=\d))+)`"
-
-
-@pytest.mark.parametrize("metric", named(METRIC))
-def test_metrics_exist(metric: str) -> None:
-    before, _, choices = metric.partition("{")
-    inner, _, after = choices.partition("}")
-    for choice in inner.split(","):
-        name = before + choice + after
-        assert metric_names.exists(name) or (REPOSITORY / name).exists(), name
+def test_metrics_exist() -> None:
+    folders = metric_names.folders()
+    named_here = [
+        name for name in named(r"`([a-z_]+/(?:[a-zA-Z0-9_/<>*{},]|\.(?=\d))+)`") if name.split("/")[0] in folders
+    ]
+    assert len(named_here) > 100
+    for metric in named_here:
+        before, _, choices = metric.partition("{")
+        inner, _, after = choices.partition("}")
+        for choice in inner.split(","):
+            name = before + choice + after
+            assert metric_names.exists(name) or (REPOSITORY / name).exists(), name
 
 
 @pytest.mark.parametrize("reason", named(r"(?<=records/rejected/)([a-z_]+)(?=`)"))

@@ -106,6 +106,7 @@ def test_a_real_name_is_known(name: str) -> None:
     assert metric_names.exists(name)
 
 
-@pytest.mark.parametrize("name", sorted(metric_names.read()))
-def test_what_charts_lines_and_verdicts_read_is_written(name: str) -> None:
-    assert metric_names.exists(name), metric_names.read()[name]
+def test_what_charts_lines_and_verdicts_read_is_written() -> None:
+    read = metric_names.read()
+    assert len(read) > 100
+    assert not {name: path for name, path in read.items() if not metric_names.exists(name)}
