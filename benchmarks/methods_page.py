@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
-from moe_trm.batch.outcome import GDPO, OUTCOME, explained_variance
+from moe_trm.batch.outcome import explained_variance
 from moe_trm.diagnostics import (
     acceptance,
     bounds,
@@ -26,6 +26,7 @@ from moe_trm.diagnostics import (
 )
 from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.passes import interpolated
 from moe_trm.step.recipe import FROM_ANCHORS
 
@@ -96,8 +97,8 @@ clipped tokens should still learn; `vespo`, `m2po_clip`, `oapl` for old data. Th
 established published form.""",
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
-deviation; `opo` when lengths differ much; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k
-objectives.""",
+deviation; `opo` when lengths differ much; `otb` for a baseline of each token; `turn_grpo` for one of each turn;
+`reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
 }
 
 
@@ -115,7 +116,7 @@ def page() -> str:
         *_functions("Aggregation", [aggregate]),
         "## Advantages\n",
         WHEN["advantages"] + "\n",
-        f"Usable by name: {', '.join(f'`{name}`' for name in (*OUTCOME, GDPO))}.\n",
+        f"Usable by name: {', '.join(f'`{name}`' for name in ADVANTAGES)}.\n",
         *_functions("", _of_module(advantages) + _of_module(token_advantages)),
         *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),

@@ -156,10 +156,16 @@ class SampledTurn:
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One accepted record on its way to a learner rank, with its advantage. Arrays as in `RolloutRecord`."""
+    """One accepted record on its way to a learner rank, with its advantage. Arrays as in `RolloutRecord`.
+
+    Attributes:
+        advantage: of every sampled token, or their mean where they differ.
+        token_advantages: `[S]` float32, where they differ along the row; None elsewhere.
+    """
 
     record: RolloutRecord
     advantage: float
+    token_advantages: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ nothing to compare with, or `reward`, as if the others' mean were 0.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_trm.errors import ConfigError
+from moe_trm.methods.advantages import Lone
 
 Array = NDArray[Any]
-Lone = Literal["zero", "reward"]
 EPSILON = 1e-6
 
 
@@ -105,14 +105,6 @@ def opo(rewards: Array, group_ids: Array, num_tokens: Array, *, lone: Lone = "ze
     return np.where(groups.size == 1, rewards if lone == "reward" else 0.0, result)
 
 
-def remax(rewards: Array, greedy_rewards: Array) -> Array:
-    """ReMax: reward minus that of the greedy answer to the same prompt, both `[N]`. Source: ReMax (arXiv 2310.10505).
-
-    When: one sample for each prompt, and the cost of a greedy answer is acceptable.
-    """
-    return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
-
-
 def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0, lone: Lone = "zero") -> Array:
     """GPG: A_i = alpha (R_i - mean_g) / scale, alpha = N / #(R != 0): all-zero rewards do not dilute the gradient.
 
@@ -164,6 +156,26 @@ def gdpo(rewards_ND: Array, group_ids: Array, weights_D: Array, num_tokens: Arra
     columns = np.asarray(rewards_ND, np.float64).T
     parts = [weight * grpo(column, group_ids, lone=lone) for column, weight in zip(columns, weights_D, strict=True)]
     return whiten_rows(np.sum(parts, axis=0), num_tokens)
+
+
+def reinforce_plus_plus(rewards: Array, num_tokens: Array) -> Array:
+    """REINFORCE++: the reward on every token, whitened over all sampled tokens of the batch (`whiten_rows`).
+
+    Source: REINFORCE++ (arXiv 2501.03262), without discount: the return of every token is the reward.
+
+    When: one sample for each prompt, or groups too small to compare.
+    """
+    return whiten_rows(np.asarray(rewards, np.float64), num_tokens)
+
+
+def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, num_tokens: Array, *, lone: Lone = "zero") -> Array:
+    """REINFORCE++ with baseline: reward minus the group mean on every token, whitened over the batch.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+
+    When: groups whose spread says little; prompts of different difficulty keep their weight.
+    """
+    return whiten_rows(Groups(group_ids).centered(np.asarray(rewards, np.float64), lone), num_tokens)
 
 
 def whiten_rows(values: Array, num_tokens: Array) -> Array:

@@ -43,7 +43,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         rollout[i, :n][scored] = record.rollout_logprobs[kept]
         full[i, :n][scored] = record.full_logprobs[kept]
         versions[i, :n][scored] = record.versions[kept]
-        advantages[i, :n][scored] = row.advantage
+        advantages[i, :n][scored] = row.advantage if row.token_advantages is None else row.token_advantages[kept]
         rewards[i], group_ids[i] = record.reward or 0.0, record.group_id
     kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
     return TokenBatch(
@@ -68,7 +68,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
 
 
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    masks = [_recorded_mask(row.record) for row in rows]
+    masks = [recorded_support(row.record) for row in rows]
     ids = np.concatenate([np.zeros(0, np.int64), *(mask.ids for mask, _ in masks)])
     sizes = np.concatenate(
         [
@@ -84,7 +84,11 @@ def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch
     )
 
 
-def _recorded_mask(record: RolloutRecord) -> tuple[SamplingMask, np.ndarray]:
+def recorded_support(record: RolloutRecord) -> tuple[SamplingMask, np.ndarray]:
+    """The record's sampling mask, and the log-probs of its kept ids, `[M]` float32.
+
+    Raises `RecordRejected` (`mask_missing`) without both.
+    """
     mask = record.sampling_mask
     if mask is None or mask.logprobs is None:
         raise RecordRejected(

@@ -2,22 +2,21 @@
 
 Shape letter: N rows.
 
-GDPO reads the parts of a reward as well. ReMax (greedy answers), GAE (a critic) and OTB (sums of squared probabilities)
-need more than a run records; they are functions of `batch.advantages` and `batch.token_advantages`.
+GDPO reads the parts of a reward as well. Those that differ along a row are in `batch.token_advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from moe_trm.batch import advantages as estimators
-from moe_trm.batch.advantages import Array, Groups, Lone, whiten_rows
+from moe_trm.batch.advantages import Array, Groups
 from moe_trm.errors import ControllerError
 from moe_trm.functions.parameters import unknown
+from moe_trm.methods.advantages import ADVANTAGES, Lone
 
 
 def outcome_advantages(
@@ -35,7 +34,7 @@ def outcome_advantages(
         rewards, group_ids: `[N]` reward and prompt of each row.
         num_tokens: `[N]` sampled tokens of each row.
         normalize_std: for `grpo` and `pass_at_k`.
-        lone: what a sample gets that is alone in its group; None: as in `LONE`.
+        lone: what a sample gets that is alone in its group; None: as in `ADVANTAGES`.
     """
     if name not in OUTCOME:
         raise unknown("advantage", name, OUTCOME, "advantage.name")
@@ -44,7 +43,7 @@ def outcome_advantages(
         np.asarray(group_ids),
         np.asarray(num_tokens),
         normalize_std,
-        lone or LONE.get(name, "zero"),
+        lone or ADVANTAGES[name].lone or "zero",
     )
     return result
 
@@ -82,7 +81,9 @@ def advantages_by_part(
         len(parts), len(names)
     )
     chosen = np.array([weights.get(name, 1.0) for name in names])
-    return estimators.gdpo(rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or LONE[GDPO])
+    return estimators.gdpo(
+        rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or ADVANTAGES[GDPO].lone or "zero"
+    )
 
 
 def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:
@@ -109,9 +110,6 @@ def _pass_at_k(rewards: Array, group_ids: Array, _num_tokens: Array, normalize_s
     return result
 
 
-LONE: Mapping[str, Lone] = MappingProxyType({"grpo": "reward", "dr_grpo": "reward", GDPO: "reward"})
-"""What a sample gets that is alone in its group, unless `advantage.lone_sample` says so; `zero` for all others."""
-
 OUTCOME: dict[str, Callable[[Array, Array, Array, bool, Lone], Any]] = {
     "grpo": lambda r, g, t, std, lone: estimators.grpo(r, g, normalize_std=std, lone=lone),
     "dr_grpo": lambda r, g, t, std, lone: estimators.grpo(r, g, normalize_std=False, lone=lone),
@@ -119,6 +117,8 @@ OUTCOME: dict[str, Callable[[Array, Array, Array, bool, Lone], Any]] = {
     "opo": lambda r, g, t, std, lone: estimators.opo(r, g, t, lone=lone),
     "gpg": lambda r, g, t, std, lone: estimators.gpg(r, g, lone=lone),
     "pass_at_k": _pass_at_k,
-    "reinforce_plus_plus": lambda r, g, t, std, lone: whiten_rows(r, t),
-    "reinforce_plus_plus_baseline": lambda r, g, t, std, lone: whiten_rows(Groups(g).centered(r, lone), t),
+    "reinforce_plus_plus": lambda r, g, t, std, lone: estimators.reinforce_plus_plus(r, t),
+    "reinforce_plus_plus_baseline": lambda r, g, t, std, lone: estimators.reinforce_plus_plus_baseline(
+        r, g, t, lone=lone
+    ),
 }

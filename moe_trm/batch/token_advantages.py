@@ -1,117 +1,136 @@
-"""Advantages that differ from token to token. Shape letters: N rows, T tokens.
+"""Advantages that differ along a row: by token, or by turn. Shape letters: N rows, S scored tokens of one row.
 
-NumPy float64; `mask` `[N, T]` is True on sampled tokens. Results are 0 elsewhere, and what inputs hold there does not
-matter.
+NumPy float64. A row is a list entry, because rows differ in length. Only sampled tokens are in it, in their order:
+prompts and tool outputs have no place, so rows with tools align by the rank of their sampled tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from moe_trm.batch.advantages import Array, Groups, whiten
+from moe_trm.batch.advantages import Array, Groups, grpo
+from moe_trm.batch.collate import recorded_support
+from moe_trm.methods.advantages import ADVANTAGES, Lone
+from moe_trm.types import RolloutRecord
 
 
-def rewards_to_go(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
-    """G_t = r_t + gamma G_next, where next is the next sampled token. `rewards` `[N, T]`."""
-    rewards, result = np.where(mask, rewards, 0.0), np.zeros(mask.shape)
-    carried = np.zeros(len(mask))
-    for t in reversed(range(mask.shape[1])):
-        carried = np.where(mask[:, t], rewards[:, t] + gamma * carried, carried)
-        result[:, t] = carried
-    return np.where(mask, result, 0.0)
+def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lone = "reward") -> list[Array]:
+    """Optimal token baseline: A_t = R - B_t, B_t = sum_i R_i W_it / (sum_i W_it + 1e-8) over the samples of the
+    prompt that have a t-th sampled token.
 
+    W_t = cumsum(q), q_t = 1 - 2 p_t + sum_v p_v^2: the squared norm of the score with respect to the logits, a proxy of
+    that with respect to the weights. p is the distribution that the token was drawn from, as it was recorded: over the
+    kept support, where the sum is exact. It is the policy at the weights that sampled, also where these are older. Of
+    a recording without the sampling mask only p_t is known, and the sum may be anywhere between p_t^2 and
+    p_t^2 + (1 - p_t)^2. That is refused.
 
-def reinforce_plus_plus(rewards: Array, mask: Array, *, gamma: float = 1.0) -> Array:
-    """REINFORCE++: discounted reward-to-go, whitened over all sampled tokens of the batch.
+    Positions count sampled tokens alone, so rows with tool outputs align by rank (TIR-OTB). B_t is 0 where a row is the
+    only one of its group that is still running: it would be compared with itself. A group of one gets its reward; 0
+    with `lone="zero"`. Objectives with one ratio for a row, such as `gspo`, take the mean of its advantages, and
+    `gspo_token` takes each.
+    Source: optimal token baseline (OTB, arXiv 2602.07078; TIR-OTB), as in verl, without its importance weights.
 
-    Source: REINFORCE++ (arXiv 2501.03262).
-
-    When: one sample for each prompt, or groups too small to compare.
-    """
-    return _whitened(rewards_to_go(rewards, mask, gamma=gamma), mask)
-
-
-def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, mask: Array) -> Array:
-    """REINFORCE++ with baseline: reward `[N]` minus the group mean on every token, whitened over the batch.
-
-    Source: REINFORCE++ (arXiv 2501.03262).
-
-    When: groups whose spread says little; prompts of different difficulty keep their weight.
-    """
-    return _whitened(Groups(group_ids).centered(np.asarray(rewards, np.float64))[:, None] * mask, mask)
-
-
-def gae(rewards: Array, values: Array, mask: Array, *, gamma: float = 1.0, lam: float = 0.95) -> tuple[Array, Array]:
-    """Generalised advantage estimation: (advantages, returns), both `[N, T]`.
-
-    d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, return = A + V. Tokens that were not sampled pass
-    V_next and A_next through. Not whitened. Source: GAE (arXiv 1506.02438).
-
-    When: a critic is trained.
-    """
-    rewards, values = np.where(mask, rewards, 0.0), np.where(mask, values, 0.0)
-    advantages, next_value, next_advantage = np.zeros(mask.shape), np.zeros(len(mask)), np.zeros(len(mask))
-    for t in reversed(range(mask.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = np.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
-        next_value = np.where(mask[:, t], values[:, t], next_value)
-        advantages[:, t] = next_advantage
-    advantages = np.where(mask, advantages, 0.0)
-    return advantages, np.where(mask, advantages + values, 0.0)
-
-
-def otb(
-    rewards: Array,
-    group_ids: Array,
-    mask: Array,
-    probs: Array,
-    sum_probs_squared: Array,
-    *,
-    is_weights: Array | None = None,
-    zero_tail: bool = True,
-) -> Array:
-    """Optimal token baseline: A_t = G_t - B_t, B_t = sum_i G W R / (sum_i W R + 1e-8) per prompt and position.
-
-    W_t = cumsum(q), q = 1 - 2 p_t + sum_v p_v^2: a proxy of the squared score norm, times `is_weights`^2 if given. With
-    tool tokens positions are counted over sampled tokens alone (TIR-OTB), so rows align by rank. A group of one has B =
-    0. With `zero_tail`, B is 0 on the unique longest row beyond the second longest, where it would be compared with
-    itself. Source: optimal token baseline (OTB, TIR-OTB), as in verl.
-
-    When: long answers off-policy, where one baseline for all tokens leaves much variance.
+    When: long answers, where one baseline for all tokens leaves much variance. Costs one pass over the recorded support
+    in the controller, and needs `sampling_mask.mode=keep`.
 
     Args:
-        rewards: `[N, T]` token rewards; `mask`: `[N, T]`.
-        probs, sum_probs_squared: `[N, T]` probability of the sampled token and sum of squared probabilities.
+        rewards, group_ids: `[N]`.
+        energies: `[S]` q_t of each row, as `score_energy` gives it.
     """
-    groups, order = Groups(group_ids), np.argsort(~mask, axis=1, kind="stable")
-    packed_mask = np.take_along_axis(mask, order, axis=1)
-    energy = np.where(mask, 1 - 2 * probs + sum_probs_squared, 0.0)
-    if is_weights is not None:
-        energy = energy * np.where(mask, is_weights, 0.0) ** 2
-    returns = np.take_along_axis(rewards_to_go(rewards, mask), order, axis=1)
-    weight = np.where(packed_mask, np.take_along_axis(energy, order, axis=1).cumsum(axis=1), 0.0)
-    baseline = np.zeros_like(returns)
-    for t in range(mask.shape[1]):
-        baseline[:, t] = groups.sum(returns[:, t] * weight[:, t]) / (groups.sum(weight[:, t]) + 1e-8)
-    baseline[groups.size == 1] = 0.0
-    if zero_tail:
-        baseline[_lonely_tail(groups, packed_mask)] = 0.0
-    packed = np.where(packed_mask, returns - baseline, 0.0)
-    result: Array = np.zeros_like(packed)
-    np.put_along_axis(result, order, packed, axis=1)
+    rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
+    result: list[Array] = [np.zeros(0)] * len(rewards)
+    for group in range(int(groups.index.max(initial=-1)) + 1):
+        members = np.flatnonzero(groups.index == group)
+        longest = max(len(energies[i]) for i in members)
+        weight, running = np.zeros((len(members), longest)), np.zeros((len(members), longest), bool)
+        for place, i in enumerate(members):
+            weight[place, : len(energies[i])], running[place, : len(energies[i])] = np.cumsum(energies[i]), True
+        baseline = (rewards[members, None] * weight).sum(axis=0) / (weight.sum(axis=0) + 1e-8)
+        baseline[running.sum(axis=0) == 1] = 0.0
+        for i in members:
+            alone = len(members) == 1 and lone == "zero"
+            result[i] = np.zeros(len(energies[i])) if alone else rewards[i] - baseline[: len(energies[i])]
     return result
 
 
-def _lonely_tail(groups: Groups, packed_mask: Array) -> Array:
-    """Positions at which a row is the only one of its group that is still running."""
-    running = np.zeros(packed_mask.shape)
-    for t in range(packed_mask.shape[1]):
-        running[:, t] = groups.sum(packed_mask[:, t].astype(np.float64))
-    alone: Array = packed_mask & (running == 1)
-    return alone
+def turn_grpo(
+    rewards: Array,
+    group_ids: Array,
+    turns: Sequence[Array],
+    *,
+    discount: float = 1.0,
+    normalize_std: bool = True,
+    lone: Lone = "reward",
+) -> list[Array]:
+    """GRPO by turn: A_ik = (G_ik - mean_g) / (std_g + 1e-6), over the samples of the prompt that have a k-th turn.
+
+    G_ik = discount^(K_i - k) R_i is the return of turn k of K_i, the reward being that of the whole sample. So a turn
+    is compared with what others got who came as far, and with `discount` below 1 early turns of long conversations
+    count less. Every token of a turn carries its value. Where all samples have one turn it is `grpo`. A sample that
+    alone has a k-th turn gets G_ik there; 0 with `lone="zero"`.
+
+    Advantages by turn are in use in several frameworks, but no form is established; this one needs no reward of its own
+    for each turn. Source: ours, after GRPO (arXiv 2402.03300) and turn-level credit (2505.11821).
+
+    When: several turns with tools, and samples of a prompt differ in how many they take.
+
+    Args:
+        rewards, group_ids: `[N]`.
+        turns: `[S]` turn of each token of each row; only their order counts.
+    """
+    rewards, group_ids = np.asarray(rewards, np.float64), np.asarray(group_ids)
+    ranks = [np.unique(own, return_inverse=True)[1] for own in turns]
+    counts = np.array([int(own.max(initial=-1)) + 1 for own in ranks], np.int64)
+    result: list[Array] = [np.zeros(len(own)) for own in turns]
+    for turn in range(int(counts.max(initial=0))):
+        there = np.flatnonzero(counts > turn)
+        returns = rewards[there] * discount ** (counts[there] - 1 - turn)
+        values = grpo(returns, group_ids[there], normalize_std=normalize_std, lone=lone)
+        for i, value in zip(there, values, strict=True):
+            result[i][ranks[i] == turn] = value
+    return result
 
 
-def _whitened(values: Array, mask: Array) -> Array:
-    result = np.zeros(mask.shape)
-    result[mask] = whiten(values[mask])
+def score_energy(record: RolloutRecord) -> Array:
+    """`[S]` 1 - 2 p_t + sum_v p_v^2 of each scored token, p the recorded distribution over the kept support.
+
+    Raises `RecordRejected` (`mask_missing`) for a record without it.
+    """
+    mask, logprobs = recorded_support(record)
+    row_of = np.repeat(np.arange(mask.num_rows), np.diff(mask.offsets))
+    squares = np.bincount(row_of, weights=np.exp(2.0 * logprobs.astype(np.float64)), minlength=mask.num_rows)
+    probs = np.exp(record.rollout_logprobs.astype(np.float64))
+    energy: Array = np.maximum(1 - 2 * probs + squares, 0.0)[record.scored]
+    return energy
+
+
+def token_advantages(
+    name: str,
+    records: Sequence[RolloutRecord],
+    *,
+    normalize_std: bool = True,
+    lone: Lone | None = None,
+    discount: float = 1.0,
+) -> list[Array]:
+    """The advantages of each sampled token under an estimator of `BY_TOKEN`, one `[num_sampled]` float64 for a record.
+
+    Tokens that are not scored get 0. `lone`: None: as in `ADVANTAGES`.
+
+    Raises:
+        RecordRejected: a record lacks what the estimator reads.
+    """
+    rewards = np.array([record.reward for record in records], np.float64)
+    group_ids = np.array([record.group_id for record in records])
+    lone = lone or ADVANTAGES[name].lone or "zero"
+    if name == "otb":
+        values = otb(rewards, group_ids, [score_energy(record) for record in records], lone=lone)
+    else:
+        turns = [record.turn_ids[record.sampled][record.scored] for record in records]
+        values = turn_grpo(rewards, group_ids, turns, discount=discount, normalize_std=normalize_std, lone=lone)
+    result: list[Array] = []
+    for record, scored in zip(records, values, strict=True):
+        result.append(np.zeros(record.num_sampled))
+        result[-1][record.scored] = scored
     return result

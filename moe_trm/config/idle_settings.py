@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.schema import Config
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
 PROJECTS = {"wandb", "mlflow", "trackio"}
@@ -15,6 +16,7 @@ def idle_settings(config: Config) -> Iterator[str]:
     """Keys that were set while another setting makes them idle."""
     rollout, task = config.rollout, config.task
     engine, traits = f"rollout.engine={rollout.engine}", rollout.traits
+    advantage = ADVANTAGES[config.advantage.name]
     exact = task.reward == "exact" or (task.reward is None and task.name != "gsm8k")
     plain_reward = exact or task.reward in (None, "math_verify")
     idle = [
@@ -92,14 +94,26 @@ def idle_settings(config: Config) -> Iterator[str]:
         (
             "advantage",
             "normalize_std",
-            config.advantage.name not in ("grpo", "pass_at_k"),
+            not advantage.scales,
             f"advantage.name={config.advantage.name} has no such choice",
         ),
         (
             "advantage",
             "lone_sample",
-            config.advantage.name in ("pass_at_k", "reinforce_plus_plus"),
+            advantage.lone is None,
             f"advantage.name={config.advantage.name} has no such choice",
+        ),
+        (
+            "advantage",
+            "turn_discount",
+            advantage.level != "turn",
+            f"advantage.name={config.advantage.name} has no such choice",
+        ),
+        (
+            "advantage",
+            "name",
+            advantage.level == "turn" and rollout.function is None and traits.samples_live,
+            "without rollout.function every sample is one turn, and turn_grpo is grpo",
         ),
         (
             "correction",

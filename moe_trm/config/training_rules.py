@@ -8,13 +8,21 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 from moe_trm.methods.losses import needs
 from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
     """Why these settings cannot work; empty when they can."""
-    return [*_batch(config), *_corrections(config), *_kl(config), *_optimizer(config), *_parallel(config)]
+    return [
+        *_batch(config),
+        *_advantage(config),
+        *_corrections(config),
+        *_kl(config),
+        *_optimizer(config),
+        *_parallel(config),
+    ]
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -42,7 +50,7 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{learner.micro_batch_tokens} tokens with rollout.max_new_tokens={config.rollout.max_new_tokens}",
             expected="at least the longest prompt and answer together",
         )
-    if config.rollout.group_size == 1 and config.advantage.name != "reinforce_plus_plus":
+    if config.rollout.group_size == 1 and ADVANTAGES[config.advantage.name].compares:
         yield Problem(
             "rollout.group_size",
             f"advantage.name={config.advantage.name} compares the samples of one prompt; "
@@ -65,6 +73,26 @@ def _batch(config: Config) -> Iterator[Problem]:
             "one sample per prompt has no variance: every group would be dropped",
             got="drop with rollout.group_size=1",
             expected="keep, or rollout.group_size of at least 2",
+        )
+
+
+def _advantage(config: Config) -> Iterator[Problem]:
+    name = config.advantage.name
+    if ADVANTAGES[name].reads_support and config.sampling_mask.mode == "off":
+        yield Problem(
+            "sampling_mask.mode",
+            f"advantage.name={name} reads the distribution that each token was drawn from, "
+            "which is recorded with the sampling mask",
+            got="off",
+            expected="keep",
+            fix="set sampling_mask.mode=keep, or choose another advantage.name",
+        )
+    if name in BY_TOKEN and config.kl.coef and config.kl.where == "reward":
+        yield Problem(
+            "kl.where",
+            f"{name} gives the tokens of a row unlike advantages before the learner has scored their KL",
+            got=f"reward with advantage.name={name}",
+            expected="loss",
         )
 
 

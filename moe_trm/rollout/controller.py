@@ -17,9 +17,11 @@ from moe_trm.batch.advantages import Array
 from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
+from moe_trm.batch.token_advantages import token_advantages
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
+from moe_trm.methods.advantages import BY_TOKEN
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator
@@ -76,6 +78,7 @@ class RolloutController:
             batch_groups=rollout.prompts_per_step,
             group_size=rollout.group_size,
             concurrency=rollout.concurrency,
+            needs_support=config.sampling_mask.mode == "keep",
         )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._whole_groups = compares_groups(config)
@@ -121,8 +124,7 @@ class RolloutController:
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        advantages = without_overlong(records, self._advantages(records), self._config.batch)
-        rows = [TrainRow(record, float(advantage)) for record, advantage in zip(records, advantages, strict=True)]
+        rows = self._rows(records)
         learner = self._config.learner
         plan = plan_step(
             rows,
@@ -180,6 +182,23 @@ class RolloutController:
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))
+
+    def _rows(self, records: Sequence[RolloutRecord]) -> list[TrainRow]:
+        """The records with their advantages."""
+        settings = self._config.advantage
+        if settings.name not in BY_TOKEN:
+            advantages = without_overlong(records, self._advantages(records), self._config.batch)
+            return [TrainRow(record, float(value)) for record, value in zip(records, advantages, strict=True)]
+        found = token_advantages(
+            settings.name,
+            records,
+            lone=settings.lone_sample,
+            normalize_std=settings.normalize_std,
+            discount=settings.turn_discount,
+        )
+        trains = without_overlong(records, np.ones(len(records)), self._config.batch)
+        values = [(own * factor).astype(np.float32) for own, factor in zip(found, trains, strict=True)]
+        return [TrainRow(record, float(own.mean()), own) for record, own in zip(records, values, strict=True)]
 
     def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
         settings, groups = self._config.advantage, np.array([record.group_id for record in records])

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from moe_trm.batch.collate import recorded_support
 from moe_trm.batch.filters import reason_to_drop, reason_to_drop_sample
 from moe_trm.config.schema import BatchConfig
 from moe_trm.errors import RecordRejected
@@ -42,6 +43,7 @@ class Producer:
         batch_groups: groups of one training step (B).
         group_size: samples of one group.
         concurrency: no further group is started while this many samples are being made.
+        needs_support: a sample without sampling mask and log-probs of it is rejected (`mask_missing`).
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class Producer:
         batch_groups: int,
         group_size: int,
         concurrency: int,
+        needs_support: bool = False,
     ) -> None:
         self._sampler, self._prompt, self._store, self._ledger = sampler, prompt, store, ledger
         self._filters, self._batch, self._size, self._concurrency = filters, batch_groups, group_size, concurrency
         self._next_group, self._again, self._taken = 0, deque[int](), 0
-        self._steps, self._sampling = 0, 0
+        self._steps, self._sampling, self._needs_support = 0, 0, needs_support
         self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -142,6 +145,8 @@ class Producer:
             sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
             # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
             outcome = sample.bound()
+            if self._needs_support:
+                recorded_support(outcome)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))

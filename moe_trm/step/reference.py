@@ -95,7 +95,14 @@ class Reference:
         groups = _everyone(learner, [record.group_id for record in records])
         lengths = _everyone(learner, [record.num_sampled for record in records])
         settings = self._config.advantage
-        advantages = outcome_advantages(settings.name, rewards, groups, lengths, normalize_std=settings.normalize_std)
+        advantages = outcome_advantages(
+            settings.name,
+            rewards,
+            groups,
+            lengths,
+            normalize_std=settings.normalize_std,
+            lone=settings.lone_sample,
+        )
         of_sample = dict(zip(ids.tolist(), advantages.tolist(), strict=True))
         own = np.array([of_sample[record.sample_id] for record in records])
         values = iter(without_overlong(records, own, self._config.batch).tolist())

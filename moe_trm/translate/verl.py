@@ -120,6 +120,12 @@ def _task(draft: Draft) -> None:
 
 def _advantage(draft: Draft) -> None:
     name = text(draft, "algorithm.adv_estimator")
+    if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        raise NeedsDecisionError(
+            "algorithm.adv_estimator",
+            f"{name}: advantage.name=otb reads the recorded distributions (sampling_mask.mode=keep), and has no "
+            "importance weights",
+        )
     if name not in _ADVANTAGES:
         raise NeedsDecisionError("algorithm.adv_estimator", f"{name}: there is no critic and no greedy baseline here")
     draft.put("advantage.name", _ADVANTAGES[name], "algorithm.adv_estimator")

@@ -8,7 +8,7 @@ from pathlib import Path
 import moe_trm
 from benchmarks import length_bias, methods_page
 from moe_trm import corrections, losses
-from moe_trm.batch.outcome import OUTCOME
+from moe_trm.methods.advantages import ADVANTAGES
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -24,7 +24,7 @@ def test_every_method_says_when_it_is_the_right_one_and_where_it_comes_from() ->
         entry = page.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
         assert "**When:** " in entry, name
         assert "**Cost:** " in entry, name
-    for name in (*corrections.presets, *OUTCOME):
+    for name in (*corrections.presets, *ADVANTAGES):
         assert f"`{name}`" in page
 
 

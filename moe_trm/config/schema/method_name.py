@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.corrections import CORRECTIONS
 from moe_trm.methods.losses import LOSSES
 from moe_trm.methods.own import is_own
@@ -42,6 +43,7 @@ class OneOf:
         return "one of " + ", ".join((*self.known, *own))
 
 
+AdvantageName = Annotated[str, OneOf(tuple(ADVANTAGES))]
 RuleName = Annotated[str, OneOf(tuple(CORRECTIONS), own=True)]
 PresetName = Annotated[str, OneOf(tuple(PRESETS))]
 LossName = Annotated[str, OneOf(tuple(LOSSES), own=True)]

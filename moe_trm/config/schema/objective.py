@@ -6,32 +6,27 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from moe_trm.config.schema.method_name import LossName, PresetName, RuleName
+from moe_trm.config.schema.method_name import AdvantageName, LossName, PresetName, RuleName
 from moe_trm.config.schema.section import Positive, Section, bare_off
 
 
 class AdvantageConfig(Section):
     """From rewards to advantages."""
 
-    name: Literal[
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "opo",
-        "gpg",
-        "gdpo",
-        "pass_at_k",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-    ] = "grpo"
+    name: AdvantageName = "grpo"
     """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the
-    same for each named reward by itself, weighted by `task.reward_weights` afterwards. The others are
-    described in docs/methods.md."""
+    same for each named reward by itself, weighted by `task.reward_weights` afterwards. `otb`: a baseline for each
+    token, from the recorded distributions. `turn_grpo`: a baseline for each turn. The others are described in
+    docs/methods.md."""
     normalize_std: bool = True
-    """`grpo`, `pass_at_k`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
+    """`grpo`, `pass_at_k`, `turn_grpo`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
     lone_sample: Literal["zero", "reward"] | None = None
     """Advantage of a sample that is alone in its group because the others were rejected. `zero`: it has nothing to be
-    compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo` and `gdpo`, else `zero`."""
+    compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo`, `gdpo`, `otb` and
+    `turn_grpo`, else `zero`."""
+    turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """`turn_grpo`: the return of a turn is the reward times this for each turn that follows. 1: every turn has the
+    whole reward."""
 
 
 class RuleConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch import advantages as adv
-from moe_trm.batch import token_advantages as token_adv
 from moe_trm.batch.outcome import GDPO, OUTCOME, advantages_by_part, outcome_advantages
-from moe_trm.config.schema import AdvantageConfig
 from moe_trm.errors import ConfigError, ControllerError
+from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
 R = np.array([1, 0, 1, 0, 0.5, 0.5])
 G = np.array([7, 7, 7, 2, 2, 2])
@@ -33,7 +32,6 @@ def test_golden_outcome_advantages() -> None:
     assert adv.pass_at_k(np.array([1, 0, 0.5]), np.zeros(3, int)) == near([0.999998, 0, 0])
     assert adv.pass_at_k(np.array([0.2, 1.0, 0.5]), np.zeros(3, int), normalize_std=False) == pytest.approx([0, 0.5, 0])
     assert adv.grpo(R, G, normalize_std=False) == pytest.approx([1 / 3, -2 / 3, 1 / 3, -1 / 3, 1 / 6, 1 / 6])
-    assert adv.remax(R, R[::-1]) == pytest.approx(R - R[::-1])
     assert adv.gpg(R, G) == pytest.approx(np.array([1 / 3, -2 / 3, 1 / 3, -1 / 3, 1 / 6, 1 / 6]) * 6 / 4)
 
 
@@ -118,51 +116,19 @@ def test_gdpo_reads_named_rewards() -> None:
             advantages_by_part(broken, np.zeros(2, int), {}, np.ones(2, int))
 
 
-def test_golden_gae_skips_tool_tokens() -> None:
-    rewards, values = np.array([[0, 0, np.nan, 1.0]]), np.array([[0.2, 0.4, np.nan, 0.5]])
-    mask = np.array([[True, True, False, True]])
-    advantages, returns = token_adv.gae(rewards, values, mask, gamma=1.0, lam=0.95)
-    assert advantages[0].tolist() == pytest.approx([0.74625, 0.575, 0, 0.5])
-    assert returns[0].tolist() == pytest.approx([0.94625, 0.975, 0, 1.0])
-
-
-OTB_MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
-
-
-def otb_case(columns: list[int]) -> np.ndarray:
-    rewards = np.zeros((2, 4))
-    rewards[0, 2] = 1.0
-    probs = np.array([[0.5, 0.9, 0.2, 0], [0.4, 0.6, 0, 0]])
-    squares = np.array([[0.4, 0.82, 0.3, 0], [0.35, 0.5, 0, 0]])
-    wide = [np.full((2, 6), np.nan) for _ in range(3)]
-    mask = np.zeros((2, 6), bool)
-    for target, source in zip([*wide, mask], [rewards, probs, squares, OTB_MASK], strict=True):
-        target[:, columns] = source
-    return token_adv.otb(wide[0], np.zeros(2, int), mask, wide[1], wide[2])[:, columns]
-
-
-@pytest.mark.parametrize("columns", [[0, 1, 2, 3], [0, 2, 3, 5], [1, 2, 4, 5]])
-def test_golden_otb_and_its_tool_form(columns: list[int]) -> None:
-    expected = [[0.578947, 0.669291, 1.0, 0], [-0.421053, -0.330709, 0, 0]]
-    np.testing.assert_allclose(otb_case(columns), expected, atol=1e-6)
-
-
-def test_reinforce_plus_plus_whitens_over_sampled_tokens() -> None:
-    mask = np.array([[1, 0, 1], [1, 1, 0]], bool)
-    rewards = np.array([[0, np.nan, 1.0], [0.5, 0, np.nan]])
-    go = token_adv.rewards_to_go(rewards, mask, gamma=0.5)
-    np.testing.assert_allclose(go, [[0.5, 0, 1], [0.5, 0, 0]])
-    got = token_adv.reinforce_plus_plus(rewards, mask, gamma=0.5)
-    x = np.array([0.5, 1, 0.5, 0])
-    np.testing.assert_allclose(got[mask], (x - x.mean()) / np.sqrt(x.var(ddof=1) + 1e-8))
-    assert not got[~mask].any()
-    baseline = token_adv.reinforce_plus_plus_baseline(np.array([1.0, 0.0]), np.zeros(2, int), mask)
-    assert baseline[mask].mean() == pytest.approx(0)
-    assert not baseline[~mask].any()
+def test_reinforce_plus_plus_is_whitened_over_tokens() -> None:
+    """Against every token by itself, in NumPy."""
+    lengths = np.array([2, 5, 1])
+    tokens = np.repeat([1.0, 0.0, 0.5], lengths)
+    got = np.repeat(adv.reinforce_plus_plus(np.array([1.0, 0.0, 0.5]), lengths), lengths)
+    np.testing.assert_allclose(got, (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8))
+    centered = np.repeat([0.5, -0.5, 0.0], lengths)
+    got = np.repeat(adv.reinforce_plus_plus_baseline(np.array([1.0, 0, 3]), np.array([0, 0, 1]), lengths), lengths)
+    np.testing.assert_allclose(got, (centered - centered.mean()) / np.sqrt(centered.var(ddof=1) + 1e-8))
 
 
 def test_every_estimator_by_name_is_the_function_it_names() -> None:
-    assert set(get_args(AdvantageConfig.model_fields["name"].annotation)) == {*OUTCOME, GDPO}
+    assert set(ADVANTAGES) == {*OUTCOME, GDPO, *BY_TOKEN}
     lengths = np.array([4, 2, 6, 3, 3, 6])
     expected = {
         "grpo": adv.grpo(R, G),
@@ -174,13 +140,10 @@ def test_every_estimator_by_name_is_the_function_it_names() -> None:
     }
     for name, values in expected.items():
         np.testing.assert_array_equal(outcome_advantages(name, R, G, lengths), values)
-    mask = np.arange(6) < lengths[:, None]
-    last = np.where(np.arange(6) == lengths[:, None] - 1, R[:, None], 0.0)
-    tokens = token_adv.reinforce_plus_plus(last, mask)
-    np.testing.assert_allclose(outcome_advantages("reinforce_plus_plus", R, G, lengths)[:, None] * mask, tokens)
-    tokens = token_adv.reinforce_plus_plus_baseline(R, G, mask)
-    rows = outcome_advantages("reinforce_plus_plus_baseline", R, G, lengths)
-    np.testing.assert_allclose(rows[:, None] * mask, tokens)
+    plain = outcome_advantages("reinforce_plus_plus", R, G, lengths)
+    np.testing.assert_array_equal(plain, adv.reinforce_plus_plus(R, lengths))
+    baseline = outcome_advantages("reinforce_plus_plus_baseline", R, G, lengths)
+    np.testing.assert_array_equal(baseline, adv.reinforce_plus_plus_baseline(R, G, lengths))
 
 
 def test_pass_at_k_of_a_lonely_survivor_is_nothing() -> None:

@@ -22,6 +22,7 @@ from moe_trm.ratios import LogRatios
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
+from moe_trm.types import MicroBatch, MiniBatch
 from routing.replay import Native
 from tests.unit.step.shared_minibatch import (
     FakeLearner,
@@ -118,6 +119,20 @@ def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
         assert torch.equal(new.advantages != 0, batch.mask)
         got += [float(values[kept][0]) for values, kept in zip(new.advantages, batch.mask, strict=True)]
     np.testing.assert_allclose(got, grpo(np.array(rewards), np.array(groups)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("lone", ["reward", "zero"])
+def test_kl_in_the_reward_heeds_what_a_lone_sample_gets(lone: str) -> None:
+    """Four rows of one prompt and one row that is alone."""
+    settings = config(kl={"coef": 0.3, "where": "reward"}, advantage={"name": "rloo", "lone_sample": lone})
+    micro = MicroBatch(tuple(rows()[:5]))
+    batch = collate(micro, keep_mask=False)
+    part = Anchored(MiniBatch((micro,), 5, 1), [batch], [Scores(anchor_logprobs(batch))], [Native()])
+    learner = FakeLearner(Ranks(1), 0)
+    [shaped] = Reference(settings, learner).score(learner, [part])
+    [advantages] = [item.advantages for item in shaped.batches]
+    assert bool(advantages[4].any()) == (lone == "reward")
+    assert advantages[:4].any()
 
 
 def test_an_adaptive_coefficient_follows_the_measured_kl() -> None:
