@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.schema import Config
+from moe_trm.config.training_rules import may_have_turns
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -112,7 +113,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         (
             "advantage",
             "name",
-            advantage.level == "turn" and rollout.function is None and traits.samples_live,
+            advantage.level == "turn" and not may_have_turns(config),
             "without rollout.function every sample is one turn, and turn_grpo is grpo",
         ),
         (

@@ -99,6 +99,13 @@ def _advantage(config: Config) -> Iterator[Problem]:
 def _corrections(config: Config) -> Iterator[Problem]:
     for rule in config.correction.rules:
         yield from _exact_divergence(config, rule)
+        if rule.thresholds.get("tokens") == "post_tool" and not may_have_turns(config):
+            yield Problem(
+                "correction.rules",
+                f"rule {rule.name} weighs tokens after tools, and without a rollout function every sample is one turn",
+                got="tokens=post_tool with rollout.function=null",
+                expected="tokens left out, or a rollout.function",
+            )
     pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
     for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
         yield Problem(
@@ -115,6 +122,11 @@ def _corrections(config: Config) -> Iterator[Problem]:
             got=f"R2 with correction.preset={preset}",
             expected="R3 or none",
         )
+
+
+def may_have_turns(config: Config) -> bool:
+    """False where every sample is one answer; a recording may hold several turns."""
+    return config.rollout.function is not None or not config.rollout.traits.samples_live
 
 
 def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:

@@ -239,4 +239,5 @@ def _check_runs(bound: BoundRule) -> None:
 
 def _no_evidence() -> Evidence:
     nothing = torch.zeros(0, 1)
-    return Evidence(LogRatios(nothing, nothing, nothing, nothing.bool()), advantages=nothing, exact_kl=nothing)
+    ratios = LogRatios(nothing, nothing, nothing, nothing.bool())
+    return Evidence(ratios, advantages=nothing, exact_kl=nothing, turn_ids=nothing.int())

@@ -5,32 +5,57 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moe_trm import summable
 from moe_trm.corrections.decision import check_band, weigh, weigh_rows
 from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.corrections.rule import rule
+from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 
 @rule(ratio="engine", scope="token", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
-def token_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0) -> Correction:
+def token_tis(
+    evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0, tokens: str = "all"
+) -> Correction:
     """Token-level truncated importance sampling: w_t = clip(rho_t, floor, cap).
 
     rho_t is the ratio read (default: engine). Keeps every token; biased by truncation, low variance. Neutral to length.
     `cap` 1.5-5 is usual, 2 the field's default. A `target_reject_rate` chooses the cap that truncates this share.
     Reports `truncated_fraction` and `raised_fraction`, the shares of tokens above the cap and below the floor.
-    Source: truncated importance sampling as in verl, slime and AReaL.
+
+    `tokens="post_tool"` weighs only the turns after the first, whose context has a tool's output or other appended
+    text; all other tokens keep weight 1. Shares and target are then of those tokens. There engines differ most.
+    Source: truncated importance sampling as in verl, slime and AReaL; on tokens after tools: in use, unpublished.
 
     When: the engines agree up to small noise and a gradient with little bias matters more than a guarantee; the first
     correction to try.
     """
     check_band("token_tis", floor, cap)
+    if tokens not in ("all", "post_tool"):
+        raise ConfigError("unknown tokens", where="correction token_tis, tokens", got=tokens, expected="all, post_tool")
     clamped = clamp_log_ratio(log_ratio)
     ratio = clamped.exp()
-    metrics = _bounded(ratio, floor, cap, evidence.mask)
-    return replace(weigh(ratio.clamp(floor, cap), evidence.mask, metrics=metrics), score=clamped)
+    weighed = evidence.mask if tokens == "all" else evidence.mask & _after_tools(evidence)
+    # Not 1 itself: a ratio that is NaN must not pass with a weight.
+    weights = torch.where(weighed, ratio.clamp(floor, cap), ratio * 0 + 1)
+    decision = weigh(weights, evidence.mask, metrics=_bounded(ratio, floor, cap, weighed))
+    return replace(decision, score=clamped, judged=weighed)
+
+
+def _after_tools(evidence: Evidence) -> Tensor:
+    """`[B, T]` bool, tokens of the turns after the first."""
+    if evidence.turn_ids is None:
+        raise ConfigError(
+            "nobody says which tokens come after a tool",
+            where="correction token_tis, tokens",
+            got="post_tool without turn ids",
+            expected="the turn of every token",
+            fix="leave tokens out",
+        )
+    return evidence.turn_ids > 0
 
 
 @rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
