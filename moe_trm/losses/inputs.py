@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_trm.corrections.evidence import Correction
+from moe_trm.errors import ConfigError
 from moe_trm.ratios import LogRatios
 
 
@@ -84,6 +85,18 @@ class LossInputs:
         advantages = torch.where(self.counted, self.advantages.detach(), 0.0)
         current = torch.where(self.keep, self.current_logprobs, 0.0)
         return replace(self, advantages=advantages, current_logprobs=current.to(self.ratios.update.dtype))
+
+
+def grouped(inputs: LossInputs, name: str) -> Tensor:
+    """The prompt of each row, `[B]`, for the loss `name`. Raises `ConfigError` where nobody says it."""
+    if inputs.group_ids is None:
+        raise ConfigError(
+            f"{name} compares the samples of a prompt",
+            where=f"loss {name}",
+            got="no group ids",
+            expected="group_ids of shape [B]",
+        )
+    return inputs.group_ids
 
 
 @dataclass(frozen=True)

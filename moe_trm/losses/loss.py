@@ -23,6 +23,8 @@ from moe_trm.methods.own import check_declaration
 from moe_trm.ratios import PARTS, RATIO_NAMES, LogRatios
 
 LossFunction = Callable[..., TokenLoss]
+Adapt = Callable[[Mapping[str, Parameter], Mapping[str, float]], Mapping[str, Parameter]]
+"""From a loss's parameters and the metrics of a training step to the parameters that change for the next."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Loss:
         needs: inputs that not every run has.
         holds: the ratio that its gradient depends on, which no rule may weigh by again.
         experimental: the published form is not established; the docstring says what is in doubt.
+        adapt: what moves some of its parameters from step to step; None: they are what the configuration says.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Loss:
     holds: Held
     experimental: bool
     function: LossFunction
+    adapt: Adapt | None = None
 
     def __call__(self, inputs: LossInputs, **parameters: Parameter) -> TokenLoss:
         return self.bind(**parameters)(inputs)
@@ -112,6 +116,7 @@ def loss(
     needs: Sequence[Need] = (),
     holds: Held = "own",
     experimental: bool = False,
+    adapt: Adapt | None = None,
 ) -> Callable[[LossFunction], Loss]:
     """Turn a function into a `Loss` of the same name; its keyword-only parameters are its settings.
 
@@ -128,7 +133,9 @@ def loss(
             **{f"need {need!r}": (need, get_args(Need)) for need in needs},
         }
         check_declaration(function, choices, what="loss", takes="inputs, log_ratio")
-        registered = Loss(function.__name__, ratio, aggregation, scope, tuple(needs), holds, experimental, function)
+        registered = Loss(
+            function.__name__, ratio, aggregation, scope, tuple(needs), holds, experimental, function, adapt
+        )
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 

@@ -1,53 +1,104 @@
-"""QUATRO: the exact KL-regularised update, stabilised by the log-ratio."""
+"""QUATRO: the exact KL-regularised update, stabilised by the log-ratio. Shape letters: B rows, T tokens, G prompts."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 
+from moe_trm import summable
+from moe_trm.corrections.rows import over_tokens, row_mean
 from moe_trm.losses.checks import require
-from moe_trm.losses.inputs import LossInputs, TokenLoss
+from moe_trm.losses.inputs import LossInputs, TokenLoss, grouped
 from moe_trm.losses.loss import loss
+from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
+
+HALVINGS = 100
+"""Of the bracket around a multiplier, twelve decades wide: far below rounding."""
 
 
 @loss(aggregation="token-mean", experimental=True)
 def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) -> TokenLoss:
     """QUATRO: X = -W sg[r (A - multiplier log r)] log pi_theta.
 
-    `multiplier` is the dual variable of max E[A] subject to KL <= budget (`optimal_multiplier` solves it for one
-    prompt). The published sampled estimator, and whether it is per token or per sequence, are not established.
-    Source: QUATRO.
+    `multiplier` is the dual variable of max E[A] subject to KL <= budget; `quatro_query` solves it for each prompt. The
+    published sampled estimator, and whether it is per token or per sequence, are not established.
+    Source: QUATRO (arXiv 2602.04620).
 
-    When: the trust region should be the same for every prompt whatever its reward spread. Research.
+    When: the trust region should be soft, and one for all prompts will do. Research.
     """
     require(multiplier >= 0, "quatro", ">= 0", multiplier=multiplier)
-    x = clamp_log_ratio(log_ratio.detach())
-    return TokenLoss(-inputs.weights * x.exp() * (inputs.advantages - multiplier * x) * inputs.current_logprobs, {})
+    return TokenLoss(_values(inputs, log_ratio, multiplier), {})
 
 
-def optimal_multiplier(advantages: Sequence[float], budget: float) -> float:
-    """lambda* of one prompt: KL(softmax(A / lambda) || uniform) = budget, by bisection; 0 for equal advantages.
+@loss(aggregation="token-mean", scope="batch", needs=LOSSES["quatro_query"].needs, experimental=True)
+def quatro_query(inputs: LossInputs, log_ratio: Tensor, *, budget: float = 0.01) -> TokenLoss:
+    """QUATRO with a multiplier for each prompt: X = -W sg[r (A - lambda_q log r)] log pi_theta.
 
-    For a small budget about sqrt(Var(A) / (2 budget)). A budget that even the best sample alone does not use up gives
-    0.
+    lambda_q is the dual variable of max E_pi[A] subject to KL(pi || pi_old) <= budget over the samples of the prompt:
+    KL(softmax(A / lambda_q) || uniform) = budget, about sqrt(Var_q(A) / (2 budget)) for a small budget. A is the row's
+    mean advantage, as `advantage.name` made it. Prompts whose advantages are all equal have no update to make, and
+    train nothing. A budget (nats) that the best sample alone does not use up leaves lambda_q at 0. `multiplier` is its
+    mean over tokens. The published sampled estimator, its level and the budget are not established: the dual is the one
+    of the stated problem. Source: QUATRO (arXiv 2602.04620).
+
+    When: the trust region should be the same for every prompt whatever its reward spread. Research. Costs a bisection
+    over one number of each row.
+
+    Raises:
+        ConfigError: a budget that is not above 0, or rows without the ids of their prompts.
     """
-    spread = max(advantages) - min(advantages)
-    if spread == 0:
-        return 0.0
-    low, high = 1e-6 * spread, 1e6 * spread
-    if _kl_to_uniform(advantages, low) <= budget:
-        return 0.0
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if _kl_to_uniform(advantages, middle) > budget else (low, middle)
-    return low
+    require(budget > 0, "quatro_query", "> 0", budget=budget)
+    advantages = row_mean(inputs.advantages, inputs.counted)
+    multiplier, apart = optimal_multipliers(
+        advantages, grouped(inputs, "quatro_query"), inputs.counted.any(dim=1), budget=budget
+    )
+    over = over_tokens(multiplier.to(log_ratio.dtype), inputs.keep)
+    values = torch.where(over_tokens(apart, inputs.keep), _values(inputs, log_ratio, over), 0.0)
+    return TokenLoss(values, summable.mean("multiplier", over, inputs.keep & over_tokens(apart, inputs.keep)))
 
 
-def _kl_to_uniform(advantages: Sequence[float], multiplier: float) -> float:
-    top = max(advantages)
-    weights = [math.exp((a - top) / multiplier) for a in advantages]
-    total = sum(weights)
-    return sum(w / total * math.log(len(weights) * w / total) for w in weights if w > 0)
+def _values(inputs: LossInputs, log_ratio: Tensor, multiplier: float | Tensor) -> Tensor:
+    x = clamp_log_ratio(log_ratio.detach())
+    return -inputs.weights * x.exp() * (inputs.advantages - multiplier * x) * inputs.current_logprobs
+
+
+def optimal_multipliers(
+    advantages: Tensor, group_ids: Tensor, judged: Tensor, *, budget: float
+) -> tuple[Tensor, Tensor]:
+    """lambda_q of each row's prompt `[B]` float64, and whether the advantages of the prompt differ, `[B]` bool.
+
+    Only rows of `judged` `[B]` take part. 0 where advantages are equal, and where the budget is never used up.
+    """
+    if not len(advantages):
+        return advantages.double(), judged
+    _, index = group_ids.unique(return_inverse=True)
+    order = index.argsort(stable=True)
+    sizes = index.bincount()
+    place = torch.empty_like(index)
+    place[order] = torch.arange(len(index), device=index.device) - (sizes.cumsum(0) - sizes)[index[order]]
+    # One row for each prompt: plain reductions add in the same order everywhere, scattered ones need not.
+    values = torch.full((len(sizes), int(sizes.max())), torch.nan, dtype=torch.float64, device=index.device)
+    values[index, place] = torch.where(judged, advantages.double(), torch.nan)
+    there = values.isfinite()
+    count = there.sum(dim=1).double()
+    top = torch.where(there, values, -torch.inf).amax(dim=1)
+    bottom = torch.where(there, values, torch.inf).amin(dim=1)
+    below = torch.where(there, values - top[:, None], -torch.inf)
+
+    def divergence(multiplier_G: Tensor) -> Tensor:
+        """KL(softmax(A / lambda) || uniform) of each prompt, `[G]`."""
+        scaled = below / multiplier_G[:, None]
+        weights = scaled.exp()
+        total = weights.sum(dim=1)
+        return torch.where(weights > 0, weights * scaled, 0.0).sum(dim=1) / total - total.log() + count.log()
+
+    spread = torch.where(count > 0, top - bottom, 0.0)
+    apart = spread > 0
+    low, high = 1e-6 * spread.clamp(min=1e-300), 1e6 * spread.clamp(min=1e-300)
+    used_up = apart & (divergence(low) > budget)
+    for _ in range(HALVINGS):
+        middle = (low * high).sqrt()
+        beyond = divergence(middle) > budget
+        low, high = torch.where(beyond, middle, low), torch.where(beyond, high, middle)
+    return torch.where(used_up, low, 0.0)[index], apart[index] & judged

@@ -18,8 +18,9 @@ from moe_trm import corrections, diagnostics, summable
 from moe_trm.config.schema import Config
 from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.batch_norm import normalized, weight_sums
+from moe_trm.functions.parameters import Parameter
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.losses import LossInputs, TokenLoss, aggregate
+from moe_trm.losses import BoundLoss, LossInputs, TokenLoss, aggregate
 from moe_trm.losses.kl import kl_estimate, kl_term
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
@@ -50,15 +51,20 @@ class Objective:
         self._thresholds = Thresholds(self._recipe.uncalibrated, config.correction.calibration_steps, path)
         self._metrics: list[Mapping[str, Tensor]] = []
         self._num_updates = 0
+        self._adapted: dict[str, Parameter] = {}
         self._sinks, self._seed = sinks, config.seed
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
-        return {"thresholds": self._thresholds.state(learner)}
+        adapted = {"name": self._recipe.loss.loss.name, "parameters": self._adapted}
+        return {"thresholds": self._thresholds.state(learner), "loss": adapted}
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
         """Go on after `state`."""
         self._thresholds.restore(state["thresholds"], learner)
+        adapted = state.get("loss", {})
+        if adapted.get("name") == self._recipe.loss.loss.name:
+            self._adapted = dict(adapted["parameters"])
 
     @property
     def whole(self) -> bool:
@@ -81,7 +87,8 @@ class Objective:
         `first`: these are the first updates of the step, at the very weights that scored the anchors; in synchronous
         training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
-        chosen = replace(self._recipe, rules=(*self._recipe.rules, *self._thresholds.rules))
+        rules = (*self._recipe.rules, *self._thresholds.rules)
+        chosen = replace(self._recipe, rules=rules, loss=self._loss)
         judge = _judge(chosen, part, learner, first=first, seed=self._seed)
         self._num_updates += 1
 
@@ -146,7 +153,24 @@ class Objective:
         for term in TERMS & metrics.keys():
             metrics[term] /= self._num_updates
         self._num_updates = 0
+        metrics |= self._adapt(metrics)
         return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
+
+    @property
+    def _loss(self) -> BoundLoss:
+        """The loss at the parameters of this step."""
+        loss = self._recipe.loss
+        return replace(loss, parameters={**loss.parameters, **self._adapted})
+
+    def _adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move the loss's parameters after a step with these metrics; returns those that it used, by `loss/NAME`."""
+        adapt = self._recipe.loss.loss.adapt
+        if adapt is None:
+            return {}
+        used = self._loss.parameters
+        changed = adapt(used, metrics)
+        self._adapted |= changed
+        return {f"loss/{name}": float(used[name] or 0.0) for name in changed}
 
 
 class PartialJudge:

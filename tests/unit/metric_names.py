@@ -123,6 +123,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         ],
         "eval/{name}/": [f"{each}{answer}" for each in sets for answer in answers],
         "rejected/{reason}": [f"{each}rejected/{reason}" for each in sets for reason in reasons()],
+        "loss/{name}": ["loss/penalty"],
         "probe/{part}_k3_kl": ["probe/cast_k3_kl", "probe/arithmetic_k3_kl"],
         "queue/age/{age}": [f"queue/age/{NUMBER}"],
         "records/dropped/{reason}": [f"records/dropped/{reason}" for reason in ("age", "overlong", "zero_variance")],
@@ -174,6 +175,7 @@ def _measured() -> Iterator[str]:
     for loss in map(losses.get, losses.names()):
         yield from summable.finalize(loss(inputs).metrics)
     yield from summable.finalize(losses.get("ppo_clip")(inputs, dual_clip=3.0).metrics)
+    yield from summable.finalize(losses.get("turn_ppo")(inputs, normalize="row").metrics)
     yield from Ledger().metrics()
 
 

@@ -51,6 +51,13 @@ def other_cases() -> dict[str, list[str]]:
             "correction.batch_normalize=token",
             "advantage.name=rloo",
         ],
+        "turns": [
+            REJECTING,
+            "loss.name=turn_ppo",
+            "loss.parameters={turn_ratio: product, normalize: row}",
+            "advantage.name=turn_grpo",
+        ],
+        "tokens": [REJECTING, "advantage.name=otb"],
         "own": OWN_METHODS,
     }
 

@@ -14,8 +14,6 @@ from moe_trm.losses.covariance import clip_cov_candidates
 from moe_trm.losses.espo import entropy_bins
 from moe_trm.losses.m2po_clip import moment_cap
 from moe_trm.losses.minpro import prefix_min
-from moe_trm.losses.quatro import optimal_multiplier
-from moe_trm.losses.r2vpo import next_penalty
 from moe_trm.ratios import LogRatios
 from moe_trm.summable import finalize
 from tests.unit.conftest import WorkedExample
@@ -148,16 +146,12 @@ def test_equal_advantages_have_no_covariance_in_float32_either() -> None:
     assert not clip_cov_candidates(inputs, torch.zeros(4, 12).bool(), 0.0, 100.0).any()
 
 
-def test_m2po_cap_and_quatro_multiplier() -> None:
+def test_m2po_cap() -> None:
     squares = torch.tensor([0.01, 0.5, 0.02, 0.3, 0.001], dtype=torch.float64)
     cap = moment_cap(squares, 0.04)
     assert float(squares.clamp(max=cap**2).mean()) == pytest.approx(0.04)
     assert moment_cap(squares, 1.0) == float("inf")
     assert moment_cap(squares[:0], 0.1) == float("inf")
-    assert optimal_multiplier([0.5, -0.5, 0.5, -0.5], 0.01) == pytest.approx(3.51779, abs=1e-5)
-    assert optimal_multiplier([0.2, 0.2], 0.01) == 0.0
-    assert next_penalty(0.5, 0.3, target=0.1, rate=2.0) == pytest.approx(0.9)
-    assert next_penalty(0.1, 0.0, target=0.1, rate=2.0) == 0.0
 
 
 def test_sapo_gate_has_slope_one_on_policy_and_vespo_peaks_where_published() -> None:
