@@ -42,9 +42,9 @@ def check_by_length(rule: RegisteredRule) -> None:
         raise ConfigError(
             "this rule judges single tokens, which have no length", where=where, got=True, expected="a rule on rows"
         )
-    if "cap" in rule.calibrated:
+    if not rule.rejects:
         raise ConfigError(
-            "this rule rejects no rows: a cap by length would let long rows weigh more",
+            "this rule rejects no rows: a threshold by length would let long rows weigh more",
             where=where,
             got=True,
             expected="a rule that rejects rows",

@@ -41,6 +41,8 @@ class RegisteredRule:
         calibrate: the thresholds at which given statistics are just kept, or None if no threshold stands for a reject
             rate.
         weighs: it gives weights other than 0 and 1, which `correction.batch_normalize` may normalise.
+        rejects: its threshold rejects; False: it only weighs down what is beyond it.
+        readable: the ratios that it may be told to read.
     """
 
     name: str
@@ -51,6 +53,8 @@ class RegisteredRule:
     function: RuleFunction
     calibrate: Callable[..., Mapping[str, Any]] | None = None
     weighs: bool = False
+    rejects: bool = True
+    readable: tuple[str, ...] = RATIO_NAMES
 
     @property
     def calibrated(self) -> tuple[str, ...]:
@@ -74,7 +78,7 @@ class RegisteredRule:
         fix = "take a high quantile, such as the 95th percentile, of the rule's score in a run without corrections"
         where = f"correction {self.name}"
         chosen = bind(
-            self.function, self.ratio, thresholds, RATIO_NAMES, what="threshold", where=where, missing_fix=fix
+            self.function, self.ratio, thresholds, self.readable, what="threshold", where=where, missing_fix=fix
         )
         bound = BoundRule(self, *chosen)
         _check_runs(bound)
@@ -147,6 +151,8 @@ def rule(
     scope: Scope,
     calibrate: Callable[..., Mapping[str, Any]] | None = None,
     weighs: bool = False,
+    rejects: bool = True,
+    readable: tuple[str, ...] = RATIO_NAMES,
 ) -> Callable[[RuleFunction], RegisteredRule]:
     """Turn a function into a `RegisteredRule` of the same name; its keyword-only parameters are its thresholds.
 
@@ -158,7 +164,8 @@ def rule(
         choices = {"ratio": (ratio, RATIO_NAMES), "scope": (scope, get_args(Scope))}
         check_declaration(function, choices, what="correction", takes="evidence, log_ratio")
         required, defaults = declared(function)
-        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, function, calibrate, weighs)
+        facts = (function, calibrate, weighs, rejects, readable)
+        registered = RegisteredRule(function.__name__, ratio, scope, defaults, required, *facts)
         object.__setattr__(registered, "__doc__", function.__doc__)
         return registered
 

@@ -16,7 +16,13 @@ from moe_trm.errors import ConfigError
 from moe_trm.ratios import clamp_log_ratio
 
 
-@rule(ratio="engine", scope="token", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
+@rule(
+    ratio="engine",
+    scope="token",
+    calibrate=lambda quantile: {"cap": math.exp(quantile)},
+    weighs=True,
+    rejects=False,
+)
 def token_tis(
     evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0, tokens: str = "all"
 ) -> Correction:
@@ -58,7 +64,13 @@ def _after_tools(evidence: Evidence) -> Tensor:
     return evidence.turn_ids > 0
 
 
-@rule(ratio="engine", scope="sequence", calibrate=lambda quantile: {"cap": math.exp(quantile)}, weighs=True)
+@rule(
+    ratio="engine",
+    scope="sequence",
+    calibrate=lambda quantile: {"cap": math.exp(quantile)},
+    weighs=True,
+    rejects=False,
+)
 def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: float = 0.0) -> RowDecision:
     """Sequence-level truncated importance sampling: w_i = clip(exp(sum_t log rho_t), floor, cap) on every token of row
     i.

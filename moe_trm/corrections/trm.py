@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_trm import summable
-from moe_trm.corrections.decision import check_positive, keep_rows
+from moe_trm.corrections.decision import check_positive, keep_rows, weigh_rows
 from moe_trm.corrections.evidence import Evidence, RowDecision
 from moe_trm.corrections.row_scores import check_score, divergence_score, unscored
 from moe_trm.corrections.rule import rule
@@ -107,6 +107,40 @@ def trm_max_avg(
     decision = keep_rows(kept(divergence), (worst / max_kl).maximum(average / mean_kl))
     decision = replace(decision, statistics=torch.stack([worst, average], dim=1))
     return _with_disagreement(decision, evidence, kept)
+
+
+@rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile}, rejects=False)
+def trm_soft(
+    evidence: Evidence,
+    log_ratio: Tensor,
+    *,
+    max_score: float,
+    score: str = "mean",
+    power: float = 1.0,
+    divergence: str = "sampled",
+    ln_delta: float | None = None,
+) -> RowDecision:
+    """Trust-region masking that fades: w_i = min(1, max_score / score_i)^power on every token of row i.
+
+    Rows within the bound count in full, a row twice beyond it half as much (`power` 1), and nothing jumps at the
+    bound. `power` -> infinity is `trm`. The weight is a measure of trust, no ratio: it may stand beside a loss that
+    contains one. Scores and divergences are those of `trm`. It bounds the share of far rows, not their distance: the
+    guarantees of masking do not hold. Reports `faded_fraction`, the share of rows beyond the bound, which is what a
+    `target_reject_rate` chooses. No form is published: the paper names soft masking as future work.
+    Source: ours, after Trust Region Masking (arXiv 2512.23075).
+
+    When: masking rejects too much, or its share jumps from step to step, and the worst rows are not broken.
+    """
+    check_positive("trm_soft", "max_score", max_score)
+    check_positive("trm_soft", "power", power)
+    check_score("trm_soft", score, ln_delta)
+    distance = divergence_score(score, evidence, log_ratio, divergence, ln_delta)
+    weights = (max_score / distance).clamp(max=1.0) ** power
+    rows = evidence.ratios.packing.lengths > 0
+    # A row whose score is 0 is not far; one whose score is not finite is not known, and is dropped.
+    weights = torch.where(distance == 0, 1.0, torch.where(distance.isfinite(), weights, torch.nan))
+    metrics = summable.fraction("faded_fraction", ~(distance <= max_score), rows) | unscored(score, evidence)
+    return replace(weigh_rows(weights), score=distance, metrics=metrics)
 
 
 def _masked(

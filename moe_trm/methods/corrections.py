@@ -9,6 +9,7 @@ CORRECTIONS: Mapping[str, str] = MappingProxyType(
     {
         "geometric_mask": "geometric_mask",
         "icepop": "icepop",
+        "kpop": "kpop",
         "ln_trm": "ln_trm",
         "m2po": "m2po",
         "opsm": "opsm",
@@ -34,9 +35,10 @@ CORRECTIONS: Mapping[str, str] = MappingProxyType(
         "trm_avg": "trm",
         "trm_max": "trm",
         "trm_max_avg": "trm",
+        "trm_soft": "trm",
     }
 )
 """Module of `moe_trm.corrections` that each is defined in."""
 
-READ_TOTAL = frozenset({"ln_trm", "m2po", "opsm", "ser", "trm", "trm_avg", "trm_max", "trm_max_avg"})
+READ_TOTAL = frozenset({"ln_trm", "m2po", "opsm", "ser", "trm", "trm_avg", "trm_max", "trm_max_avg", "trm_soft"})
 """Those that read the total ratio unless told otherwise; the others read the engine ratio."""

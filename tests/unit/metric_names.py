@@ -181,7 +181,7 @@ def _measured() -> Iterator[str]:
 
 def _takes_lengths(name: str) -> bool:
     rule = corrections.get(name)
-    return rule.scope == "sequence" and bool(rule.calibrated) and "cap" not in rule.calibrated
+    return rule.scope == "sequence" and bool(rule.calibrated) and rule.rejects
 
 
 def _example(*, split: bool) -> Evidence:

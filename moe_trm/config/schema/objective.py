@@ -38,9 +38,9 @@ class RuleConfig(Section):
     thresholds: dict[str, float | str] = {}
     """Its thresholds by name; what is left out takes the rule's documented default."""
     target_reject_rate: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of tokens to reject (of rows, for rules on rows) or to truncate (`token_tis`, `seq_tis`). The rule only
-    measures during the first `correction.calibration_steps` steps. Then the threshold that would have given this share
-    over them is chosen and frozen."""
+    """Share of tokens to reject (of rows, for rules on rows), to truncate (`token_tis`, `seq_tis`) or to weigh down
+    (`trm_soft`). The rule only measures during the first `correction.calibration_steps` steps. Then the threshold that
+    would have given this share over them is chosen and frozen."""
     by_length: bool = False
     """With a `target_reject_rate` of a rule on rows: the threshold depends on the length of the row, so that each
     octave of length (8 to 15 tokens, 16 to 31, ...) has this share rejected. It follows the run instead of being

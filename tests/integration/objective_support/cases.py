@@ -57,6 +57,11 @@ def other_cases() -> dict[str, list[str]]:
             "loss.parameters={turn_ratio: product, normalize: row}",
             "advantage.name=turn_grpo",
         ],
+        "kpop": ["correction.rules=[{name: kpop, thresholds: {weight: ratio}}]"],
+        "soft": [
+            "correction.rules=[{name: trm_soft, thresholds: {max_score: 0.001}}, "
+            "{name: trm_max, thresholds: {max_kl: 0.5}}]"
+        ],
         "tokens": [REJECTING, "advantage.name=otb"],
         "own": OWN_METHODS,
     }

@@ -201,7 +201,7 @@ def noise_evidence(rng: np.random.Generator, rows: int, noise: float) -> Evidenc
 BY_LENGTH = tuple(
     name
     for name in corrections.names()
-    if corrections.get(name).calibrate and corrections.get(name).scope == "sequence" and name != "seq_tis"
+    if (rule := corrections.get(name)).calibrate and rule.scope == "sequence" and rule.rejects
 )
 
 

@@ -30,6 +30,15 @@ def mean(values: Row) -> float:
     return sum(values) / len(values)
 
 
+def two_way(x: float) -> float:
+    q = 1 - 1e-6
+    p = min(max(math.exp(x), 1e-6), q)
+    return max(
+        p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)),
+        q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)),
+    )
+
+
 def all_or_none(keep: bool, row: Row, weight: float = 1.0) -> Decision:
     return [weight * keep] * len(row)
 
@@ -63,6 +72,12 @@ REFERENCE: dict[str, tuple[dict[str, float | str], Callable[[Row, Row, float], D
         {"score": "ser", "max_score": 0.3},
         lambda e, f, A: all_or_none(mean([abs(math.exp(x) - 1) for x in f]) <= 0.3, f),
     ),
+    "trm_soft": (
+        {"max_score": 0.05, "power": 2.0},
+        lambda e, f, A: all_or_none(True, f, min(1.0, 0.05 / mean([k3(x) for x in f])) ** 2),
+    ),
+    # The rollout is sure of every token here, q = 1 - 1e-6; other probabilities are in test_kpop.py.
+    "kpop": ({"max_kl": 0.3}, lambda e, f, A: [float(two_way(x) <= 0.3) for x in e]),
     "trm_max": ({"max_kl": 0.2}, lambda e, f, A: all_or_none(max(map(k2, f)) <= 0.2, f)),
     "trm_avg": ({"mean_kl": 0.1}, lambda e, f, A: all_or_none(mean([k3(x) for x in f]) <= 0.1, f)),
     "trm_max_avg": (
