@@ -118,7 +118,7 @@ def page() -> str:
         WHEN["advantages"] + "\n",
         f"Usable by name: {', '.join(f'`{name}`' for name in ADVANTAGES)}.\n",
         *_functions("", _of_module(advantages) + _of_module(token_advantages)),
-        *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL]),
+        *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL, kl.rollout_kl]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
         *_functions("Diagnostics", [metrics, acceptance, gradient_power, gradient_noise, explained_variance]),
         *_functions("", [divergences, certificate_estimate, verdict]),

@@ -65,9 +65,15 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "method", not traits.has_weights, f"{engine} serves no weights"),
         ("sync", "dir", config.sync.method == "distributed", "sync.method=distributed writes no files"),
-        *(("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference") for key in ("estimator", "ratio", "where")),
+        *(
+            ("kl", key, config.kl.coef == 0, "kl.coef=0 keeps no reference")
+            for key in ("estimator", "ratio", "clip", "where")
+        ),
         *(("kl", key, config.kl.controller == "fixed", "kl.controller=fixed") for key in ("target", "horizon")),
-        ("kl", "ratio", config.kl.coef > 0 and config.kl.estimator != "k3_is", "only kl.estimator=k3_is is weighted"),
+        *(
+            ("kl", key, config.kl.coef > 0 and config.kl.estimator != "k3_is", "only kl.estimator=k3_is is weighted")
+            for key in ("ratio", "clip")
+        ),
         (
             "loss",
             "measure_entropy",

@@ -46,26 +46,59 @@ def kl_estimate(name: str, current_logprobs: Tensor, reference_logprobs: Tensor,
 
 
 def importance_corrected_k3(
-    log_ratio: Tensor, current_logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor
+    log_ratio: Tensor,
+    current_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None = None,
 ) -> Tensor:
     """k3 weighted by the *differentiated* ratio to the policy that sampled: w k3, `[B, T]`.
 
     With tokens from another policy its mean has the exact gradient of KL(pi_theta || pi_ref); with a detached ratio it
     has not. `log_ratio` `[B, T]` carries the gradient: total, or update if the proximal policy stands for the one that
     sampled, as slime and miles take it (`kl.ratio`).
+
+    With `clip` c it is min(w k3, clip(w, 1 - c, 1 + c) k3) = min(w, 1 + c) k3, because k3 is never negative: over
+    several updates of a step a token whose ratio has grown beyond the clip pulls by its k3 alone. The gradient is then
+    no longer exact.
+    Source of the clip: the decoupled KL loss over epochs needs a ratio of its own, clipped as PPO's.
     """
     k3 = kl_estimate("k3", current_logprobs, reference_logprobs, mask)
-    return torch.where(mask, clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp() * k3, 0.0)
+    ratio = clamp_log_ratio(torch.where(mask, log_ratio, 0.0)).exp()
+    return torch.where(mask, (ratio if clip is None else ratio.clamp(max=1 + clip)) * k3, 0.0)
+
+
+def rollout_kl(ratios: LogRatios) -> tuple[Tensor, Tensor]:
+    """Soft KL to the policy that sampled: each token's k2 = (log w)^2 / 2, `[B, T]` nats, and the tokens it is of.
+
+    A pull towards the rollout on every sampled token, whatever corrections reject, where masks act on outliers alone.
+    Its gradient is that of KL(pi_theta || mu) under on-policy sampling, and stays a pull when it is not. Tokens without
+    a finite log-ratio are left out. Beyond +-20 nats it no longer pulls. `kl_tau` of prime-rl is half of the
+    coefficient here, and its loss, `ipo_tv`, has such a term already.
+    Source: prime-rl's squared log-ratio, after Kimi K2.5.
+
+    When: the policy drifts from the engine between pushes, and masking alone lets it.
+    """
+    total = ratios.total
+    mask = ratios.mask & total.detach().isfinite()
+    return clamp_log_ratio(torch.where(mask, total, 0.0)) ** 2 / 2, mask
 
 
 def kl_term(
-    name: str, ratios: LogRatios, current_logprobs: Tensor, reference_logprobs: Tensor, *, ratio: str = "total"
+    name: str,
+    ratios: LogRatios,
+    current_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    *,
+    ratio: str = "total",
+    clip: float | None = None,
 ) -> Tensor:
     """Each token's KL to the reference as a term of the loss, `[B, T]`: an estimator by name, or `k3_is` weighted by
-    `ratio`.
+    `ratio`, clipped at `clip`.
     """
     if name == CORRECTED:
-        return importance_corrected_k3(ratios.get(ratio), current_logprobs, reference_logprobs, ratios.mask)
+        return importance_corrected_k3(ratios.get(ratio), current_logprobs, reference_logprobs, ratios.mask, clip=clip)
     return kl_estimate(name, current_logprobs, reference_logprobs, ratios.mask)
 
 

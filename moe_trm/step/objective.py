@@ -21,7 +21,7 @@ from moe_trm.corrections.batch_norm import normalized, weight_sums
 from moe_trm.functions.parameters import Parameter
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import BoundLoss, LossInputs, TokenLoss, aggregate
-from moe_trm.losses.kl import kl_estimate, kl_term
+from moe_trm.losses.kl import kl_estimate, kl_term, rollout_kl
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
@@ -29,7 +29,7 @@ from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
 from moe_trm.step.thresholds import Thresholds
 
-TERMS = frozenset({"loss/policy", "loss/kl", "loss/entropy"})
+TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
 """Metrics that are sums of shares: the terms of the loss."""
 
 
@@ -103,12 +103,21 @@ class Objective:
                 sink.judged(part.mini.micro_batches[index].rows, evidence, correction)
             terms = {"loss/policy": (token_loss.values, correction.keep, 1.0)}
             measured: dict[str, Tensor] = {}
+            if chosen.rollout_kl_coef:
+                terms["loss/rollout_kl"] = *rollout_kl(ratios), chosen.rollout_kl_coef
             if current.entropy is not None:
                 terms["loss/entropy"] = current.entropy, ratios.mask, -chosen.entropy_coef
                 measured |= summable.mean("policy/entropy", current.entropy, ratios.mask)
             if part.reference is not None:
                 reference = part.reference[index]
-                kl = kl_term(chosen.kl_estimator, ratios, current.logprobs, reference, ratio=chosen.kl_ratio)
+                kl = kl_term(
+                    chosen.kl_estimator,
+                    ratios,
+                    current.logprobs,
+                    reference,
+                    ratio=chosen.kl_ratio,
+                    clip=chosen.kl_clip,
+                )
                 terms["loss/kl"] = kl, ratios.mask, part.kl_coef
                 measured |= reference_metrics(current.logprobs, reference, ratios.mask)
             shares = {

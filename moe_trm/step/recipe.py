@@ -57,7 +57,8 @@ class Recipe:
         batch_normalize: over what the weights are divided by their mean.
         loss: the policy objective.
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
-        kl_estimator: the KL to the reference, where there is one; `kl_ratio` weighs `k3_is`.
+        kl_estimator: the KL to the reference, where there is one; `kl_ratio` weighs `k3_is`, up to 1 + `kl_clip`.
+        rollout_kl_coef: of the soft KL to the policy that sampled.
         entropy: whether updates need the policy's entropy; `entropy_coef` is its bonus.
     """
 
@@ -69,6 +70,8 @@ class Recipe:
     horizon: int
     kl_estimator: str
     kl_ratio: str
+    kl_clip: float | None
+    rollout_kl_coef: float
     entropy: bool
     entropy_coef: float
 
@@ -135,6 +138,8 @@ def recipe(config: Config) -> Recipe:
         horizon=config.rollout.max_new_tokens,
         kl_estimator=config.kl.estimator,
         kl_ratio=config.kl.ratio,
+        kl_clip=config.kl.clip,
+        rollout_kl_coef=config.loss.rollout_kl_coef,
         entropy=config.loss.measure_entropy or config.loss.entropy_coef > 0 or "entropy" in loss.loss.needs,
         entropy_coef=config.loss.entropy_coef,
     )

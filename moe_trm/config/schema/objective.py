@@ -85,6 +85,9 @@ class LossConfig(Section):
     ) = None
     """Aggregation of token losses into one number; none: as in the loss's published form (`ppo_clip`: token-mean).
     Denominators are those of the batch before correction."""
+    rollout_kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of a soft KL to the policy that sampled, (log of current / rollout)^2 / 2 on every sampled token
+    whatever corrections reject; 0: none. Try 0.002, which is prime-rl's `kl_tau` of 0.001."""
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     """Bonus per nat of the policy's entropy, over the whole vocabulary whatever the sampling mask; 0: none. Costs one
     more pass of the output layer over the vocabulary. Try 0.001."""
@@ -108,6 +111,9 @@ class KlConfig(Section):
     """`k3_is`: the ratio that weighs it. `total`: current / rollout, so that the gradient is right off-policy too.
     `update`: current / proximal, as the unbiased KL of slime and miles; right if engines agree and no sample is
     stale."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """`k3_is`: its weight is at most 1 plus this, for several updates in a step; none: unclipped, as its exact gradient
+    needs."""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive`: the coefficient follows the measured KL towards `kl.target`, by at most 20% of
     samples / `kl.horizon` a step."""

@@ -55,6 +55,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
     "turns": {"loss": {"name": "turn_ppo", "parameters": {"turn_ratio": "product", "normalize": "row"}}},
     "kl in the loss": {"kl": {"coef": 0.3, "estimator": "k3_is"}},
+    "kl to the rollout": {"kl": {"coef": 0.3, "estimator": "k3_is", "clip": 0.1}, "loss": {"rollout_kl_coef": 0.2}},
     "kl in the reward": {"kl": {"coef": 0.3, "where": "reward"}, "batch": {"overlong": "mask"}},
     "entropy": {"loss": {"entropy_coef": 0.1, "name": "espo"}},
     "by parts": {"correction": {"rules": [{"name": "opsm", "thresholds": {"delta": 0.01}}, {"name": "icepop"}]}},
@@ -107,6 +108,34 @@ def test_the_weight_of_the_unbiased_kl_is_a_choice(ratio: str) -> None:
     x = current - reference
     expected = 0.3 * float(((current - earlier).exp() * ((-x).expm1() + x))[batch.mask].mean())
     assert got["metrics"]["loss/kl"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_kl_to_the_rollout_is_the_mean_over_tokens_whatever_is_rejected() -> None:
+    """Beside another rule: rejected tokens are pulled, too, by their log-ratio over the number of tokens."""
+    rejecting = {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.1}}]}
+    plain = outcome(config(correction=rejecting), ranks=1, micro_batch_rows=4)
+    pulled = outcome(config(correction=rejecting, loss={"rollout_kl_coef": 0.3}), ranks=1, micro_batch_rows=4)
+    assert pulled["metrics"]["correction/kept_fraction"] == plain["metrics"]["correction/kept_fraction"] < 1
+    [[mini]] = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=1, micro_batch_rows=100)
+    batch = collate(mini.micro_batches[0], keep_mask=False)
+    x = (current_logprobs(batch) - batch.rollout_logprobs).double()
+    expected = 0.3 * float((x**2 / 2)[batch.mask].mean())
+    assert pulled["metrics"]["loss/rollout_kl"] == pytest.approx(expected, rel=1e-5)
+    assert pulled["loss"] == pytest.approx(plain["loss"] + expected, rel=1e-5)
+    assert "loss/rollout_kl" not in plain["metrics"]
+    for i, row in enumerate(mini.micro_batches[0].rows):
+        number = row.record.sample_id
+        moved = pulled["gradients"][number] - plain["gradients"][number]
+        own = 0.3 * x[i][batch.mask[i]] / int(batch.mask.sum())
+        torch.testing.assert_close(moved.double(), own, rtol=1e-4, atol=1e-7)
+
+
+def test_the_clipped_weight_reaches_the_loss() -> None:
+    found = {
+        clip: outcome(config(kl={"coef": 0.3, "estimator": "k3_is", "clip": clip}), ranks=1, micro_batch_rows=4)
+        for clip in (None, 0.05)
+    }
+    assert found[0.05]["metrics"]["loss/kl"] < found[None]["metrics"]["loss/kl"]
 
 
 def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
