@@ -27,6 +27,7 @@ from moe_trm.step.objective import Objective
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
+from moe_trm.step.row_advantages import with_ratios
 from moe_trm.step.score_recorder import ScoreRecorder
 from routing.errors import MisalignedError
 from routing.replay import ReplayReport
@@ -85,6 +86,7 @@ def train(
                 batch = rollouts.next_batch(step, learner.moe_layer_ids)
             with phases.time("score"):
                 anchored = reference.score(learner, anchors.score(learner, batch))
+                anchored = with_ratios(config, learner, anchored)
             with phases.time("probe"):
                 probed = probe.run(step, learner, anchored, mode)
             lr_scale, guarded = guard.scale(learner, anchored, batch.metrics["response/length_mean"])

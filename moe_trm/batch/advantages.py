@@ -105,6 +105,36 @@ def opo(rewards: Array, group_ids: Array, num_tokens: Array, *, lone: Lone = "ze
     return np.where(groups.size == 1, rewards if lone == "reward" else 0.0, result)
 
 
+def opob(rewards: Array, group_ids: Array, log_weights: Array, energies: Array, *, lone: Lone = "zero") -> Array:
+    """OPOB of VCPO: A_i = R_i - b_g, b_g = sum_j w_j^2 E_j R_j / sum_j w_j^2 E_j, the baseline of least variance off
+    policy.
+
+    w is the ratio of the whole row, policy at the step's start over rollout, and E = sum_t (1 - 2 p_t + sum_v p_v^2)
+    the squared norm of its score with respect to the logits, which stands for that with respect to the weights: exact
+    norms need a backward pass for each row. Only ratios of w within a prompt matter. A row whose ratio is not finite
+    counts for nothing in the baseline. 0 in a group of one, and where no ratio of a group is known; the reward with
+    `lone="reward"`. Until the learner has scored the step, transcripts show values for w = 1.
+    Source: VCPO (arXiv 2602.17616), with a proxy for its gradient norms.
+
+    When: samples are old and their ratios differ much; pair it with `optimizer.ess_scale`. Costs three numbers of each
+    row, gathered once a step, and the anchors' pass.
+
+    Args:
+        rewards, group_ids: `[N]`.
+        log_weights: `[N]` log w. energies: `[N]` E.
+    """
+    rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
+    log_weights = np.asarray(log_weights, np.float64)
+    known = np.isfinite(log_weights)
+    top = np.full(groups.index.max(initial=-1) + 1, -np.inf)
+    np.maximum.at(top, groups.index[known], log_weights[known])
+    gap = np.where(known, log_weights, 0.0) - np.where(known, top[groups.index], 0.0)
+    weight = np.where(known, np.exp(2 * gap) * np.asarray(energies, np.float64), 0.0)
+    result = rewards - groups.sum(weight * rewards) / (groups.sum(weight) + 1e-8)
+    result = np.where(groups.sum(known.astype(np.float64)) > 0, result, 0.0)
+    return np.where(groups.size == 1, rewards if lone == "reward" else 0.0, result)
+
+
 def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0, lone: Lone = "zero") -> Array:
     """GPG: A_i = alpha (R_i - mean_g) / scale, alpha = N / #(R != 0): all-zero rewards do not dilute the gradient.
 

@@ -87,10 +87,17 @@ def _advantage(config: Config) -> Iterator[Problem]:
             expected="keep",
             fix="set sampling_mask.mode=keep, or choose another advantage.name",
         )
-    if name in BY_TOKEN and config.kl.coef and config.kl.where == "reward":
+    if ADVANTAGES[name].reads_ratios and config.pipeline.recovery in ("interpolate", "bypass"):
+        yield Problem(
+            "advantage.name",
+            "the ratio of policy to rollout is not known before the update",
+            got=f"{name} with pipeline.behavior={config.pipeline.recovery}",
+            expected="pipeline.behavior=snapshot or merged",
+        )
+    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and config.kl.coef and config.kl.where == "reward":
         yield Problem(
             "kl.where",
-            f"{name} gives the tokens of a row unlike advantages before the learner has scored their KL",
+            f"{name} compares rewards as they are, and the KL would lower them afterwards",
             got=f"reward with advantage.name={name}",
             expected="loss",
         )

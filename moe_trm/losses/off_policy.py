@@ -1,4 +1,4 @@
-"""Tools around an objective when data are old: learning-rate scale, baselines, gradient projection.
+"""Tools around an objective when data are old: learning-rate scales.
 
 Shape letters: N rows.
 """
@@ -26,29 +26,6 @@ def ess_lr_scale(ratio: float, *, base: float = 1.0, form: str = "sqrt") -> floa
         raise ConfigError("unknown form", where="ess_lr_scale", got=form, expected="sqrt, linear")
     capped = min(1.0, ratio / base)
     return math.sqrt(capped) if form == "sqrt" else capped
-
-
-def off_policy_baseline(sequence_weights: Tensor, score_norms: Tensor, rewards: Tensor) -> Tensor:
-    """OPOB: b = sum w^2 |g|^2 R / sum w^2 |g|^2, the baseline of least variance off policy; g the row's score.
-
-    Source: VCPO (arXiv 2602.17616).
-    """
-    energy = sequence_weights**2 * score_norms**2
-    return (energy * rewards).sum() / (energy.sum() + 1e-8)
-
-
-def project_gradient(gradient: Tensor, previous: Tensor, *, max_cosine: float) -> Tensor:
-    """GAC: remove part of the previous step's direction from the flat gradient when their cosine c exceeds
-    `max_cosine`.
-
-    g <- g - (1 - max_cosine / c) (<g, g'> / |g'|^2) g'. No-op without a previous gradient. Published thresholds are not
-    established; 0.05-0.1 are suggested, synchronous runs are near 0. Source: GAC.
-    """
-    inner, norms = gradient @ previous, gradient.norm() * previous.norm()
-    if float(norms) == 0 or float(inner / norms) <= max_cosine:
-        return gradient
-    projected: Tensor = gradient - (1 - max_cosine * norms / inner) * inner / (previous @ previous) * previous
-    return projected
 
 
 def surge_lr(lr: float, length: float, earlier_length: float, *, initial_lr: float, surge: float = 1.2) -> float:

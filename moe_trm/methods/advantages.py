@@ -20,6 +20,7 @@ class AdvantageEntry:
         lone: what a sample alone in its group gets unless `advantage.lone_sample` says so; None: there is no choice.
         scales: it can divide by the group's standard deviation (`advantage.normalize_std`).
         reads_support: it reads the recorded distribution of every token, and so needs `sampling_mask.mode=keep`.
+        reads_ratios: it is made once the learner has scored the step.
         compares: it compares the samples of a prompt.
     """
 
@@ -27,6 +28,7 @@ class AdvantageEntry:
     lone: Lone | None = "zero"
     scales: bool = False
     reads_support: bool = False
+    reads_ratios: bool = False
     compares: bool = True
 
 
@@ -37,6 +39,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
         "gpg": AdvantageEntry(),
         "grpo": AdvantageEntry(lone="reward", scales=True),
         "opo": AdvantageEntry(),
+        "opob": AdvantageEntry(reads_support=True, reads_ratios=True),
         "otb": AdvantageEntry("token", lone="reward", reads_support=True),
         "pass_at_k": AdvantageEntry(lone=None, scales=True),
         "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False),

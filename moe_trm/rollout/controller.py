@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.batch.advantages import Array
+from moe_trm.batch.advantages import Array, opob
 from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
-from moe_trm.batch.token_advantages import token_advantages
+from moe_trm.batch.token_advantages import score_energy, token_advantages
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
-from moe_trm.methods.advantages import BY_TOKEN
+from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator
@@ -211,9 +211,13 @@ class RolloutController:
                 num_tokens,
                 lone=settings.lone_sample,
             )
+        rewards = np.array([record.reward for record in records], np.float64)
+        if ADVANTAGES[settings.name].reads_ratios:  # the learner makes them anew, once it has scored the step
+            energies = np.array([score_energy(record).sum() for record in records])
+            return opob(rewards, groups, np.zeros(len(records)), energies, lone=settings.lone_sample or "zero")
         return outcome_advantages(
             settings.name,
-            np.array([record.reward for record in records], np.float64),
+            rewards,
             groups,
             num_tokens,
             normalize_std=settings.normalize_std,

@@ -28,6 +28,7 @@ from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source
 from moe_trm.types import TokenBatch, TrainBatch
 
@@ -51,6 +52,7 @@ class Anchors:
             or config.record.bundle
             or (config.kl.coef > 0 and config.kl.where == "reward")
             or config.optimizer.ess_scale != "off"
+            or ADVANTAGES[config.advantage.name].reads_ratios
         )
         self._reuse = mode != "R2" and config.learner.epochs == 1 and not elsewhere
         self._probe_every = config.probe.every

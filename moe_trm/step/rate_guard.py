@@ -14,6 +14,7 @@ from moe_trm.config.schema import OptimizerConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.off_policy import ess_lr_scale, ess_ratio, surge_lr
 from moe_trm.step.passes import Anchored
+from moe_trm.step.row_advantages import log_sequence_ratios
 
 
 class RateGuard:
@@ -75,11 +76,5 @@ def sequence_weights(learner: Learner, anchored: Sequence[Anchored]) -> torch.Te
 
     Collective.
     """
-    own = [
-        float((score.logprobs.cpu() - batch.rollout_logprobs)[row][batch.mask[row]].double().sum())
-        for part in anchored
-        for micro, batch, score in zip(part.mini.micro_batches, part.batches, part.scores, strict=True)
-        for row in range(len(micro.rows))
-    ]
-    log_weights = learner.gather(torch.tensor(own, dtype=torch.float64))
+    log_weights = learner.gather(torch.tensor(log_sequence_ratios(anchored), dtype=torch.float64))
     return (log_weights - log_weights.max()).exp()

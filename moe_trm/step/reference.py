@@ -9,17 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-import torch
-
-from moe_trm.batch.advantages import Array
-from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
 from moe_trm.step.passes import Anchored
-from moe_trm.types import TokenBatch
+from moe_trm.step.row_advantages import everyone, own_records, with_rows
 from routing.replay import Native
 
 NAME = "reference"
@@ -83,39 +78,23 @@ class Reference:
 
     def _rewarded(self, learner: Learner, parts: Sequence[Anchored]) -> list[Anchored]:
         """Advantages anew from R_i - coef sum_t kl_it, compared within the groups of the whole step."""
-        rows = [
-            (row.record, kl)
+        kls = [
+            kl
             for part in parts
-            for micro, kls in zip(part.mini.micro_batches, self._row_kls(part), strict=True)
-            for row, kl in zip(micro.rows, kls, strict=False)  # an empty micro-batch has one row of padding
+            for micro, own in zip(part.mini.micro_batches, self._row_kls(part), strict=True)
+            for _, kl in zip(micro.rows, own, strict=False)  # an empty micro-batch has one row of padding
         ]
-        records = [record for record, _ in rows]
-        ids = _everyone(learner, [record.sample_id for record in records])
-        rewards = _everyone(learner, [(record.reward or 0.0) - self.coef * kl for record, kl in rows])
-        groups = _everyone(learner, [record.group_id for record in records])
-        lengths = _everyone(learner, [record.num_sampled for record in records])
-        settings = self._config.advantage
+        records, settings = own_records(parts), self._config.advantage
+        rewards = [(record.reward or 0.0) - self.coef * kl for record, kl in zip(records, kls, strict=True)]
         advantages = outcome_advantages(
             settings.name,
-            rewards,
-            groups,
-            lengths,
+            everyone(learner, rewards),
+            everyone(learner, [record.group_id for record in records]),
+            everyone(learner, [record.num_sampled for record in records]),
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
         )
-        of_sample = dict(zip(ids.tolist(), advantages.tolist(), strict=True))
-        own = np.array([of_sample[record.sample_id] for record in records])
-        values = iter(without_overlong(records, own, self._config.batch).tolist())
-        return [
-            replace(
-                part,
-                batches=[
-                    _with_advantages(batch, [next(values) for _ in micro.rows])
-                    for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True)
-                ],
-            )
-            for part in parts
-        ]
+        return with_rows(self._config, learner, parts, advantages)
 
     def _row_kls(self, part: Anchored) -> list[list[float]]:
         """Sum of the KL over the sampled tokens of each row of each micro-batch, nats."""
@@ -124,13 +103,3 @@ class Reference:
             kl_estimate(self._config.kl.estimator, score.logprobs, reference, batch.mask).sum(dim=1).tolist()
             for batch, score, reference in zip(part.batches, part.scores, part.reference, strict=True)
         ]
-
-
-def _everyone(learner: Learner, values: Sequence[float]) -> Array:
-    return learner.gather(torch.tensor(values, dtype=torch.float64)).cpu().numpy()
-
-
-def _with_advantages(batch: TokenBatch, of_row: Sequence[float]) -> TokenBatch:
-    advantages = torch.zeros(len(batch.mask), 1)
-    advantages[: len(of_row), 0] = torch.tensor(of_row)
-    return replace(batch, advantages=torch.where(batch.mask, advantages.to(batch.mask.device), 0.0))

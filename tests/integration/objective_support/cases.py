@@ -62,6 +62,7 @@ def other_cases() -> dict[str, list[str]]:
             "correction.rules=[{name: trm_soft, thresholds: {max_score: 0.001}}, "
             "{name: trm_max, thresholds: {max_kl: 0.5}}]"
         ],
+        "opob": [REJECTING, "advantage.name=opob"],
         "tokens": [REJECTING, "advantage.name=otb"],
         "own": OWN_METHODS,
     }

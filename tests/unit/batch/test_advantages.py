@@ -128,7 +128,7 @@ def test_reinforce_plus_plus_is_whitened_over_tokens() -> None:
 
 
 def test_every_estimator_by_name_is_the_function_it_names() -> None:
-    assert set(ADVANTAGES) == {*OUTCOME, GDPO, *BY_TOKEN}
+    assert set(ADVANTAGES) == {*OUTCOME, GDPO, *BY_TOKEN, "opob"}
     lengths = np.array([4, 2, 6, 3, 3, 6])
     expected = {
         "grpo": adv.grpo(R, G),

@@ -239,7 +239,7 @@ def test_refused_and_idle_at_launch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="distribution that each token was drawn from"):
         load(file, ["advantage.name=otb", "sampling_mask.mode=off"])
     for name in BY_TOKEN:
-        with pytest.raises(ConfigError, match="unlike advantages"):
+        with pytest.raises(ConfigError, match="would lower them afterwards"):
             load(file, [f"advantage.name={name}", "kl.coef=0.1", "kl.where=reward"])
         with pytest.raises(ConfigError, match="no baseline"):
             load(file, [f"advantage.name={name}", "rollout.group_size=1", "batch.zero_variance=keep"])

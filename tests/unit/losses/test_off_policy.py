@@ -22,17 +22,6 @@ def test_vcpo() -> None:
     assert tools.ess_lr_scale(1.0) == 1.0
     with pytest.raises(ConfigError):
         tools.ess_lr_scale(1.0, form="cubic")
-    norms, rewards = torch.tensor([1.0, 2, 1, 1]).double(), torch.tensor([1.0, 0, 1, 0]).double()
-    assert float(tools.off_policy_baseline(W, norms, rewards)) == pytest.approx(0.064516, abs=1e-6)
-
-
-def test_gac_projection() -> None:
-    g, previous = torch.tensor([1.0, 1, 0]).double(), torch.tensor([1.0, 0, 0]).double()
-    got = tools.project_gradient(g, previous, max_cosine=0.1)
-    assert got.tolist() == pytest.approx([0.141421, 1, 0], abs=1e-6)
-    assert float(got @ previous / got.norm()) == pytest.approx(0.140028, abs=1e-6)
-    assert tools.project_gradient(g, previous * 0, max_cosine=0.1) is g
-    assert tools.project_gradient(-g, previous, max_cosine=0.1).equal(-g)
 
 
 def test_length_surge_halves_the_learning_rate_down_to_a_floor() -> None:
