@@ -132,7 +132,8 @@ def opob(rewards: Array, group_ids: Array, log_weights: Array, energies: Array, 
     weight = np.where(known, np.exp(2 * gap) * np.asarray(energies, np.float64), 0.0)
     result = rewards - groups.sum(weight * rewards) / (groups.sum(weight) + 1e-8)
     result = np.where(groups.sum(known.astype(np.float64)) > 0, result, 0.0)
-    return np.where(groups.size == 1, rewards if lone == "reward" else 0.0, result)
+    alone = rewards if lone == "reward" else np.zeros_like(rewards)
+    return np.where(groups.size == 1, alone, result)
 
 
 def gpg(rewards: Array, group_ids: Array, *, scale: float = 1.0, lone: Lone = "zero") -> Array:

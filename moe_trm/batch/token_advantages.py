@@ -42,12 +42,12 @@ def otb(rewards: Array, group_ids: Array, energies: Sequence[Array], *, lone: Lo
     rewards, groups = np.asarray(rewards, np.float64), Groups(group_ids)
     result: list[Array] = [np.zeros(0)] * len(rewards)
     for group in range(int(groups.index.max(initial=-1)) + 1):
-        members = np.flatnonzero(groups.index == group)
+        members: list[int] = np.flatnonzero(groups.index == group).tolist()
         longest = max(len(energies[i]) for i in members)
         weight, running = np.zeros((len(members), longest)), np.zeros((len(members), longest), bool)
         for place, i in enumerate(members):
             weight[place, : len(energies[i])], running[place, : len(energies[i])] = np.cumsum(energies[i]), True
-        baseline = (rewards[members, None] * weight).sum(axis=0) / (weight.sum(axis=0) + 1e-8)
+        baseline = (rewards[members][:, None] * weight).sum(axis=0) / (weight.sum(axis=0) + 1e-8)
         baseline[running.sum(axis=0) == 1] = 0.0
         for i in members:
             alone = len(members) == 1 and lone == "zero"

@@ -72,13 +72,10 @@ def optimal_multipliers(
     """
     if not len(advantages):
         return advantages.double(), judged
-    _, index = group_ids.unique(return_inverse=True)
-    order = index.argsort(stable=True)
-    sizes = index.bincount()
-    place = torch.empty_like(index)
-    place[order] = torch.arange(len(index), device=index.device) - (sizes.cumsum(0) - sizes)[index[order]]
+    index, place = _places(group_ids)
     # One row for each prompt: plain reductions add in the same order everywhere, scattered ones need not.
-    values = torch.full((len(sizes), int(sizes.max())), torch.nan, dtype=torch.float64, device=index.device)
+    shape = int(index.max()) + 1, int(place.max()) + 1
+    values = torch.full(shape, torch.nan, dtype=torch.float64, device=index.device)
     values[index, place] = torch.where(judged, advantages.double(), torch.nan)
     there = values.isfinite()
     count = there.sum(dim=1).double()
@@ -102,3 +99,16 @@ def optimal_multipliers(
         beyond = divergence(middle) > budget
         low, high = torch.where(beyond, middle, low), torch.where(beyond, high, middle)
     return torch.where(used_up, low, 0.0)[index], apart[index] & judged
+
+
+def _places(group_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of each row's prompt, and its place among the rows of the prompt, both `[B]` int64."""
+    order = group_ids.argsort(stable=True)
+    ascending = group_ids[order]
+    begins = torch.ones_like(ascending, dtype=torch.bool)
+    begins[1:] = ascending[1:] != ascending[:-1]
+    number = begins.cumsum(0) - 1
+    index, place = torch.empty_like(order), torch.empty_like(order)
+    index[order] = number
+    place[order] = torch.arange(len(order), device=order.device) - begins.nonzero()[:, 0][number]
+    return index, place

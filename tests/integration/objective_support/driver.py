@@ -59,7 +59,8 @@ class Witness:
     def __init__(self, learner: MegatronLearner, config: Config) -> None:
         self._learner, self._config = learner, config
         self._anchors: dict[int, tuple[TokenBatch, Tensor]] = {}
-        """First log-probs of each batch by its identity; the batch is kept, so that no other one can have it."""
+        """First log-probs of each batch by the identity of its mask, which outlives new advantages; the batch is kept, so
+        that no other one can have it."""
         self.updates: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +69,7 @@ class Witness:
     def score(self, batches: Sequence[TokenBatch], sources: Sequence[Any], **options: Any) -> list[Scores]:
         scores = self._learner.score(batches, sources, **options)
         for batch, score in zip(batches, scores, strict=True):
-            self._anchors.setdefault(id(batch), (batch, score.logprobs.detach().clone()))
+            self._anchors.setdefault(id(batch.mask), (batch, score.logprobs.detach().clone()))
         return scores
 
     def update(
@@ -91,7 +92,7 @@ class Witness:
         scored = [_detached(current[index]) for index in range(len(batches))]
         # Where no anchor pass was made, the update's own forward is the anchor.
         anchors = [
-            self._anchors.get(id(batch), (batch, score.logprobs))[1]
+            self._anchors.get(id(batch.mask), (batch, score.logprobs))[1]
             for batch, score in zip(batches, scored, strict=True)
         ]
         expected = recompute(self._config, batches, anchors, scored)
