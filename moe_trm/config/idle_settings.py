@@ -124,6 +124,12 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         (
             "correction",
+            "decide_after",
+            not config.correction.rules and not config.correction.preset,
+            "there are no rules to decide about",
+        ),
+        (
+            "correction",
             "calibration_steps",
             all(rule.target_reject_rate is None for rule in config.correction.rules),
             "no rule has a target_reject_rate",

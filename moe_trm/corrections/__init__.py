@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from moe_trm.corrections.calibration import calibrate, scores
-from moe_trm.corrections.compose import compose
+from moe_trm.corrections.compose import compose, measuring
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.functions.parameters import unknown
@@ -25,6 +25,7 @@ __all__ = [
     "compose",
     "finalize",
     "get",
+    "measuring",
     "names",
     "presets",
     "scores",

@@ -56,6 +56,17 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
     return joint
 
 
+def measuring(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Callable[[Evidence], Correction]:
+    """The correction of no rule, with the metrics that each of `rules` would have: what they would do, undone."""
+    joint, nothing = compose(rules, whole_minibatch=whole_minibatch), compose(())
+
+    def measured(evidence: Evidence) -> Correction:
+        applied = nothing(evidence)
+        return replace(applied, metrics={**joint(evidence).metrics, **applied.metrics})
+
+    return measured
+
+
 def labelled(rules: Sequence[BoundRule]) -> list[BoundRule]:
     """`rules` with names of their own in metrics: `NAME@RATIO` for each of those that read several ratios, else `NAME`.
 

@@ -24,6 +24,7 @@ from moe_trm.losses import BoundLoss, LossInputs, TokenLoss, aggregate
 from moe_trm.losses.kl import kl_estimate, kl_term, rollout_kl
 from moe_trm.observe.sinks import Sink
 from moe_trm.ratios import LogRatios
+from moe_trm.step.decision import Decision
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
@@ -52,16 +53,23 @@ class Objective:
         self._metrics: list[Mapping[str, Tensor]] = []
         self._num_updates = 0
         self._adapted: dict[str, Parameter] = {}
+        self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
         adapted = {"name": self._recipe.loss.loss.name, "parameters": self._adapted}
-        return {"thresholds": self._thresholds.state(learner), "loss": adapted}
+        return {
+            "thresholds": self._thresholds.state(learner),
+            "loss": adapted,
+            "decision": self._decision.state(),
+        }
 
     def restore(self, state: Mapping[str, Any], learner: Learner) -> None:
         """Go on after `state`."""
         self._thresholds.restore(state["thresholds"], learner)
+        if "decision" in state:  # older checkpoints have none
+            self._decision.restore(state["decision"])
         adapted = state.get("loss", {})
         if adapted.get("name") == self._recipe.loss.loss.name:
             self._adapted = dict(adapted["parameters"])
@@ -88,7 +96,7 @@ class Objective:
         training their log-update must be exactly zero, and `update/first_nonzero_fraction` says whether it was.
         """
         rules = (*self._recipe.rules, *self._thresholds.rules)
-        chosen = replace(self._recipe, rules=rules, loss=self._loss)
+        chosen = replace(self._recipe, rules=rules, loss=self._loss, acts=self._decision.acts)
         judge = _judge(chosen, part, learner, first=first, seed=self._seed)
         self._num_updates += 1
 
@@ -162,7 +170,7 @@ class Objective:
         for term in TERMS & metrics.keys():
             metrics[term] /= self._num_updates
         self._num_updates = 0
-        metrics |= self._adapt(metrics)
+        metrics |= self._adapt(metrics) | self._decision.end_step(metrics)
         return metrics | diagnostics.certificate_estimate(metrics) | self._thresholds.end_step(learner)
 
     @property
@@ -186,7 +194,8 @@ class PartialJudge:
     """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
 
     def __init__(self, chosen: Recipe, draw: tuple[int, int]) -> None:
-        self._correct, self._loss, self._draw = corrections.compose(chosen.rules), chosen.loss, draw
+        self._correct = corrections.compose(chosen.rules) if chosen.acts else corrections.measuring(chosen.rules)
+        self._loss, self._draw = chosen.loss, draw
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
@@ -210,8 +219,9 @@ class WholeJudge:
         self._draw = draw
         self._loss, self._whole, self._whole_loss = chosen.loss, whole, chosen.whole_loss
         evidence = whole.evidence
-        correction = corrections.compose(chosen.rules, whole_minibatch=True)(evidence)
-        if chosen.batch_normalize != "off":
+        joint = corrections.compose if chosen.acts else corrections.measuring
+        correction = joint(chosen.rules, whole_minibatch=True)(evidence)
+        if chosen.batch_normalize != "off" and chosen.acts:
             weighing = [bound for bound in chosen.rules if bound.weighs]
             weights = corrections.compose(weighing)(evidence)
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))

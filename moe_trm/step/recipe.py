@@ -54,6 +54,7 @@ class Recipe:
     Attributes:
         rules: corrections with their thresholds.
         uncalibrated: corrections that measure first.
+        acts: whether corrections change anything, or only measure.
         batch_normalize: over what the weights are divided by their mean.
         loss: the policy objective.
         aggregation: how token losses become one number; `horizon` is the constant length of `seq-mean-token-sum-norm`.
@@ -74,6 +75,7 @@ class Recipe:
     rollout_kl_coef: float
     entropy: bool
     entropy_coef: float
+    acts: bool = True
 
     @property
     def whole_rules(self) -> bool:

@@ -57,7 +57,9 @@ class RuleOutcome:
 
 def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
     """Apply `candidate` to every recorded update. `config` says the rest: calibration steps, lengths."""
-    config = config.model_copy(update={"correction": candidate.correction, "loss": candidate.loss})
+    # What rules would do is asked here, also of a run that would have them wait.
+    correction = candidate.correction.model_copy(update={"decide_after": None})
+    config = config.model_copy(update={"correction": correction, "loss": candidate.loss})
     try:
         return _judged(candidate.name, config, recorded)
     except ConfigError as error:

@@ -60,6 +60,10 @@ class CorrectionConfig(Section):
     `correction/NAME@RATIO/...`."""
     batch_normalize: Annotated[Literal["off", "token", "sequence"], BeforeValidator(bare_off)] = "off"
     """Divide the weights by their mean over the minibatch: over its tokens, or over its rows."""
+    decide_after: Positive | None = None
+    """Rules only measure during this many first steps, and act afterwards only if the mismatch was not small: mean k3
+    KL above 0.05 or mean chi2 above 0.3, of the engine ratio where it is known. `correction/acts` says it. None: they
+    act from the start. Some hundred are usual."""
     calibration_steps: Positive = 5
     """Steps over which rules with a `target_reject_rate` only measure."""
 

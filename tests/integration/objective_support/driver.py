@@ -59,8 +59,9 @@ class Witness:
     def __init__(self, learner: MegatronLearner, config: Config) -> None:
         self._learner, self._config = learner, config
         self._anchors: dict[int, tuple[TokenBatch, Tensor]] = {}
-        """First log-probs of each batch by the identity of its mask, which outlives new advantages; the batch is kept, so
-        that no other one can have it."""
+        """First log-probs of each batch by the identity of its mask, which outlives new advantages.
+
+        The batch is kept, so that no other one can have it."""
         self.updates: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
