@@ -43,7 +43,7 @@ def test_golden_otb() -> None:
 
 def naive_otb(rewards: list[float], groups: list[int], energies: list[list[float]]) -> list[list[float]]:
     """The definition, one token after another."""
-    found = []
+    found: list[list[float]] = []
     for i, own in enumerate(energies):
         found.append([])
         for t in range(len(own)):

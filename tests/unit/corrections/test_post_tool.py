@@ -38,8 +38,10 @@ def drawn(seed: int = 0) -> Tensor:
 def test_weights_by_a_loop(stale: bool) -> None:
     """Also of stale samples, where the rule reads proximal / rollout."""
     engine, lag = drawn(), drawn(1) if stale else torch.zeros(2, 6, dtype=torch.float64)
-    thresholds = {"cap": 1.5, "floor": 0.5, "tokens": "post_tool", "ratio": "merged" if stale else "engine"}
-    got = corrections.get("token_tis")(evidence(engine, lag, known=not stale), **thresholds)
+    rule = corrections.get("token_tis").bind(
+        cap=1.5, floor=0.5, tokens="post_tool", ratio="merged" if stale else "engine"
+    )
+    got = rule(evidence(engine, lag, known=not stale))
     for i in range(2):
         for t in range(6):
             ratio = math.exp(float(engine[i, t] + lag[i, t]))

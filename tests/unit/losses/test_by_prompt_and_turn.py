@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused() -> None:
         ("turn_ppo", {"normalize": "row", "clip_low": 0.0, "clip_high": 0.0}, "a clip above 0"),
     ):
         with pytest.raises(ConfigError, match=said):
-            losses.get(name).bind(**parameters)  # type: ignore[arg-type]
+            losses.get(name).bind(**parameters)
     alone = replace(inputs_of(0)[0], group_ids=None)
     for name in ("quatro_query", "r2vpo_clip"):
         with pytest.raises(ConfigError, match="samples of a prompt"):
