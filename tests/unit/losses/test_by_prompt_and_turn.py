@@ -153,15 +153,15 @@ def test_equal_ratios_have_the_whole_range() -> None:
 
 @pytest.mark.parametrize("normalize", ["off", "row"])
 @pytest.mark.parametrize("turn_ratio", ["geometric", "product"])
-@pytest.mark.parametrize("far", [None, (2, 0)])
-def test_turns_by_a_loop(turn_ratio: str, normalize: str, far: tuple[int, int] | None) -> None:
-    """With tokens of unlike advantages: each turn has its mean one."""
+@pytest.mark.parametrize(("far", "low", "high"), [(None, 0.02, 0.04), ((2, 0), 0.02, 0.04), (None, 0.15, 0.25)])
+def test_turns_by_a_loop(turn_ratio: str, normalize: str, far: tuple[int, int] | None, low: float, high: float) -> None:
+    """With tokens of unlike advantages: each turn has its mean one. The wide clip has rows on both sides of bias 1."""
     inputs, current = inputs_of(4, far=far)
     advantages = ADVANTAGES[:, None] + 0.3 * torch.arange(TOKENS)
     inputs = replace(inputs, advantages=advantages)
-    settings = {"clip_low": 0.02, "clip_high": 0.04, "turn_ratio": turn_ratio, "normalize": normalize}
+    settings = {"clip_low": low, "clip_high": high, "turn_ratio": turn_ratio, "normalize": normalize}
     values, slope = found("turn_ppo", inputs, current, **settings)
-    update, scaled = inputs.ratios.update.detach(), 0
+    update, scaled, biases = inputs.ratios.update.detach(), 0, list[float]()
     for i in range(ROWS):
         turns: dict[int, list[int]] = {}
         for t in range(TOKENS):
@@ -171,10 +171,11 @@ def test_turns_by_a_loop(turn_ratio: str, normalize: str, far: tuple[int, int] |
         if turn_ratio == "geometric":
             sigma = {k: s ** (1 / len(turns[k])) for k, s in sigma.items()}
         mean = {k: sum(float(advantages[i, t]) for t in own) / len(own) for k, own in turns.items()}
-        bounded = {k: min(max(s, 0.98), 1.04) for k, s in sigma.items()}
+        bounded = {k: min(max(s, 1 - low), 1 + high) for k, s in sigma.items()}
         excess = sum(len(own) * abs(sigma[k] - bounded[k]) * abs(mean[k]) for k, own in turns.items())
-        weight = 0.03 * sum(len(own) * abs(mean[k]) for k, own in turns.items())
+        weight = (low + high) / 2 * sum(len(own) * abs(mean[k]) for k, own in turns.items())
         scale = 1 / max(1.0, excess / weight) if normalize == "row" else 1.0
+        biases.append(excess / weight)
         scaled += scale < 1
         for k, own in turns.items():
             free = -mean[k] * sigma[k] >= -mean[k] * bounded[k]
@@ -185,7 +186,8 @@ def test_turns_by_a_loop(turn_ratio: str, normalize: str, far: tuple[int, int] |
                 assert float(values[i, t]) == pytest.approx(value)
                 moved = -mean[k] * sigma[k] * scale * share * len(kept) if free and t in kept else 0.0
                 assert float(slope[i, t]) == pytest.approx(moved, abs=1e-9)
-    assert bool(scaled) == (normalize == "row")
+    assert min(biases) < 1 or low < 0.1
+    assert bool(scaled) == (normalize == "row" and max(biases) > 1)
 
 
 def test_the_product_of_a_long_turn_is_bounded() -> None:

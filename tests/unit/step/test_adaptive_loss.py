@@ -29,15 +29,15 @@ def steps(number: int, *, ranks: int = 1, first: bool = False, **settings: Any) 
     return found[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_penalty_follows_the_variance(ranks: int) -> None:
-    """penalty + rate (variance - target), told as what the step used."""
-    found = steps(4, ranks=ranks, loss=R2VPO)
+@pytest.mark.parametrize(("ranks", "target"), [(1, 0.05), (2, 0.05), (2, 0.001)])
+def test_the_penalty_follows_the_variance(ranks: int, target: float) -> None:
+    """penalty + rate (variance - target), told as what the step used: down below the target, up above it."""
+    found = steps(4, ranks=ranks, loss={**R2VPO, "parameters": {"penalty": 0.5, "target": target, "rate": 2.0}})
     penalty = 0.5
     for metrics in found:
         assert metrics["loss/penalty"] == pytest.approx(penalty)
-        penalty = max(0.0, penalty + 2.0 * (metrics["loss/ratio_variance"] - 0.05))
-    assert found[-1]["loss/penalty"] != 0.5
+        penalty = max(0.0, penalty + 2.0 * (metrics["loss/ratio_variance"] - target))
+    assert (found[-1]["loss/penalty"] > 0.5) == (target == 0.001)
 
 
 def test_it_changes_the_gradient_of_the_next_step() -> None:
