@@ -28,8 +28,10 @@ SIZES = [
     "rollout.max_new_tokens=16",
     "learner.parallel={}",
     "learner.micro_batch_rows=8",
+    "learner.micro_batch_tokens=null",
     "optimizer.warmup_steps=0",
     "checkpoint.every=0",
+    "train.eval_every=0",
     "train.export=false",
     f"train.steps={STEPS}",
 ]

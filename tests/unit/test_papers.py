@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import pairwise
 
 import msgspec
@@ -12,8 +13,8 @@ from benchmarks import paper_table, papers_page
 from benchmarks.paper_table import FOLDER, PARTS, REPOSITORY, Method, Paper, parse
 from moe_trm import corrections, losses
 from moe_trm.batch.outcome import GDPO, OUTCOME
-from moe_trm.config import resolve
-from moe_trm.step.recipe import Recipe, recipe
+from moe_trm.config import Resolved, resolve
+from moe_trm.step.recipe import recipe
 
 ROWS = paper_table.rows()
 PAPERS = [paper for part in paper_table.read() for paper in part.paper]
@@ -27,8 +28,9 @@ def named(method: Method) -> str:
     return method.name
 
 
-def of(method: Method) -> Recipe:
-    return recipe(resolve(REPOSITORY / method.base, method.run or ()).config)
+@cache
+def resolved(method: Method) -> Resolved:
+    return resolve(REPOSITORY / method.base, method.run or ())
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -72,9 +74,8 @@ def test_a_row_is_plain_and_short(method: Method) -> None:
 
 @pytest.mark.parametrize("method", [method for _, method in RUN], ids=named)
 def test_a_configuration_loads_with_its_settings_and_all_of_them_count(method: Method) -> None:
-    resolved = resolve(REPOSITORY / method.base, method.run or ())
-    assert resolved.warnings == ()
-    recipe(resolved.config)
+    assert resolved(method).warnings == ()
+    recipe(resolved(method).config)
 
 
 @pytest.mark.parametrize("method", FIGURES, ids=named)
@@ -106,7 +107,7 @@ def test_a_source_that_the_code_names_has_a_row_with_that_code() -> None:
     """Rules and losses by the arXiv ids in their docstrings: a row of that paper runs them, or its note names them."""
     used: dict[str, set[str]] = {}
     for paper, method in RUN:
-        made = of(method)
+        made = recipe(resolved(method).config)
         rules = {bound.rule.name for bound in made.rules} | {item.rule.name for item in made.uncalibrated}
         used.setdefault(paper.arxiv, set()).update(rules, {made.loss.loss.name}, re.findall(r"`(\w+)`", method.note))
     registered = [corrections.get(name) for name in corrections.names()]
