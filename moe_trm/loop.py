@@ -48,7 +48,7 @@ def train(
     Raises on the first broken proof or failed push; nothing unproved is trained on.
     """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
-    judge = Judge(config.rollout.quantization)
+    judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
     guard = RateGuard(config.optimizer)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.probe.cast_share import cast_share, narrower_dtype
 from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.probe.load_balance import load_balance
+from moe_trm.probe.rounding_shares import rounding_shares, roundings
 from moe_trm.ratios import k3_sum
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored, rollout_routes
@@ -55,7 +55,7 @@ class Probe:
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config, self._folder, self._narrower = config.probe, run_dir / "probe", narrower_dtype(config)
+        self._config, self._folder, self._roundings = config.probe, run_dir / "probe", roundings(config)
 
     def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
         """Probe metrics of this step, reduced over ranks; empty on steps without a probe."""
@@ -77,8 +77,8 @@ class Probe:
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
-        if self._narrower is not None:
-            summary |= cast_share(learner, batches, replayed, self._narrower)
+        if self._roundings:
+            summary |= rounding_shares(learner, batches, replayed, self._roundings)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
             for version in _older(learner, anchored)
