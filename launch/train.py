@@ -180,7 +180,7 @@ def build_pusher(
     folder.
     """
     rounding = rounding_of(config)
-    if config.sync.method == "distributed":
+    if config.sync.method == "distributed" and config.rollout.traits.takes_broadcasts:
         return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding)
     shared = Path("/dev/shm")
     root = Path(config.sync.dir) if config.sync.dir else shared if host.alone and shared.is_dir() else run_dir
