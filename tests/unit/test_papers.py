@@ -22,6 +22,8 @@ RUN = [(paper, method) for paper, method in ROWS if method.run is not None]
 FIGURES = [method for _, method in ROWS if method.figure]
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)")
 LONGEST_CLAIM = 32
+ON_PURPOSE = "the rollout is a behaviour policy of its own"
+"""What a launch says of rounded rollouts, whatever else is set."""
 
 
 def named(method: Method) -> str:
@@ -74,7 +76,7 @@ def test_a_row_is_plain_and_short(method: Method) -> None:
 
 @pytest.mark.parametrize("method", [method for _, method in RUN], ids=named)
 def test_a_configuration_loads_with_its_settings_and_all_of_them_count(method: Method) -> None:
-    assert resolved(method).warnings == ()
+    assert not [warning for warning in resolved(method).warnings if ON_PURPOSE not in warning]
     recipe(resolved(method).config)
 
 
