@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.paper_table import REPOSITORY, rows
 from moe_trm.config import resolve
+from moe_trm.config.schema import Config
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.types import RolloutRecord
 from routing import token_digest
@@ -20,7 +21,7 @@ from tests.integration.jobs import metrics_of, run_job, write_config
 from tests.integration.objective_support.cases import REWARD
 
 SAMPLES, RECORDED, STEPS = 16, 4, 2
-"""Samples of a step, and steps of the recording: some groups are spare, for settings that drop and refill."""
+"""Samples of a step; steps of the recording, more than are trained since sampling may run ahead; steps of a run."""
 SIZES = [
     "task.max_digits=1",
     "task.eval_size=0",
@@ -46,33 +47,57 @@ def stale(record: RolloutRecord) -> RolloutRecord:
     return replace(record, versions=np.maximum(record.versions - 1, 0), routes=unbound).bound()
 
 
+@dataclass(frozen=True)
+class Kind:
+    """The recording that a line of settings can train on.
+
+    Attributes:
+        group_size: samples of a prompt.
+        refills: groups of equal rewards are dropped, and others are sampled in the same step.
+        old: samples are one version old, where there was one.
+    """
+
+    group_size: int
+    refills: bool
+    old: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Kind:
+        drops = config.batch.zero_variance == "drop"
+        return cls(config.rollout.group_size, drops, old=config.pipeline.staleness_limit > 0)
+
+    @property
+    def settings(self) -> list[str]:
+        """Settings that recording and repetition share."""
+        return [
+            f"rollout.group_size={self.group_size}",
+            f"rollout.prompts_per_step={SAMPLES // self.group_size}",
+            f"batch.zero_variance={'drop' if self.refills else 'keep'}",
+        ]
+
+
 @pytest.fixture(scope="module")
 def recording(
     tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path, attached: list[str]
-) -> Callable[[int, bool], Path]:
-    """Makes the bundle of groups of that size, of stale samples or not; each of them once."""
+) -> Callable[[Kind], Path]:
+    """Makes the bundle of a kind, each of them once."""
     folder = tmp_path_factory.mktemp("papers")
     config = write_config(folder, brief_checkpoint)
 
     @cache
-    def fresh(group_size: int) -> Path:
-        bundle = folder / f"groups-of-{group_size}"
-        sizes = [f"rollout.group_size={group_size}", f"rollout.prompts_per_step={SAMPLES // group_size}"]
+    def made(kind: Kind) -> Path:
+        bundle = folder / f"{kind.group_size}-{kind.refills}-{kind.old}"
+        if kind.old:
+            reader, writer = BundleReader(str(made(replace(kind, old=False)))), BundleWriter(str(bundle))
+            for step in reader.steps():
+                writer.write(step, [stale(record) for record in reader.read(step)])
+            return bundle
         # Of one sample there is no group to compare.
-        sizes += ["learner.parallel.expert=1", *(["advantage.name=reinforce_plus_plus"] if group_size == 1 else [])]
-        run = [f"name={bundle.name}", f"train.steps={RECORDED}", f"record.bundle={bundle}", "probe.every=0"]
-        assert run_job(config, [*attached, *REWARD, *sizes, *run, "probe.save=false"], 1) == 0
+        whole = ["advantage.name=reinforce_plus_plus"] if kind.group_size == 1 else []
+        run = [f"name={bundle.name}", f"train.steps={RECORDED}", f"record.bundle={bundle}", "learner.parallel.expert=1"]
+        plain = [*run, *whole, "probe.every=0", "probe.save=false"]
+        assert run_job(config, [*attached, *REWARD, *kind.settings, *plain], 1) == 0
         return bundle
-
-    @cache
-    def made(group_size: int, old: bool) -> Path:
-        if not old:
-            return fresh(group_size)
-        reader = BundleReader(str(fresh(group_size)))
-        writer = BundleWriter(str(folder / f"old-groups-of-{group_size}"))
-        for step in reader.steps():
-            writer.write(step, [stale(record) for record in reader.read(step)])
-        return folder / f"old-groups-of-{group_size}"
 
     return made
 
@@ -82,20 +107,19 @@ def recording(
 def test_two_steps(
     base: str,
     settings: Sequence[str],
-    recording: Callable[[int, bool], Path],
+    recording: Callable[[Kind], Path],
     brief_checkpoint: Path,
     tmp_path: Path,
 ) -> None:
     path = str(REPOSITORY / base)
-    config = resolve(path, [*SIZES, "rollout.prompts_per_step=4", *settings]).config
-    group_size, old = config.rollout.group_size, config.pipeline.staleness_limit > 0
+    kind = Kind.of(resolve(path, [*SIZES, "rollout.prompts_per_step=4", *settings]).config)
     overrides = [
         *SIZES,
         *REWARD,
         *settings,
-        f"rollout.prompts_per_step={SAMPLES // group_size}",
+        *kind.settings,
         "rollout.engine=bundle",
-        f"rollout.bundle={recording(group_size, old)}",
+        f"rollout.bundle={recording(kind)}",
         f"model.checkpoint={brief_checkpoint}",
         f"run_dir={tmp_path}",
         "name=two",
@@ -107,5 +131,5 @@ def test_two_steps(
         assert math.isfinite(row["optimizer/grad_norm"])
         assert row["ledger/trained"] > 0
     assert any(row["optimizer/grad_norm"] > 0 and row["correction/kept_fraction"] > 0 for row in trained)
-    if old:
+    if kind.old:
         assert trained[-1]["rollout/age_max"] == 1
