@@ -78,7 +78,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 def _advantage(config: Config) -> Iterator[Problem]:
     name = config.advantage.name
-    if ADVANTAGES[name].reads_support and config.sampling_mask.mode == "off":
+    if ADVANTAGES[name].reads_support and not config.keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             f"advantage.name={name} reads the distribution that each token was drawn from, "
@@ -139,7 +139,7 @@ def may_have_turns(config: Config) -> bool:
 def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
     if rule.thresholds.get("divergence") != "exact":
         return
-    if config.sampling_mask.mode == "off":
+    if not config.keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             f"rule {rule.name} with divergence=exact needs the rollout's distribution, "

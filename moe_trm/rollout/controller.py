@@ -78,7 +78,7 @@ class RolloutController:
             batch_groups=rollout.prompts_per_step,
             group_size=rollout.group_size,
             concurrency=rollout.concurrency,
-            needs_support=config.sampling_mask.mode == "keep",
+            needs_support=config.keeps_masks,
         )
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._whole_groups = compares_groups(config)

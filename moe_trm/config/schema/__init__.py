@@ -52,6 +52,7 @@ from moe_trm.config.schema.task import (
     ModelConfig,
     TaskConfig,
 )
+from moe_trm.methods.advantages import ADVANTAGES
 
 __all__ = [
     "AdvantageConfig",
@@ -135,6 +136,14 @@ class Config(Section):
     """Recording for exact repetition."""
     observe: ObserveConfig = ObserveConfig()
     """Watching a run."""
+
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether tokens are scored over the kept ids: `sampling_mask.mode`, settled or not."""
+        if self.sampling_mask.mode != "auto":
+            return self.sampling_mask.mode == "keep"
+        exact = any(rule.thresholds.get("divergence") == "exact" for rule in self.correction.rules)
+        return self.rollout.truncates or exact or ADVANTAGES[self.advantage.name].reads_support
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""
