@@ -245,6 +245,8 @@ def test_refused_and_idle_at_launch(tmp_path: Path) -> None:
             load(file, [f"advantage.name={name}", "rollout.group_size=1", "batch.zero_variance=keep"])
     with pytest.raises(ConfigError, match="turn_grpo"):
         load(file, ["advantage.name=turn_grppo"])
+    for name, mode in (("otb", "keep"), ("opob", "keep"), ("turn_grpo", "off")):
+        assert load(file, [f"advantage.name={name}"]).sampling_mask.mode == mode  # what `auto` becomes
     told = warnings(load(file, ["advantage.name=turn_grpo", "advantage.normalize_std=false"]))
     assert any("advantage.name has no effect: without rollout.function" in line for line in told)
     assert not any("normalize_std" in line for line in told)
