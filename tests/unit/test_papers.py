@@ -12,8 +12,8 @@ import pytest
 from benchmarks import paper_table, papers_page
 from benchmarks.paper_table import FOLDER, PARTS, REPOSITORY, Method, Paper, parse
 from moe_trm import corrections, losses
-from moe_trm.batch.outcome import GDPO, OUTCOME
 from moe_trm.config import Resolved, resolve
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.recipe import recipe
 
 ROWS = paper_table.rows()
@@ -95,7 +95,7 @@ def test_every_method_that_can_be_chosen_is_in_a_row() -> None:
     text = "\n".join(f"{papers_page.command(method)} {method.note}" for _, method in RUN)
     missing = [
         name
-        for name in (*corrections.names(), *losses.names(), *OUTCOME, GDPO)
+        for name in (*corrections.names(), *losses.names(), *ADVANTAGES)
         if not re.search(rf"(?<![\w]){name}(?![\w])", text)
     ]
     assert not missing
