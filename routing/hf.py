@@ -1,5 +1,7 @@
 """Replay on the MoE blocks of Hugging Face transformers (5.0 and later), unpatched, with the proof that it happened.
 
+`routing.hf_context.replay` is the same for a single forward, in one line.
+
 In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states,
 ids, weights). A forward hook on the gate replaces ids and weights. A pre-hook on the experts counts the ids that they
 are really given. That fits Qwen3-MoE, OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a
@@ -89,12 +91,8 @@ class HFReplayer:
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
         self._running = Running()
-        self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
-        for layer, block in self._blocks.items():
-            self._hooks += [
-                gate_of(block).register_forward_hook(partial(self._route, layer)),
-                block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
-            ]
+        self._hooks: list[Any] = []
+        self._attach()
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -111,6 +109,26 @@ class HFReplayer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def rest(self) -> None:
+        """Remove every hook, and come back for any backward of what was forwarded: its recomputation needs the routes.
+
+        Such a backward ends with a `report`, and so with its errors.
+        """
+        self.detach()
+        self._running.before_backward, self._running.after_backward = self._attach, self._end_of_backward
+
+    def _attach(self) -> None:
+        self._hooks = [_body(self._model).register_forward_hook(self._running.tag_output)]
+        for layer, block in self._blocks.items():
+            self._hooks += [
+                gate_of(block).register_forward_hook(partial(self._route, layer)),
+                block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
+            ]
+
+    def _end_of_backward(self) -> None:
+        self.detach()
+        self.report()
 
     @contextmanager
     def use(
@@ -242,6 +260,8 @@ class HFReplayer:
 
     def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         running, recompute = self._running.current()
+        if recompute:
+            self._check_alone(gate)
         logits, weights, live = output
         if running.records and (scores := _selection_scores(gate, logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
@@ -278,6 +298,14 @@ class HFReplayer:
         trained = torch.is_grad_enabled() and gate.weight.requires_grad and not constant
         if trained and self._gates.watches(layer):
             self._gates.asks(layer, weights)
+
+    def _check_alone(self, gate: nn.Module) -> None:
+        owners = [getattr(getattr(hook, "func", None), "__self__", None) for hook in gate._forward_hooks.values()]
+        if any(isinstance(owner, HFReplayer) and owner is not self for owner in owners):
+            raise ReplayProofError(
+                "one backward recomputes layers of several replayers' forwards: use one HFReplayer for all of them, or "
+                "one backward for each"
+            )
 
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)
