@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from moe_trm import summable
@@ -19,7 +20,7 @@ from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
-from moe_trm.ratios import LogRatios
+from moe_trm.ratios import PARTS, LogRatios
 
 RuleSpec = str | tuple[str, Mapping[str, Parameter]] | BoundRule
 """A rule by name, by name with thresholds, or bound already."""
@@ -76,9 +77,9 @@ def correct(
     rules: Rules,
     *,
     rollout_logprobs: Tensor,
-    current_logprobs: Tensor,
     mask: Tensor,
-    advantages: Tensor,
+    current_logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
     behavior_logprobs: Tensor | None = None,
     proximal_logprobs: Tensor | None = None,
     exact_kl: Tensor | None = None,
@@ -93,9 +94,10 @@ def correct(
     Args:
         rules: as in `bind`.
         rollout_logprobs: `[B, T]`, of the engine that sampled.
-        current_logprobs: `[B, T]`, of the policy in training. At the first update they are the proximal ones.
         mask: `[B, T]`, true on sampled tokens; other values of all tensors may be anything.
-        advantages: `[B, T]`.
+        current_logprobs: `[B, T]`, of the policy in training. None: not known here. Then rules read `engine`, `lag` or
+            `merged`.
+        advantages: `[B, T]`. None: not known here, and rules that read them are refused.
         behavior_logprobs: `[B, T]`, of the learner under the weights that sampled. None: these weights are gone. Then
             rules read `merged`, `update` or `total`.
         proximal_logprobs: `[B, T]`, of the learner's weights when the step began. None: those of `behavior_logprobs`.
@@ -127,8 +129,7 @@ def correct(
             expected="whole_minibatch=True, or off",
         )
     bound = bind(rules)
-    ratios = LogRatios(rollout_logprobs, behavior_logprobs, current_logprobs.detach(), mask, proximal_logprobs)
-    evidence = Evidence(ratios, advantages, turn_ids, exact_kl=exact_kl)
+    evidence = _evidence(bound, given, mask)
     found: Correction = compose(bound, whole_minibatch=whole_minibatch)(evidence)
     metrics = dict(found.metrics)
     if batch_normalize != "off":
@@ -137,6 +138,48 @@ def correct(
         metrics |= summable.moments("correction/weight", found.weights, evidence.mask)
     found = replace(found, metrics=metrics)
     return Corrected(found.weights, found.keep, summable.finalize(found.metrics))
+
+
+class _WithoutAdvantages(Evidence):
+    """Evidence whose advantages are not known: a rule that reads them is refused, and never given zeros."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "advantages":
+            raise ConfigError(
+                "a rule reads advantages, and they are not known here",
+                where="moe_trm.corrections.plain",
+                got="advantages=None",
+                expected="one for each token",
+                fix="choose rules on ratios alone, such as trm_max or icepop",
+            )
+        return super().__getattribute__(name)
+
+
+def _evidence(bound: Sequence[BoundRule], given: Mapping[str, Tensor | None], mask: Tensor) -> Evidence:
+    current = given["current_logprobs"]
+    if current is None:
+        moving = [one for one in bound if "update" in PARTS[one.ratio]]
+        if moving:
+            raise ConfigError(
+                f"rule {moving[0].rule.name} reads a ratio to the policy in training, which is not known here",
+                where="moe_trm.corrections.plain",
+                got=f"ratio={moving[0].ratio} without current_logprobs",
+                expected="ratio=merged, or ratio=engine where the weights that sampled are known",
+                fix="give the rule that ratio in its thresholds",
+            )
+        current = given["behavior_logprobs"] if given["proximal_logprobs"] is None else given["proximal_logprobs"]
+    rollout, advantages = given["rollout_logprobs"], given["advantages"]
+    assert rollout is not None
+    # Without any log-probs of the learner, `LogRatios` says what is missing.
+    current = rollout if current is None else current
+    ratios = LogRatios(rollout, given["behavior_logprobs"], current.detach(), mask, given["proximal_logprobs"])
+    kind = _WithoutAdvantages if advantages is None else Evidence
+    return kind(
+        ratios,
+        torch.full_like(rollout, torch.nan) if advantages is None else advantages,
+        given["turn_ids"],
+        exact_kl=given["exact_kl"],
+    )
 
 
 def _check_shapes(mask: Tensor, given: Mapping[str, Tensor | None]) -> None:

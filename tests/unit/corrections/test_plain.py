@@ -99,6 +99,27 @@ def test_weights_that_sampled_may_be_gone() -> None:
     assert got.keep.any()
 
 
+def test_the_policy_in_training_may_be_unknown() -> None:
+    """A rule on it is refused; the others decide as they do with it."""
+    data = given(WorkedExample())
+    known = correct("decoupled_geo_rs_token_tis", **data)
+    got = correct("decoupled_geo_rs_token_tis", **data | {"current_logprobs": None})
+    assert torch.equal(got.weights, known.weights)
+    for rules in ("bypass_pg_is", [("trm_max", {"max_kl": 0.5})]):
+        with pytest.raises(ConfigError, match="merged"):
+            correct(rules, **data | {"current_logprobs": None})
+
+
+def test_advantages_may_be_unknown() -> None:
+    """They are never taken for zero, which no rule on their sign would reject."""
+    data = given(WorkedExample())
+    known = correct([("trm_max", {"max_kl": 0.5})], **data)
+    got = correct([("trm_max", {"max_kl": 0.5})], **data | {"advantages": None})
+    assert torch.equal(got.keep, known.keep)
+    with pytest.raises(ConfigError, match="advantages"):
+        correct([("opsm", {"delta": 0.01})], **data | {"advantages": None})
+
+
 @pytest.mark.parametrize("rules", ["icepop", "no_such_preset", [("no_such_rule", {})], [("icepop", {"lo": 1.0})]])
 def test_unknown_names_are_refused(rules: Any) -> None:
     with pytest.raises(ConfigError):
