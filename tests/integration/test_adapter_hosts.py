@@ -1,0 +1,44 @@
+"""Adapters inside the real source of their hosts.
+
+An environment variable names a folder with each host's package. Without it the test is skipped; tests/unit/adapters has
+the same calls on tensors as the host's source defines them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def inside(host: str) -> dict[str, Any]:
+    """What `tests.integration.<host>_host` prints, run in a process by itself."""
+    variable = f"MOE_TRM_{host.upper()}_SOURCE"
+    folder = os.environ.get(variable)
+    if not folder:
+        pytest.skip(f"{variable} names no folder with {host}'s package")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.integration.{host}_host", folder],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_slime_trains_on_the_corrected_loss() -> None:
+    """Its own policy loss loads examples/slime by its own option. One of three answers is dropped by TRM."""
+    found = inside("slime")
+    assert found["loss"] == pytest.approx(found["expected"], abs=1e-6)
+    assert found["gradient_gap"] < 1e-6 < found["gradient"]
+    assert found["metrics"]["moe_trm/kept"] == 2.0
