@@ -10,4 +10,4 @@ corrected = tis_function(
         ("trm_max", {"max_kl": 0.05, "ratio": "merged"}),
     ]
 )
-"""IcePop weighs by the ratio of trainer to rollout, within a band. TRM drops answers whose worst token is too far off."""
+"""IcePop weighs by the ratio of trainer to rollout, within a band. TRM drops answers whose worst token is far off."""

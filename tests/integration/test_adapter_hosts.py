@@ -42,3 +42,13 @@ def test_slime_trains_on_the_corrected_loss() -> None:
     assert found["loss"] == pytest.approx(found["expected"], abs=1e-6)
     assert found["gradient_gap"] < 1e-6 < found["gradient"]
     assert found["metrics"]["moe_trm/kept"] == 2.0
+
+
+def test_verl_takes_our_loss_and_our_correction() -> None:
+    """Our PPO clip equals its own, and so do our presets in the place of its correction."""
+    found = inside("verl")
+    assert found["registered"]
+    assert found["loss"] < 1e-12
+    assert len(found["correction"]) == 10
+    assert min(found["effect"].values()) > 0.01
+    assert max(found["correction"].values()) < 1e-9
