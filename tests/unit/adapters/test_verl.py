@@ -143,9 +143,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_verl_does_not_tell_is_refused_at_once(name: str) -> None:
+    options: dict[str, Any]
     options, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        policy_loss(**{"rules": "disabled", "aggregate": token_mean} | options)
+        policy_loss(**dict[str, Any](rules="disabled", aggregate=token_mean) | options)
 
 
 @pytest.mark.parametrize("name", [name for name in losses.names() if losses.get(name).needs])
