@@ -85,7 +85,7 @@ def examine(
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
-    found.finding = find_cause(probed.measurements, config.rollout.quantization)
+    found.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
     for check in _after(config, probed, found.finding):
         add(check)
     found.advice = _advice(config, found.finding)
