@@ -52,3 +52,24 @@ def test_verl_takes_our_loss_and_our_correction() -> None:
     assert len(found["correction"]) == 10
     assert min(found["effect"].values()) > 0.01
     assert max(found["correction"].values()) < 1e-9
+
+
+def test_trl_trains_with_rules_and_routes() -> None:
+    """GRPO on a tiny mixture of experts: without rules as TRL alone, with them as by hand, and every route proved."""
+    found = inside("trl")
+    hand = found["by_hand"]
+    assert hand["loss"] == pytest.approx(hand["expected"], abs=1e-6)
+    assert hand["gap"] < 1e-6 < hand["size"]
+    assert hand["no_logprobs"] == pytest.approx(1 / 3)
+    for name in ("loss", "grad_norm", "reward"):
+        plain = [line[name] for line in found["plain"]]
+        assert [line[name] for line in found["disabled"]] == pytest.approx(plain, abs=1e-6)
+    for run in ("replayed", "checkpointed", "narrow", "nothing"):
+        assert len(found[run]) == 4
+        assert all(line["routing/applied_fraction"] == 1.0 for line in found[run])
+    assert 0 < max(line["routing/local_flip_rate"] for line in found["replayed"]) < 0.1
+    assert all({"merged/k3_kl", "update/kl", "acceptance/length_1_16"} <= line.keys() for line in found["replayed"])
+    assert found["checkpointed"][-1]["loss"] == pytest.approx(found["uncheckpointed"][-1]["loss"], abs=1e-5)
+    assert all(0 < line["correction/kept_fraction"] < 1 for line in found["narrow"])
+    assert all(line["grad_norm"] == 0 == line["correction/kept_fraction"] for line in found["nothing"])
+    assert found["refused"] == "rows"
