@@ -11,7 +11,9 @@ from torch import Tensor
 
 from moe_trm import losses
 from moe_trm.adapters.verl import policy_loss, rollout_correction
+from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.plain import Rules, correct
+from moe_trm.corrections.rule import rule
 from moe_trm.errors import ConfigError
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 1]])
@@ -56,6 +58,19 @@ def test_kept_and_dropped_tokens_worked_out() -> None:
     lower = 0.67032
     expected = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [lower, lower, 0, lower]])
     torch.testing.assert_close(got.batch["rollout_is_weights"], expected)
+
+
+@rule(ratio="merged", scope="token")
+def first_token_dropped(evidence: Evidence, log_ratio: Tensor) -> Correction:
+    """A rule of one's own, which leaves the weight of what it drops as it is."""
+    keep = evidence.mask.clone()
+    keep[:, 0] = False
+    return Correction(torch.ones_like(log_ratio), keep, {})
+
+
+def test_a_rules_own_weight_of_a_dropped_token_does_not_count() -> None:
+    got, _ = rollout_correction([first_token_dropped.bind()])(batch())
+    assert torch.equal(got.batch["rollout_is_weights"], (MASK * torch.tensor([0, 1, 1, 1])).float())
 
 
 def test_what_the_batch_does_not_have_is_refused() -> None:
