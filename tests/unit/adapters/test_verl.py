@@ -60,7 +60,7 @@ def test_kept_and_dropped_tokens_worked_out() -> None:
     torch.testing.assert_close(got.batch["rollout_is_weights"], expected)
 
 
-@rule(ratio="merged", scope="token")
+@rule(ratio="engine", scope="token")
 def first_token_dropped(evidence: Evidence, log_ratio: Tensor) -> Correction:
     """A rule of one's own, which leaves the weight of what it drops as it is."""
     keep = evidence.mask.clone()
@@ -69,7 +69,7 @@ def first_token_dropped(evidence: Evidence, log_ratio: Tensor) -> Correction:
 
 
 def test_a_rules_own_weight_of_a_dropped_token_does_not_count() -> None:
-    got, _ = rollout_correction([first_token_dropped.bind()])(batch())
+    got, _ = rollout_correction([first_token_dropped.bind()], fresh=True)(batch())
     assert torch.equal(got.batch["rollout_is_weights"], (MASK * torch.tensor([0, 1, 1, 1])).float())
 
 
