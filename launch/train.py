@@ -173,13 +173,14 @@ def connect(
 def build_pusher(
     config: Config, store: Store, rank: int, learner: Learner, rollouts: RolloutClient, run_dir: Path, host: Host
 ) -> Pusher:
-    """The pusher of weights to the engine: through `sync.dir`, or by broadcast from this machine.
+    """The pusher of weights to the engine: through `sync.dir`, or by broadcast from this machine to an engine that
+    takes broadcasts. A recording takes none, and would let the ranks wait.
 
     Without `sync.dir` pushes go through shared memory where there is one. Ranks on several machines share the run's
     folder.
     """
     rounding = rounding_of(config)
-    if config.sync.method == "distributed":
+    if config.sync.method == "distributed" and config.rollout.traits.takes_broadcasts:
         return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding)
     shared = Path("/dev/shm")
     root = Path(config.sync.dir) if config.sync.dir else shared if host.alone and shared.is_dir() else run_dir

@@ -76,7 +76,7 @@ async def build_sampler(
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The behaviour policy's parameters; `top_k` is the vocabulary where none is set, at most what masks allow."""
     rollout = config.rollout
-    largest = min(vocab_size, MASK_LIMIT) if config.sampling_mask.mode == "keep" else vocab_size
+    largest = min(vocab_size, MASK_LIMIT) if config.keeps_masks else vocab_size
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from inspect import iscoroutinefunction
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def test_the_loss_of_ones_own() -> None:
     (slope,) = torch.autograd.grad(got.values.sum(), current)
     torch.testing.assert_close(slope, torch.tensor([[-2.0, -0.15, 1.5, -0.5]]))
     assert corrections.finalize(got.metrics)["loss/leaked_fraction"] == 0.75
+
+
+def test_the_named_rewards() -> None:
+    reward = load_function(f"{OWN_METHODS.with_name('rewards.py')}:reward", key="test")
+    right = RewardInput("p", "2+2", "4", "2+2=4#4", (1, 2, 3), "2+2=4#4", 1, "stop")
+    assert reward(right) == {"right": 1.0, "brief": 0.25}
+    assert reward(replace(right, completion="#5"))["right"] == 0.0
+    assert reward(replace(right, finish_reason="length"))["right"] == 0.0
 
 
 def test_the_code_on_the_page_runs() -> None:

@@ -135,6 +135,11 @@ class RolloutConfig(Section):
         return traits_of(self.engine)
 
     @property
+    def truncates(self) -> bool:
+        """True where some ids cannot be sampled."""
+        return self.top_p < 1 or self.min_p > 0 or self.top_k is not None
+
+    @property
     def rounds_weights(self) -> str | None:
         """How the engine's weights differ from the learner's on purpose; None: they do not."""
         return self.quantization or self.fake_quantization
