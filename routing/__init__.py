@@ -6,6 +6,7 @@ from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
+from routing.rows import Rows
 
 __all__ = [
     "FlipBoundError",
@@ -16,6 +17,7 @@ __all__ = [
     "ReplayRefusedError",
     "RouteError",
     "RouteRecord",
+    "Rows",
     "decode",
     "encode",
     "expert_dtype",

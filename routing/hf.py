@@ -1,5 +1,7 @@
 """Replay on the MoE blocks of Hugging Face transformers (5.0 and later), unpatched, with the proof that it happened.
 
+`routing.hf_context.replay` is the same for a single forward, in one line.
+
 In these models a `gate` module returns (logits, gate weights, expert ids) and an `experts` module takes (hidden states,
 ids, weights). A forward hook on the gate replaces ids and weights. A pre-hook on the experts counts the ids that they
 are really given. That fits Qwen3-MoE, OLMoE, Mixtral and gpt-oss (softmax), DeepSeek-V3 and GLM-4-MoE (sigmoid with a
@@ -34,9 +36,8 @@ from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError
 from routing.gate_proof import FORMULA_TOLERANCE, GateProof
-from routing.layout import Layout
+from routing.placing import placed_routes, sliced_routes, uncovered
 from routing.proof import differs
-from routing.record import RouteRecord
 from routing.replay import (
     Native,
     ReplayRecorded,
@@ -44,12 +45,10 @@ from routing.replay import (
     ReplayReport,
     RouteSource,
     batch_digest,
-    check_records,
-    layer_columns,
-    local_targets,
-    row_lengths,
+    check_rows,
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.rows import Rows
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
 
@@ -92,12 +91,8 @@ class HFReplayer:
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
         self._running = Running()
-        self._hooks = [_body(model).register_forward_hook(self._running.tag_output)]
-        for layer, block in self._blocks.items():
-            self._hooks += [
-                gate_of(block).register_forward_hook(partial(self._route, layer)),
-                block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
-            ]
+        self._hooks: list[Any] = []
+        self._attach()
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -114,6 +109,26 @@ class HFReplayer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def rest(self) -> None:
+        """Remove every hook, and come back for any backward of what was forwarded: its recomputation needs the routes.
+
+        Such a backward ends with a `report`, and so with its errors.
+        """
+        self.detach()
+        self._running.before_backward, self._running.after_backward = self._attach, self._end_of_backward
+
+    def _attach(self) -> None:
+        self._hooks = [_body(self._model).register_forward_hook(self._running.tag_output)]
+        for layer, block in self._blocks.items():
+            self._hooks += [
+                gate_of(block).register_forward_hook(partial(self._route, layer)),
+                block.experts.register_forward_pre_hook(partial(self._prove, layer), with_kwargs=True),
+            ]
+
+    def _end_of_backward(self) -> None:
+        self.detach()
+        self.report()
 
     @contextmanager
     def use(
@@ -139,10 +154,36 @@ class HFReplayer:
             ReplayProofError: on leaving, when the blocks were not forwarded exactly once each, or are no longer those
                 attached to.
         """
+        with self.use_rows(source, Rows.right_padded(valid), input_ids, target_ids, samples=samples) as opened:
+            yield opened
+
+    @contextmanager
+    def use_rows(
+        self,
+        source: RouteSource,
+        rows: Rows,
+        input_ids: Tensor,
+        target_ids: Tensor | None = None,
+        *,
+        samples: Sequence[int] | None = None,
+    ) -> Iterator[ReplayPass]:
+        """The same for rows of any layout. Padding keeps the live gate's choice and is not counted.
+
+        Args:
+            source: whose routes; records are those of `rows.spans`, in order.
+            rows: where the sequences lie in `input_ids`.
+            input_ids: `[B, R]`.
+            target_ids: `[B, R]`, of rows that stop before the last token of each sequence. None: the rows hold whole
+                sequences. Their last tokens predict nothing and have no routes: the gate chooses, uncounted.
+            samples: ids of the sequences; None: by their tokens.
+
+        Raises:
+            RouteError, ReplayProofError: as `use`.
+        """
         if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         self._check_ours()
-        opened = self._running.active = self._open(source, input_ids, target_ids, valid, samples)
+        opened = self._running.active = self._open(source, rows, input_ids, target_ids, samples)
         try:
             yield opened
         finally:
@@ -176,65 +217,51 @@ class HFReplayer:
     def _open(
         self,
         source: RouteSource,
+        rows: Rows,
         input_ids: Tensor,
-        target_ids: Tensor,
-        valid: Tensor,
+        target_ids: Tensor | None,
         samples: Sequence[int] | None,
     ) -> ReplayPass:
+        rows.check_shape(input_ids)
         opened = ReplayPass(source, self.layer_ids, input_ids.numel(), self._counters)
         if isinstance(source, Native):
             return opened
-        free = None
+        due, free = rows.mask().flatten(), None
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
-            layout = Layout(*input_ids.shape)
-            cut = local_targets(source.records, layout, self.layer_ids, self.num_experts, self.top_k)
-            batch_order = {layer: layout.from_router(ids).flatten(0, 1) for layer, ids in cut.items()}
-            opened.targets = self._move(batch_order)
-            opened.expected = self._move(self._expected(source.records, layout))
-            free = _free(source.records, layout)
+            check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
+            wanted = self.layer_ids, self.num_experts, self.top_k
+            opened.targets = self._move(placed_routes(source.records, rows, *wanted))
+            opened.expected = self._move(sliced_routes(source.records, rows, *wanted))
+            due = rows.without_last().flatten() if target_ids is None else due
+            free = uncovered(source.records, rows)
+            due = due if free is None else due & ~free
         else:
-            opened.digest = batch_digest(input_ids, target_ids, valid)
+            targets = input_ids if target_ids is None else target_ids
+            opened.digest = batch_digest(input_ids, targets, rows.mask()) + (rows.digest() if rows.is_packed else b"")
         if isinstance(source, ReplayRecorded):
             opened.check_recorded(source.recorded, self.top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
-            row_lengths(valid)
-            due = valid.bool().cpu().flatten()
-            due = due if free is None else due & ~free
             flips = PassFlips(
-                keys_of(samples, input_ids),
-                due.view(len(input_ids), -1).sum(1),
+                keys_of(samples, rows.sequences(input_ids.cpu()) if rows.is_packed else input_ids),
+                torch.tensor([int(due[start:stop].sum()) for start, stop in rows.spans]),
                 self.layer_ids,
                 len(self._counters),
                 sample_last=False,
                 device=self._device,
+                sample_of=rows.sequence_of() if rows.is_packed else None,
             )
             self._by_sample.append(flips)
-            opened.expect(due, free, self._device, flips)
+            opened.expect(due, free, self._device, flips, rest_is_live=True)
         return opened
-
-    def _expected(self, records: Sequence[RouteRecord | None], layout: Layout) -> dict[int, Tensor]:
-        """The second cut, by plain slices: layer id -> `[N, K]`, zeros where nothing is due."""
-        expected = {
-            layer: torch.zeros(layout.batch * layout.length, self.top_k, dtype=torch.int64) for layer in self.layer_ids
-        }
-        for row, record in enumerate(records):
-            if record is None:
-                continue
-            columns = layer_columns(record, self.layer_ids, self.num_experts, self.top_k)
-            for layer, column in zip(self.layer_ids, columns, strict=True):
-                start = row * layout.length
-                expected[layer][start : start + record.num_rows] = torch.from_numpy(
-                    record.experts[:, column].astype("int64")
-                )
-        return expected
 
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: ids.to(self._device, non_blocking=True) for layer, ids in routes.items()}
 
     def _route(self, layer: int, gate: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         running, recompute = self._running.current()
+        if recompute:
+            self._check_alone(gate)
         logits, weights, live = output
         if running.records and (scores := _selection_scores(gate, logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
@@ -243,8 +270,9 @@ class HFReplayer:
             return None
         with torch.no_grad():
             own = gate_weights(gate, logits, live).to(weights.dtype)
+            # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
-            self._other_formula += differs_N.sum()
+            self._other_formula += (differs_N & running.due).sum()
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         if self._gates.compares(layer):
@@ -270,6 +298,14 @@ class HFReplayer:
         trained = torch.is_grad_enabled() and gate.weight.requires_grad and not constant
         if trained and self._gates.watches(layer):
             self._gates.asks(layer, weights)
+
+    def _check_alone(self, gate: nn.Module) -> None:
+        owners = [getattr(getattr(hook, "func", None), "__self__", None) for hook in gate._forward_hooks.values()]
+        if any(isinstance(owner, HFReplayer) and owner is not self for owner in owners):
+            raise ReplayProofError(
+                "one backward recomputes layers of several replayers' forwards: use one HFReplayer for all of them, or "
+                "one backward for each"
+            )
 
     def _check_ours(self) -> None:
         now = moe_blocks(self._model)
@@ -341,11 +377,3 @@ def _body(model: nn.Module) -> nn.Module:
         if isinstance(getattr(module, "layers", None), nn.ModuleList):
             return module
     raise ReplayRefusedError("the model has no list of decoder layers called `layers`")
-
-
-def _free(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor | None:
-    free_BR = torch.zeros(layout.batch, layout.length, dtype=torch.bool)
-    for row, record in enumerate(records):
-        if record is not None and record.covered is not None:
-            free_BR[row, : record.num_rows] = torch.from_numpy(~record.covered)
-    return free_BR.flatten() if bool(free_BR.any()) else None

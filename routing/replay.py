@@ -21,6 +21,7 @@ from torch import Tensor
 from routing.errors import RouteError
 from routing.layout import Layout
 from routing.record import RouteRecord, expert_dtype
+from routing.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -178,11 +179,7 @@ def batch_digest(input_ids: Tensor, target_ids: Tensor, valid: Tensor) -> bytes:
 
 def row_lengths(valid: Tensor) -> list[int]:
     """Real tokens of each row of `valid` `[B, R]`. Raises `RouteError` (`rows`) unless they come first in their row."""
-    lengths: list[int] = valid.sum(1).tolist()
-    prefix = torch.arange(valid.shape[1], device=valid.device)[None, :] < valid.sum(1)[:, None]
-    if not torch.equal(prefix, valid.bool()):
-        raise RouteError("rows", "valid tokens are not the first of their row", expected="right padding")
-    return lengths
+    return list(Rows.right_padded(valid).lengths)
 
 
 def check_records(
@@ -209,17 +206,37 @@ def check_records(
     Raises:
         RouteError: `rows` (count, missing or superfluous record, rows without routes, not right-padded), `digest`.
     """
-    if len(records) != input_ids.shape[0]:
+    check_rows(records, Rows.right_padded(valid), input_ids, target_ids, missing, origins)
+
+
+def check_rows(
+    records: Sequence[RouteRecord | None],
+    rows: Rows,
+    input_ids: Tensor,
+    target_ids: Tensor | None,
+    missing: Literal["reject", "native"] = "reject",
+    origins: Sequence[bytes | None] = (),
+) -> None:
+    """As `check_records`, for rows of any layout, with one record for each of their sequences.
+
+    Without `target_ids` the rows hold whole sequences, their last tokens too, and a sequence of T tokens needs routes
+    of T - 1.
+    """
+    rows.check_shape(input_ids)
+    if len(records) != len(rows.spans):
         raise RouteError(
             "rows",
             "wrong number of route records for the micro-batch",
             got=len(records),
-            expected=int(input_ids.shape[0]),
+            expected=len(rows.spans),
         )
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
-    inputs, targets = input_ids.cpu().numpy(), target_ids.cpu().numpy()
-    for row, (record, length) in enumerate(zip(records, row_lengths(valid), strict=True)):
+    whole = target_ids is None
+    inputs = rows.sequences(input_ids.cpu())
+    targets = inputs if target_ids is None else rows.sequences(target_ids.cpu())
+    for row, (record, tokens) in enumerate(zip(records, inputs, strict=True)):
+        length = len(tokens) - whole if len(tokens) else 0
         if record is None or length == 0:
             if record is None and length == 0:
                 continue
@@ -247,9 +264,9 @@ def check_records(
                     "live router."
                 ),
             )
-        tokens = np.append(inputs[row, :length], targets[row, length - 1])
+        ids = np.append(tokens[:length].numpy(), targets[row][-1:].numpy())
         try:
-            record.check_tokens(tokens, (origins[row] or b"") if origins else b"")
+            record.check_tokens(ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
             raise RouteError(
                 error.reason,

@@ -46,7 +46,7 @@ class ReplayPass:
         self.proved = dict.fromkeys(self.layer_ids, 0)
         self._due = torch.zeros(0, dtype=torch.bool)
         self._num_due = 0
-        self._free: Tensor | None = None
+        self._live: Tensor | None = None
         self._num_free = 0
         self._taken: dict[int, Tensor] = {}
         self._margins: dict[int, Tensor] = {}
@@ -54,11 +54,18 @@ class ReplayPass:
         self._by_sample: PassFlips | None = None
 
     def expect(
-        self, due: Tensor, free: Tensor | None, device: torch.device, by_sample: PassFlips | None = None
+        self,
+        due: Tensor,
+        free: Tensor | None,
+        device: torch.device,
+        by_sample: PassFlips | None = None,
+        *,
+        rest_is_live: bool = False,
     ) -> None:
         """Local tokens that must use recorded routes, and real ones (`free`) that have none and keep the live router's.
 
-        Both are `[N]` bool on the CPU. `by_sample` takes the flips of each sample.
+        Both are `[N]` bool on the CPU. `by_sample` takes the flips of each sample. With `rest_is_live`, tokens that are
+        neither (padding) keep the live router's choice too and are not counted; else they get what `targets` has.
         """
         self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
@@ -66,7 +73,9 @@ class ReplayPass:
         self._due = due.to(device, non_blocking=True)
         if free is not None and bool(free.any()):
             self._num_free = int(free.sum())
-            self._free = free[:, None].to(device, non_blocking=True)
+        live = ~due if rest_is_live else free
+        if live is not None and bool(live.any()):
+            self._live = live[:, None].to(device, non_blocking=True)
         if self.layer_ids:
             self.counters[list(self.layer_ids), DUE] += self._num_due
 
@@ -143,7 +152,7 @@ class ReplayPass:
                 f"layer {layer}: {targets.shape[1]} recorded experts per token, the router wants {live.shape[1]}"
             )
         self.count(layer, live, recompute)
-        return targets if self._free is None else torch.where(self._free, live, targets)
+        return targets if self._live is None else torch.where(self._live, live, targets)
 
     def count(self, layer: int, live: Tensor, recompute: bool) -> None:
         """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""

@@ -6,6 +6,7 @@ no queue.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,14 @@ class Running:
     Attributes:
         active: the pass inside `use`, or None.
         backward: the pass whose layers are being recomputed, or None outside of a backward.
+        before_backward, after_backward: called around every backward of a tagged output.
     """
 
     def __init__(self) -> None:
         self.active: ReplayPass | None = None
         self.backward: ReplayPass | None = None
+        self.before_backward: Callable[[], None] | None = None
+        self.after_backward: Callable[[], None] | None = None
 
     def current(self) -> tuple[ReplayPass, bool]:
         """The pass that a router is being asked for, and whether this is its recomputation.
@@ -50,8 +54,13 @@ class Running:
             first.grad_fn.register_prehook(partial(self._begin_backward, self.active))
 
     def _begin_backward(self, owner: ReplayPass, _gradients: Any) -> None:
+        if self.before_backward is not None and self.backward is None:
+            self.before_backward()
         self.backward = owner
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self.backward = None
+        # One call for each output of this backward; the first ends it.
+        ended, self.backward = self.backward is not None, None
+        if ended and self.after_backward is not None:
+            self.after_backward()

@@ -51,6 +51,7 @@ class PassFlips:
         layers: the forwarded MoE layers.
         num_layers: L.
         sample_last: router order is `[columns, B]`, not `[B, columns]`.
+        sample_of: `[N]` int64, the sample of each local token where samples share a row; None: they do not.
         device: of the counts.
     """
 
@@ -63,7 +64,9 @@ class PassFlips:
         *,
         sample_last: bool,
         device: torch.device,
+        sample_of: Tensor | None = None,
     ) -> None:
+        self._sample_of = None if sample_of is None else sample_of.to(device).expand(2, -1)
         self.keys = list(keys)
         self.due_BL = np.zeros((len(keys), num_layers), np.int64)
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
@@ -73,6 +76,11 @@ class PassFlips:
     def count(self, layer: int, flipped_N: Tensor, lost_N: Tensor) -> None:
         """Add what the router of `layer` would have chosen otherwise; zeros where nothing is due."""
         both = torch.stack((flipped_N.to(torch.int16), lost_N.to(torch.int16)))
+        if self._sample_of is not None:
+            self.counts_LKB[layer] = both.new_zeros(2, len(self.keys), dtype=torch.int32).scatter_add_(
+                1, self._sample_of, both.int()
+            )
+            return
         by_sample = (
             both.view(2, -1, len(self.keys)).sum(1, dtype=torch.int32)
             if self._sample_last
@@ -81,12 +89,16 @@ class PassFlips:
         self.counts_LKB[layer] = by_sample
 
 
-def keys_of(samples: Sequence[int] | None, input_ids: Tensor) -> list[int]:
-    """The samples' ids, or numbers made from the tokens and the place of each row of `input_ids` `[B, R]`."""
+def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
+    """The samples' ids, or numbers made from the tokens and the place of each row of `input_ids` `[B, R]`.
+
+    Rows may have different lengths.
+    """
     if samples:
         return list(samples)
     return [
-        UNNAMED + (zlib.crc32(row.numpy().tobytes()) << 16) + place for place, row in enumerate(input_ids.cpu().int())
+        UNNAMED + (zlib.crc32(row.int().numpy().tobytes()) << 16) + place
+        for place, row in enumerate(input_ids.cpu() if isinstance(input_ids, Tensor) else input_ids)
     ]
 
 

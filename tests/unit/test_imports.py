@@ -24,7 +24,7 @@ PURE = (
     "moe_trm.batch.advantages",
     "moe_trm.batch.token_advantages",
 )
-ENGINE_SIDE = ("routing.megatron", "routing.megatron_checks", "routing.sglang", "routing.hf")
+ENGINE_SIDE = ("routing.megatron", "routing.megatron_checks", "routing.sglang", "routing.vllm", "routing.hf")
 
 
 def loaded_by(modules: list[str]) -> set[str]:

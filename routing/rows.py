@@ -1,0 +1,200 @@
+"""Places of sequences in the `[B, R]` tensor of tokens that a model is forwarded on, for every way to place them.
+
+| constructor | where the tokens of a sequence are | who places them so |
+|---|---|---|
+| `Rows.right_padded` | first in their row | this project |
+| `Rows.left_padded` | last in their row | generation by transformers |
+| `Rows.padded` | anywhere in their row, without a gap | TRL, verl: prompts padded left, answers right |
+| `Rows.packed` | one after the other in one row, cut by `cu_seqlens` | slime, verl without padding, FlashAttention |
+
+Shape letters: B rows, R columns, S sequences, N = B * R places in batch order (place `n` is column `n % R` of row
+`n // R`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from routing.errors import RouteError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each sequence lies.
+
+    Attributes:
+        shape: `(B, R)` of the tensor of tokens.
+        spans: by sequence, the first of its N places and the one behind its last. Of padded rows there is one span for
+            each row, empty where the row is padding alone.
+        is_packed: several sequences share a row.
+    """
+
+    shape: tuple[int, int]
+    spans: tuple[tuple[int, int], ...]
+    is_packed: bool = False
+
+    @classmethod
+    def right_padded(cls, mask: Tensor) -> Rows:
+        """Rows with padding behind their tokens; `mask` `[B, R]` is true on tokens.
+
+        Raises:
+            RouteError: `rows`, a row with padding elsewhere; `shape`, a mask that is not `[B, R]`.
+        """
+        return cls._by_mask(mask, "right_padded")
+
+    @classmethod
+    def left_padded(cls, mask: Tensor) -> Rows:
+        """Rows with padding before their tokens; otherwise as `right_padded`."""
+        return cls._by_mask(mask, "left_padded")
+
+    @classmethod
+    def padded(cls, mask: Tensor) -> Rows:
+        """Rows with padding on either side of their tokens or on both; otherwise as `right_padded`."""
+        return cls._by_mask(mask, "padded")
+
+    @classmethod
+    def packed(cls, cu_seqlens: Tensor, num_columns: int | None = None) -> Rows:
+        """One row `[1, R]` of sequences without padding between them.
+
+        Args:
+            cu_seqlens: `[S + 1]` integers that begin with 0: where each sequence begins, and where the last one ends.
+            num_columns: `R`, where padding follows the last sequence.
+
+        Raises:
+            RouteError: `shape`, not one dimension of integers; `rows`, offsets that do not begin with 0, do not rise,
+                or go beyond the row.
+        """
+        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+            raise RouteError(
+                "shape",
+                "cu_seqlens is no list of offsets",
+                got=f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}",
+                expected="integers [S + 1], at least two",
+            )
+        offsets = [int(offset) for offset in cu_seqlens.tolist()]
+        columns = offsets[-1] if num_columns is None else num_columns
+        if offsets[0] != 0 or any(stop <= start for start, stop in pairwise(offsets)) or offsets[-1] > columns:
+            raise RouteError(
+                "rows",
+                "cu_seqlens does not describe the row",
+                got=offsets if len(offsets) <= 8 else f"{offsets[:4]} ... {offsets[-2:]}",
+                expected=f"0 first, then rising, at most {columns}",
+                fix="Leave empty sequences out, and give the columns of the row where padding follows.",
+            )
+        return cls((1, columns), tuple(pairwise(offsets)), is_packed=True)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def name(self) -> str:
+        """The layout in words, for errors."""
+        return f"{'packed' if self.is_packed else 'padded'} rows {self.shape} of {len(self.spans)} sequences"
+
+    def mask(self) -> Tensor:
+        """`[B, R]` bool, true on tokens."""
+        return self._mark(self.spans)
+
+    def without_last(self) -> Tensor:
+        """`[B, R]` bool, true on every token but the last of its sequence."""
+        return self._mark([(start, max(start, stop - 1)) for start, stop in self.spans])
+
+    def places(self) -> Tensor:
+        """`[tokens]` int64: the place of every token, sequence by sequence."""
+        return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in self.spans)])
+
+    def sequence_of(self) -> Tensor:
+        """`[N]` int64: the sequence of each place, 0 on padding."""
+        owner_N = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.int64)
+        for index, (start, stop) in enumerate(self.spans):
+            owner_N[start:stop] = index
+        return owner_N
+
+    def position_ids(self) -> Tensor:
+        """`[B, R]` int64: each token's place in its own sequence, 0 on padding.
+
+        Padding behind the last of packed sequences counts on from 0 and so becomes a sequence of its own for models
+        that read the ends of sequences from position ids.
+        """
+        positions_N = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.int64)
+        end = self.spans[-1][1] if self.is_packed else len(positions_N)
+        for start, stop in (*self.spans, (end, len(positions_N))):
+            positions_N[start:stop] = torch.arange(stop - start)
+        return positions_N.view(self.shape)
+
+    def sequences(self, values: Tensor) -> list[Tensor]:
+        """The values `[B, R, ...]` of each sequence, `[tokens, ...]`. Raises `RouteError` (`shape`)."""
+        self.check_shape(values)
+        flat = values.flatten(0, 1)
+        return [flat[start:stop] for start, stop in self.spans]
+
+    def check_shape(self, values: Tensor) -> None:
+        """Raise `RouteError` (`shape`) unless `values` is `[B, R, ...]`."""
+        if tuple(values.shape[:2]) != self.shape:
+            raise RouteError(
+                "shape", "a tensor does not fit the rows", got=tuple(values.shape), expected=f"{self.shape} leading"
+            )
+
+    def digest(self) -> bytes:
+        """16 bytes that stand for the layout."""
+        places = np.asarray([self.shape, *self.spans], dtype="<i8")
+        return hashlib.blake2b(places.tobytes(), digest_size=16).digest()
+
+    def _mark(self, spans: Iterable[tuple[int, int]]) -> Tensor:
+        mask_N = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool)
+        for start, stop in spans:
+            mask_N[start:stop] = True
+        return mask_N.view(self.shape)
+
+    @classmethod
+    def _by_mask(cls, mask: Tensor, kind: str) -> Rows:
+        if mask.ndim != 2:
+            raise RouteError(
+                "shape",
+                "a mask of rows has two dimensions",
+                got=tuple(mask.shape),
+                expected="[B, R], true on tokens",
+                fix="Give the mask of tokens, not that of attention between them; packed sequences have cu_seqlens.",
+            )
+        real = mask.detach().cpu().numpy()
+        if real.dtype != bool and not np.isin(real, (0, 1)).all():
+            raise RouteError("rows", "a mask holds other values than 0 and 1", expected="true on tokens")
+        real = real.astype(bool)
+        rows, columns = real.shape
+        counts = real.sum(1)
+        first = np.where(counts > 0, real.argmax(1), columns if kind == "left_padded" else 0) if columns else counts
+        index = np.arange(columns)[None]
+        whole = (index >= first[:, None]) & (index < (first + counts)[:, None])
+        fits = (whole == real).all(1)
+        if kind == "right_padded":
+            fits &= first == 0
+        elif kind == "left_padded":
+            fits &= first + counts == columns
+        if not fits.all():
+            row = int(np.argmin(fits))
+            raise RouteError(
+                "rows",
+                "tokens do not stand where the layout says",
+                where=f"row {row}",
+                got=f"{counts[row]} tokens between columns {first[row]} and {columns - real[row, ::-1].argmax() - 1}",
+                expected=_EXPECTED[kind],
+                fix="Name the layout that the rows have: Rows.right_padded, left_padded, padded or packed.",
+            )
+        starts = np.arange(rows) * columns + first
+        return cls((rows, columns), tuple(zip(starts.tolist(), (starts + counts).tolist(), strict=True)))
+
+
+_EXPECTED = {
+    "right_padded": "right padding: tokens first in their row, without a gap",
+    "left_padded": "left padding: tokens last in their row, without a gap",
+    "padded": "tokens without a gap between them",
+}
