@@ -66,15 +66,19 @@ class ChatTemplate:
         return self._tokens.encode(text)
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
-        given = {"tools": list(options.tools) or None, "variables": options.variables, "opens_answer": opens_answer}
+        def write(given: Sequence[Message]) -> str:
+            return self._tokens.render(
+                given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
+            )
+
         try:
-            return self._tokens.render(messages, **given)
+            return write(messages)
         except CheckpointError:
             # Some templates put arguments together as text, others write a mapping as JSON themselves.
             textual = [_with_textual_arguments(message) for message in messages]
             if textual == list(messages):
                 raise
-            return self._tokens.render(textual, **given)
+            return write(textual)
 
 
 def _with_textual_arguments(message: Message) -> Message:
