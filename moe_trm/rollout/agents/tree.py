@@ -8,7 +8,6 @@ branch at the last node for which that holds, or at the root.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -28,12 +27,16 @@ class Context:
         messages: of the request; None for a completion.
         text: all of it, as the template writes it.
         added: `[A]` ids behind those of the parent; the policy did not sample them.
+        rewritten: the template would write the parent's answer in another form.
+        cut: the messages continue an answer that the ids do not, because the template changes earlier text.
     """
 
     parent: Node | None
     messages: tuple[Message, ...] | None
     text: str
     added: tuple[int, ...]
+    rewritten: bool = False
+    cut: bool = False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -80,14 +83,23 @@ class SessionTree:
     Attributes:
         template: writes conversations.
         nodes: the answers, in the order in which they came.
-        counts: `continued` (requests that go on behind sampled ids), `rewritten` (of these, with an answer that the
-            template would write in another form), `cut` (requests whose history is what was said, but of which the
-            template changes earlier text).
     """
 
     template: Template
     nodes: list[Node] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Answers whose context goes on behind sampled ids (`continued`), and those of them that are `rewritten`.
+
+        `cut`: see `Context`.
+        """
+        contexts = [node.context for node in self.nodes]
+        return {
+            "continued": sum(context.parent is not None for context in contexts),
+            "rewritten": sum(context.rewritten for context in contexts),
+            "cut": sum(context.cut for context in contexts),
+        }
 
     def chat(self, messages: Sequence[Message], options: TemplateOptions, read: Reader) -> Context:
         """The context of the answer to `messages`. Raises `CheckpointError` where the template cannot write them."""
@@ -99,14 +111,11 @@ class SessionTree:
             if text.startswith(node.context.text):
                 seam = find_seam(node.answer, text[len(node.context.text) :], closing, read)
                 if seam is not None:
-                    self.counts["continued"] += 1
-                    self.counts["rewritten"] += seam.rewritten
-                    self.counts["cut"] += node is not meant
-                    return Context(node, given, text, self.template.encode(seam.rest))
+                    added = self.template.encode(seam.rest)
+                    return Context(node, given, text, added, rewritten=seam.rewritten, cut=node is not meant)
             node = node.parent
         text = self.template.render(given, options)
-        self.counts["cut"] += meant is not None
-        return Context(None, given, text, self.template.encode(text))
+        return Context(None, given, text, self.template.encode(text), cut=meant is not None)
 
     def completion(self, prompt: str) -> Context:
         """The context of the completion of `prompt`, which may begin with an earlier prompt and its completion."""
@@ -119,9 +128,10 @@ class SessionTree:
             return Context(None, None, prompt, self.template.encode_prompt(prompt))
         length, _, _, node = max(found, key=lambda item: item[:3])
         rest = prompt[length:]
-        self.counts["continued"] += 1
-        self.counts["rewritten"] += bool(node.answer.end) and not rest.startswith(node.answer.end)
-        return Context(node, None, prompt, self.template.encode(rest.removeprefix(node.answer.end)))
+        rewritten = bool(node.answer.end) and not rest.startswith(node.answer.end)
+        return Context(
+            node, None, prompt, self.template.encode(rest.removeprefix(node.answer.end)), rewritten=rewritten
+        )
 
     def add(self, context: Context, turn: SampledTurn, answer: Answer) -> Node:
         """The engine's answer to `context`."""

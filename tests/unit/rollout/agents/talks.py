@@ -78,8 +78,6 @@ class Talk:
     history: list[dict[str, Any]] = field(default_factory=list)
     drifted: int = 0
     """Contexts that a naive server would have tokenised into other ids."""
-    rewritten: set[int] = field(default_factory=set)
-    """Contexts (by id) behind an answer that the template writes in another form."""
     contexts: list[Context] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,11 +108,8 @@ class Talk:
         return text
 
     def context(self) -> Context:
-        before = self.tree.counts["rewritten"]
         options = TemplateOptions(self.tools)
         made = self.tree.chat([plain(one) for one in self.history], options, lambda text: self.reader(text, self.tools))
-        if self.tree.counts["rewritten"] > before:
-            self.rewritten.add(id(made))
         self.contexts.append(made)
         if made.parent is not None:
             self.drifted += self.tokens.encode_plain(made.text) != made.token_ids
@@ -158,4 +153,4 @@ class Talk:
     def faithful(self, context: Context) -> bool:
         """True when no answer of the branch has another form in the template."""
         path = [node.context for node in context.parent.path()] if context.parent is not None else []
-        return not {id(one) for one in (*path, context)} & self.rewritten
+        return not any(one.rewritten for one in (*path, context))

@@ -171,7 +171,8 @@ def test_a_completion_goes_on_behind_the_sampled_ids() -> None:
     further = tree.completion("Question: 1\nAnswer: two<eos>\nQuestion: 2")
     assert further.parent is node
     assert tokens.decode_all(further.added) == "\nQuestion: 2"
-    assert tree.counts == {"continued": 1, "rewritten": 0}
+    tree.add(further, turn_of(further.token_ids, sampled), Answer(None, " two", "<eos>"))
+    assert tree.counts == {"continued": 1, "rewritten": 0, "cut": 0}
     assert tree.completion("Question: 2").parent is None
     # A chat never continues a completion.
     assert (
