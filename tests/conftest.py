@@ -19,6 +19,7 @@ GROUPS = {
     "integration/test_calculator.py": "server of the briefly warmed model",
     "integration/test_objectives.py": "server of the briefly warmed model",
     "integration/test_three_engines.py": "server of the briefly warmed model",
+    "integration/test_agent_sessions.py": "tiny server",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
     "integration/test_interrupted_samples.py": "tiny server",

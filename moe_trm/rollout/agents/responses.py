@@ -29,6 +29,7 @@ def chat_completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict
         "message": message,
         "finish_reason": "tool_calls" if message.get("tool_calls") else node.turn.finish_reason,
         "logprobs": {"content": _logprobs(node, tokens)} if asked.logprobs else None,
+        "matched_stop": _matched_stop(node, asked),
     }
     return _head(node, name, "chat.completion") | {"choices": [choice], "usage": _usage(node)}
 
@@ -40,6 +41,7 @@ def completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict[str,
         "text": node.answer.body,
         "finish_reason": node.turn.finish_reason,
         "logprobs": None,
+        "matched_stop": _matched_stop(node, asked),
     }
     if asked.logprobs:
         found = _logprobs(node, tokens)
@@ -64,8 +66,7 @@ def events(whole: dict[str, Any], *, usage: bool) -> Iterator[dict[str, Any]]:
         deltas += [{key: value} for key, value in message.items() if value]
         deltas += [{"tool_calls": [call]} for call in calls]
         said = [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None} for delta in deltas]
-        end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-        parts = [*said, end]
+        parts = [*said, {key: value for key, value in choice.items() if key != "message"} | {"delta": {}}]
     else:
         parts = [choice]
     for part in parts:
@@ -96,6 +97,11 @@ def for_client(message: Message) -> dict[str, Any]:
 def weights_of(node: Node) -> str:
     """The weights that sampled the end of an answer, by the number of their push."""
     return f"weights-{int(node.turn.versions[-1])}"
+
+
+def _matched_stop(node: Node, asked: Asked) -> str | None:
+    """The stop text of the request that ended the answer, as SGLang's servers say it."""
+    return node.answer.end if node.answer.end in asked.stop else None
 
 
 def _head(node: Node, name: str, kind: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,10 @@ class Template(Protocol):
         """The whole conversation, ready for the policy to answer. Raises `CheckpointError`."""
 
     def closing(self, options: TemplateOptions) -> str:
-        """The text between an answer and the message after it; empty where the next message itself ends the answer."""
+        """The text between an answer and the message after it.
+
+        It is empty where the next message itself ends the answer, and where it is not known.
+        """
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Text as ids, by itself."""
@@ -52,9 +56,24 @@ class ChatTemplate:
         return self._render(messages, options, opens_answer=True)
 
     def closing(self, options: TemplateOptions) -> str:
-        """See `Template.closing`."""
+        """See `Template.closing`.
+
+        It is what stands behind an answer both at the end and before a message. A template that opens the next answer
+        unasked would otherwise make that a part of it.
+        """
         talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}]
-        _, found, behind = self._render(talk, options, opens_answer=False).rpartition(ANSWER_MARK)
+        try:
+            last = self._behind_mark(talk, options, opens_answer=False)
+            between = self._behind_mark([*talk, talk[0]], options, opens_answer=True)
+        except CheckpointError:
+            # A template that only writes conversations of another form, e.g. with a system message.
+            return ""
+        pairs = zip(last, between, strict=False)
+        return "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
+        """The text behind the marked answer; empty where the template does not write it as it is."""
+        _, found, behind = self._render(talk, options, opens_answer=opens_answer).rpartition(ANSWER_MARK)
         return behind if found else ""
 
     def encode(self, text: str) -> tuple[int, ...]:

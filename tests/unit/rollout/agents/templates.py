@@ -101,6 +101,9 @@ REWRITING = """\
 {% endif %}"""
 """Rewrites its own beginning with every message."""
 
+EAGER = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}assistant: "
+"""Opens the next answer whether or not that is asked for."""
+
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": (CHATML, "<|im_end|>"),
     "glm": (GLM, "<|user|>", "<|observation|>"),
@@ -108,6 +111,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     "mixtral": (MIXTRAL, "<eos>"),
     "thinking": (THINKING, "<|im_end|>"),
     "rewriting": (REWRITING, "<|im_end|>"),
+    "eager": (EAGER, "<eos>"),
 }
 """Template and the tokens that end an answer."""
 SPECIAL = (

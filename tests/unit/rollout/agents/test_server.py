@@ -148,8 +148,10 @@ def test_stop_and_max_tokens_end_an_answer() -> None:
     async def talk(served: Served) -> None:
         answer = await served.say(user("?"), stop=["c"])
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("ab", "stop")
+        assert answer.choices[0].matched_stop == "c"
         cut = await served.say(user("?"), max_tokens=3, max_completion_tokens=9)
         assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("abc", "length")
+        assert cut.choices[0].matched_stop is None
         with pytest.raises(Refusal, match="400: a stop text is one token"):
             await served.say(user("?"), stop="Observation:")
         history = [user("?"), {"role": "assistant", "content": "ab"}, user("c?")]

@@ -72,6 +72,7 @@ def test_trained_ids_are_sampled_ids_in_any_conversation(
         ("glm", 0.0, 3, 0),
         ("deepseek", 0.0, 3, 0),
         ("mixtral", 0.0, 3, 0),
+        ("eager", 0.0, 3, 0),
         ("chatml", 1.0, 0, 3),
         ("thinking", 1.0, 0, 3),
         ("rewriting", 0.0, 0, 3),
@@ -139,12 +140,23 @@ def test_reasoning_that_the_client_does_not_send_back_is_still_there() -> None:
     assert "hm" in talk.tokens.decode_all(made.token_ids)
 
 
-def test_a_cut_answer_is_closed_by_the_template() -> None:
-    talk = Talk("chatml", random.Random(0), edits=0.0)
+@pytest.mark.parametrize(
+    ("name", "closed"),
+    [
+        ("chatml", "<|im_end|>\n<|im_start|>user\ngo on"),
+        ("glm", "<|user|>\ngo on"),
+        ("deepseek", "<eos><|User|>go on"),
+        ("eager", "<eos>user: go on"),
+    ],
+)
+def test_a_cut_answer_is_closed_by_the_template(name: str, closed: str) -> None:
+    talk = Talk(name, random.Random(0), edits=0.0)
     talk.history.append({"role": "user", "content": "q"})
     talk.answer("half an ans", ends=False)
     talk.history.append({"role": "user", "content": "go on"})
-    assert talk.tokens.decode_all(talk.context().added).startswith("<|im_end|>\n<|im_start|>user\ngo on")
+    made = talk.context()
+    assert not made.cut
+    assert talk.tokens.decode_all(made.added).startswith(closed)
 
 
 def test_equal_answers_of_parallel_requests_are_two_nodes() -> None:
