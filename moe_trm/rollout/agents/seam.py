@@ -63,11 +63,6 @@ def find_seam(answer: Answer, tail: str, closing: str, read: Reader) -> Seam | N
         return None
     for mark in (answer.end, closing):
         head, found, behind = tail.partition(mark) if mark else (tail, "", "")
-        if found and _is(answer.message, head, read):
+        if found and reads_as(answer.message, read(head)):
             return Seam(behind if mark == answer.end else mark + behind, rewritten=True)
     return None
-
-
-def _is(message: Message, text: str, read: Reader) -> bool:
-    """True when `text` says what `message` says, nothing left out."""
-    return reads_as(message, read(text))

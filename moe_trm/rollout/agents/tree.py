@@ -8,7 +8,7 @@ branch at the last node for which that holds, or at the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moe_trm.rollout.agents.messages import Message, returned, same
@@ -68,12 +68,17 @@ class Node:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """All ids up to the last sampled one."""
-        return (*self.context.token_ids, *self.turn.tokens.tolist())
+        return tuple(
+            token for node in self.path() for part in (node.context.added, node.turn.tokens.tolist()) for token in part
+        )
 
     def path(self) -> list[Node]:
         """The answers of its branch from the root on, itself included."""
-        before = self.parent.path() if self.parent is not None else []
-        return [*before, self]
+        found, node = [self], self.parent
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
 
 
 @dataclass
@@ -194,14 +199,8 @@ def _either_answer(one: Message, other: Message) -> bool:
 def _with_answers(messages: tuple[Message, ...], leaf: Node) -> list[Message]:
     """`messages` with the answers of the branch whole, also where the client sent them back without their reasoning."""
     whole = list(messages)
-    for node in _path(leaf):
+    for node in leaf.path():
         assert node.context.messages is not None, "only chats are matched"
         assert node.answer.message is not None, "only chats are matched"
         whole[len(node.context.messages)] = node.answer.message
     return whole
-
-
-def _path(node: Node | None) -> Iterator[Node]:
-    while node is not None:
-        yield node
-        node = node.parent
