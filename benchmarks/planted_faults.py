@@ -184,7 +184,7 @@ def rescore(config: Config, bundle: Path) -> Measurements:
         rows = [TrainRow(record, 0.0) for record in records]
         size = config.learner.micro_batch_rows or len(rows)
         micro = [MicroBatch(tuple(rows[i : i + size])) for i in range(0, len(rows), size)]
-        batches = [collate(part, keep_mask=config.sampling_mask.mode == "keep") for part in micro]
+        batches = [collate(part, keep_mask=config.keeps_masks) for part in micro]
         natives = learner.score(batches, [Record() for _ in batches])
         sources = [rollout_routes(batch) for batch in batches]
         replays: dict[int, Scores] = {}

@@ -28,6 +28,7 @@ from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, SamplingParams
 
 LOOPS = "MOE_TRM_SGLANG_LOOPS"
@@ -131,7 +132,9 @@ def push_of(checkpoint: Path, folder: Path) -> WeightPush:
     """A push of the checkpoint's own weights: a sample needs a weight version."""
     if (folder / "model.safetensors").exists():
         (folder / "model.safetensors").unlink()
-    tensors = write_shard(folder / "model.safetensors", load_file(checkpoint / "model.safetensors").items(), "float32")
+    tensors = write_shard(
+        folder / "model.safetensors", load_file(checkpoint / "model.safetensors").items(), Rounding("float32")
+    )
     return finish_push(str(folder), tensors, 0, str(checkpoint))
 
 

@@ -43,7 +43,7 @@ from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
-from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
+from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher, rounding_of
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 
@@ -173,21 +173,22 @@ def connect(
 def build_pusher(
     config: Config, store: Store, rank: int, learner: Learner, rollouts: RolloutClient, run_dir: Path, host: Host
 ) -> Pusher:
-    """The pusher of weights to the engine: through `sync.dir`, or by broadcast from this machine.
+    """The pusher of weights to the engine: through `sync.dir`, or by broadcast from this machine to an engine that
+    takes broadcasts. A recording takes none, and would let the ranks wait.
 
     Without `sync.dir` pushes go through shared memory where there is one. Ranks on several machines share the run's
     folder.
     """
-    dtype = config.rollout.server.dtype
-    if config.sync.method == "distributed":
-        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, dtype=dtype)
+    rounding = rounding_of(config)
+    if config.sync.method == "distributed" and config.rollout.traits.takes_broadcasts:
+        return BroadcastPusher(learner, rollouts, rank=rank, address=host.address, rounding=rounding)
     shared = Path("/dev/shm")
     root = Path(config.sync.dir) if config.sync.dir else shared if host.alone and shared.is_dir() else run_dir
     if rank == 0:
         if root == shared:
             remove_abandoned(root, config.name)
         store.set("moe-trm/pushes", str(root / f"moe-trm-{os.getpid()}-{config.name}"))
-    return DiskPusher(learner, rollouts, Path(store.get("moe-trm/pushes").decode()), dtype)
+    return DiskPusher(learner, rollouts, Path(store.get("moe-trm/pushes").decode()), rounding)
 
 
 def remove_abandoned(root: Path, name: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,11 +103,20 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status, 2 after a typed error (told on stderr)."""
+    """Run one subcommand; returns its exit status, 2 after a typed error (told on stderr).
+
+    A reader that wants no more output, such as `head`, ends it quietly.
+    """
     args = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # What is still buffered would be written at exit, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except MoeTrmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

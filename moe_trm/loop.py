@@ -48,7 +48,7 @@ def train(
     Raises on the first broken proof or failed push; nothing unproved is trained on.
     """
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
-    judge = Judge(config.rollout.quantization)
+    judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
     guard = RateGuard(config.optimizer)
@@ -86,6 +86,7 @@ def train(
             with phases.time("score"):
                 anchored = reference.score(learner, anchors.score(learner, batch))
             with phases.time("probe"):
+                replayed = learner.replay_report() if probe.due(step) else ReplayReport()
                 probed = probe.run(step, learner, anchored, mode)
             lr_scale, guarded = guard.scale(learner, anchored, batch.metrics["response/length_mean"])
             with phases.time("update"):
@@ -100,7 +101,7 @@ def train(
                     for index, part in enumerate(anchored * config.learner.epochs)
                 ]
             scores.write(step)
-            report = learner.replay_report()
+            replayed += learner.replay_report()
             with phases.time("sync"):
                 pusher.push(version=step)
         with phases.time("eval"):
@@ -117,7 +118,7 @@ def train(
             **updated,
             **noise,
             **guarded,
-            **replay_metrics(report),
+            **replay_metrics(replayed),
             **phases.take(),
             "weights/version": step,
             **evaluation,

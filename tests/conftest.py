@@ -18,6 +18,8 @@ GROUPS = {
     "integration/test_distributed_sync.py": "tiny server",
     "integration/test_calculator.py": "server of the briefly warmed model",
     "integration/test_objectives.py": "server of the briefly warmed model",
+    "integration/test_papers_train.py": "server of the briefly warmed model",
+    "integration/test_fake_quantization.py": "server of the briefly warmed model",
     "integration/test_three_engines.py": "server of the briefly warmed model",
     "integration/test_agent_sessions.py": "tiny server",
     # Tests of a server itself.

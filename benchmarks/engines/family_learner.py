@@ -22,6 +22,7 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.step.passes import rollout_routes
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch, TrainRow
 from routing.errors import ReplayProofError, ReplayRefusedError
 from routing.replay import Record, ReplayRecorded
@@ -78,7 +79,7 @@ def _worst(batches: list[TokenBatch], scores: list[Scores], of: str) -> float:
 
 
 def _same_tensors(learner: Learner, config: Config, scratch: Path) -> str:
-    learner.export_shard(str(scratch), "float32")
+    learner.export_shard(str(scratch), Rounding("float32"))
     mine = {name: value for path in scratch.glob("*.safetensors") for name, value in load_file(path).items()}
     given = load_file(Path(config.model.checkpoint) / "model.safetensors")
     if mine.keys() != given.keys():

@@ -3,6 +3,7 @@
 | setting | decided by | when |
 |---|---|---|
 | `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
+| `sampling_mask.mode` | truncation, and rules that need the kept distribution | on loading |
 | `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
 | `rollout.server.device` | CUDA | at launch, where the server is started |
 
@@ -47,11 +48,16 @@ class Choice:
 
 def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
     """`config` with every `auto` that other settings decide as a value, and the choices made. Twice is as once."""
+    choices = []
     mode, reason = replay_mode(config)
-    if config.replay.mode == mode:
-        return config, ()
-    replay = config.replay.model_copy(update={"mode": mode})
-    return config.model_copy(update={"replay": replay}), (Choice("replay.mode", mode, reason),)
+    if config.replay.mode != mode:
+        choices.append(Choice("replay.mode", mode, reason))
+        config = config.model_copy(update={"replay": config.replay.model_copy(update={"mode": mode})})
+    if config.sampling_mask.mode == "auto":
+        choices.append(Choice("sampling_mask.mode", *_mask(config)))
+        mask = config.sampling_mask.model_copy(update={"mode": choices[-1].value})
+        config = config.model_copy(update={"sampling_mask": mask})
+    return config, tuple(choices)
 
 
 def settle_here(
@@ -89,6 +95,18 @@ def replay_mode(config: Config) -> tuple[ReplayMode, str]:
     if config.replay.mode != "auto":
         return config.replay.mode, "as configured"
     return _replay(updates, config.pipeline.staleness_limit)
+
+
+def _mask(config: Config) -> tuple[Literal["keep", "off"], str]:
+    """The mode that `auto` becomes, why, and what the run would lose with the other."""
+    if config.rollout.truncates:
+        return "keep", "sampling is truncated; off would score ids that the rollout could not sample"
+    if config.keeps_masks:
+        return "keep", "a rule reads the rollout's whole distribution (divergence=exact), which the mask records"
+    return (
+        "off",
+        "nothing is truncated, so the policy is the whole vocabulary; keep would record thousands of ids a token",
+    )
 
 
 def _replay(updates: int, max_age: int) -> tuple[ReplayMode, str]:

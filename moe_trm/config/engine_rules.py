@@ -29,7 +29,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"{name} with replay.mode={config.replay.mode} and probe.every={config.probe.every}",
             expected="replay.mode=none or R2, and probe.every=0",
         )
-    if config.sampling_mask.mode == "keep" and not traits.records_masks:
+    if config.keeps_masks and not traits.records_masks:
         yield Problem(
             "sampling_mask.mode",
             "this engine records no sampling masks",

@@ -73,7 +73,7 @@ def load_with_choices(path: str | Path, overrides: Sequence[str] = ()) -> tuple[
 
 def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     """As `load`, but returns the sources and warnings too instead of logging. Same errors."""
-    data = read_yaml(path)
+    data = _what_was_set(read_yaml(path))
     sources = dict.fromkeys(_leaves(data), "file")
     problems: list[Problem] = []
     for override in overrides:
@@ -99,6 +99,30 @@ def resolve(path: str | Path, overrides: Sequence[str] = ()) -> Resolved:
     refuse(where, problems + undecided + _decided(rules.refusals(config), undecided))
     settled, choices = settle(config)
     return Resolved(settled, sources, tuple(rules.warnings(settled)), choices)
+
+
+def _what_was_set(data: dict[str, Any]) -> dict[str, Any]:
+    """Without its defaults, where `data` is what a run wrote: it has every setting, but nobody set them all."""
+    defaults = Config.model_validate({"model": {"checkpoint": ""}}).dump()
+    return _difference(data, defaults) if _has_all(data, defaults) else data
+
+
+def _has_all(data: Any, defaults: Any) -> bool:
+    if not isinstance(defaults, dict) or not defaults:
+        return True
+    return isinstance(data, dict) and all(
+        key in data and _has_all(data[key], default) for key, default in defaults.items()
+    )
+
+
+def _difference(data: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {key: value for key, value in data.items() if key not in defaults or value != defaults[key]}
+    return {
+        key: _difference(value, defaults[key])
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+        else value
+        for key, value in changed.items()
+    }
 
 
 def _refusals_of_the_rest(data: dict[str, Any], error: ValidationError) -> list[Problem]:

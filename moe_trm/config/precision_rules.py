@@ -22,6 +22,13 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
     yield from _fp8(config.learner)
+    if rollout.quantization is not None and rollout.fake_quantization is not None:
+        yield Problem(
+            "rollout.fake_quantization",
+            "weights that the learner has rounded would be rounded once more by the engine",
+            got=f"{rollout.fake_quantization} with rollout.quantization={rollout.quantization}",
+            expected="one of the two",
+        )
     if rollout.quantization is None or not rollout.traits.has_weights:
         return
     if rollout.server.device == "cpu" and rollout.starts_server:
@@ -73,24 +80,26 @@ def _fp8(learner: LearnerConfig) -> Iterator[Problem]:
         )
 
 
+def unrepeatable(config: Config) -> str | None:
+    """Why the probe cannot measure the share of fake quantisation: a scale needs all its weights. None: it can."""
+    learner, rollout = config.learner, config.rollout
+    if rollout.fake_quantization is None:
+        return None
+    if rollout.fake_quantization_block is not None:
+        return "rollout.fake_quantization_block: the learner stores its matrices in other blocks than the checkpoint"
+    if learner.backend == "megatron" and max(learner.parallel.tensor, learner.parallel.expert_tensor) > 1:
+        return "learner.parallel: tensor-parallel ranks hold parts of output channels"
+    if learner.backend == "deepspeed" and learner.deepspeed.zero_stage == 3:
+        return "learner.deepspeed.zero_stage=3: ranks hold parts of output channels"
+    return None
+
+
 def surprises(config: Config) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
-    if rollout.quantization is not None:
-        yield (
-            f"rollout.quantization={rollout.quantization}: the rollout is a behaviour policy of its own, "
-            "with rounded weights; engine/* measures it against the learner's policy"
-        )
-        if not config.correction.rules and config.correction.preset is None:
-            yield (
-                f"rollout.quantization={rollout.quantization} without a correction trains on another policy's samples "
-                f"as if they were the learner's own: try {CORRECTION}"
-            )
-        if config.replay.mode == "none":
-            yield (
-                f"rollout.quantization={rollout.quantization} with replay.mode=none: rounded routers choose other "
-                "experts more often, and nothing brings them together; R3 does"
-            )
+    yield from _rounded_rollouts(config)
+    if rollout.fake_quantization_block is not None and rollout.fake_quantization is None:
+        yield "rollout.fake_quantization_block has no effect: rollout.fake_quantization is not set"
     if learner.fp8 == "delayed":
         yield (
             "learner.fp8=delayed takes its scales from earlier passes: the first update does not repeat the scoring "
@@ -116,3 +125,27 @@ def surprises(config: Config) -> Iterator[str]:
         )
     if "loss_scale" in learner.model_fields_set and learner.dtype != "float16":
         yield f"learner.loss_scale has no effect: learner.dtype={learner.dtype} needs none"
+
+
+def _rounded_rollouts(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rounds_weights is None:
+        return
+    key = "quantization" if rollout.quantization is not None else "fake_quantization"
+    setting = f"rollout.{key}={rollout.rounds_weights}"
+    yield (
+        f"{setting}: the rollout is a behaviour policy of its own, with rounded weights; engine/* measures it against "
+        "the learner's policy"
+    )
+    if not config.correction.rules and config.correction.preset is None:
+        yield (
+            f"{setting} without a correction trains on another policy's samples as if they were the learner's own: "
+            f"try {CORRECTION}"
+        )
+    if config.replay.mode == "none":
+        yield (
+            f"{setting} with replay.mode=none: other weights choose other experts more often, and nothing brings them "
+            "together; R3 does"
+        )
+    if config.probe.every and (reason := unrepeatable(config)) is not None:
+        yield f"probe/quantization_k3_kl is not measured: {reason}"

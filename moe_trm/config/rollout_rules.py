@@ -63,7 +63,7 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got=f"distributed with {len(rollout.urls)} rollout.urls",
             expected="disk, on storage that all servers see",
         )
-    if config.sampling_mask.mode == "keep" and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
+    if config.keeps_masks and rollout.top_k is not None and rollout.top_k > MASK_LIMIT:
         yield Problem(
             "rollout.top_k",
             "the engine returns no more kept ids than its limit, so the mask would be incomplete",

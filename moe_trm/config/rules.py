@@ -84,13 +84,12 @@ def _surprises(config: Config) -> Iterator[str]:
             "record.bundle keeps the rollouts of this run, but not what its updates saw: "
             "that is recorded without stale samples only (pipeline.mode=sync)"
         )
-    truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
-    if config.sampling_mask.mode == "keep" and not truncates and "mode" in config.sampling_mask.model_fields_set:
+    if config.sampling_mask.mode == "keep" and not rollout.truncates:
         yield (
-            "sampling_mask.mode=keep changes little: nothing is truncated (top_p 1, min_p 0, no top_k) "
-            f"unless the vocabulary exceeds {MASK_LIMIT} ids"
+            "sampling_mask.mode=keep records every id of the vocabulary, with its log-prob, for every token (at most "
+            f"{MASK_LIMIT}): nothing is truncated (top_p 1, min_p 0, no top_k)"
         )
-    if config.sampling_mask.mode == "off" and truncates:
+    if config.sampling_mask.mode == "off" and rollout.truncates:
         yield (
             "sampling_mask.mode=off with truncated sampling: the learner scores ids that the rollout could not sample, "
             "and the difference stays in the engine ratio"

@@ -92,7 +92,7 @@ def _corrections(config: Config) -> Iterator[Problem]:
 def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
     if rule.thresholds.get("divergence") != "exact":
         return
-    if config.sampling_mask.mode == "off":
+    if not config.keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             f"rule {rule.name} with divergence=exact needs the rollout's distribution, "

@@ -85,7 +85,7 @@ def examine(
     except MoeTrmError as error:
         add(Check("zero-update probe", "fail", error.what, error.fix))
         return found
-    found.finding = find_cause(probed.measurements, config.rollout.quantization)
+    found.finding = find_cause(probed.measurements, config.rollout.rounds_weights)
     for check in _after(config, probed, found.finding):
         add(check)
     found.advice = _advice(config, found.finding)
@@ -191,8 +191,8 @@ def _requests(seen: dict[str, float] | object, num_tokens: int) -> Check:
 def _truncation(config: Config, seen: dict[str, float] | object) -> Check:
     assert isinstance(seen, dict)
     rollout = config.rollout
-    truncates = rollout.top_p < 1 or rollout.min_p > 0 or rollout.top_k is not None
-    if config.sampling_mask.mode == "keep":
+    truncates = rollout.truncates
+    if config.keeps_masks:
         mass = seen.get("probe/kept_mass_mean")
         return Check(
             "sampling mask",

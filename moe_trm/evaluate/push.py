@@ -8,6 +8,7 @@ from pathlib import Path
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
+from moe_trm.sync.rounding import Rounding
 
 VERSION = 1
 
@@ -25,5 +26,5 @@ def push_of(weights: Path, dtype: str, scratch: Path) -> WeightPush:
     entries: list[TensorEntry] = []
     for number, of_file in enumerate(names.values()):
         tensors = ((name, checkpoint.read(name)) for name in of_file)
-        entries += write_shard(folder / f"model-{number:05d}.safetensors", tensors, dtype)
+        entries += write_shard(folder / f"model-{number:05d}.safetensors", tensors, Rounding(dtype))
     return finish_push(str(folder), tuple(entries), VERSION, str(weights))

@@ -24,7 +24,7 @@ MISMATCH: Metrics = (
     ("routing/flips/engine", "flips between the engines"),
     ("routing/native_flip_rate", "flips, own routes"),
     ("routing/local_flip_rate", "flips, live router against the record"),
-    ("replay/applied_fraction", "replayed token-layers, those of probes too, that used their record"),
+    ("replay/applied_fraction", "replayed token-layers that used their record"),
     ("replay/native_fraction", "token-layers left to own routers"),
 )
 KEPT: Metrics = (

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.learner.hf_export import write_companions, write_index
-from moe_trm.sync.tensors import DTYPES, pushed_dtype
+from moe_trm.sync.rounding import Rounding
 
 SHARD_BYTES = 4 << 30
 """Bytes of one file at most, apart from a larger tensor; they are held until it is written."""
@@ -26,13 +26,13 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, dtype: str, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._dtype, self._shard_bytes = folder, dtype, shard_bytes
+        self._folder, self._rounding, self._shard_bytes = folder, Rounding(dtype), shard_bytes
         self._held: dict[str, Tensor] = {}
         self._files: list[Path] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a tensor under its Hugging Face name, cast as a learner's export casts it."""
-        cast = tensor.detach().to("cpu", DTYPES[pushed_dtype(name, self._dtype)]).contiguous()
+        cast = self._rounding.pushed(name, tensor)
         if self._held and sum(held.nbytes for held in self._held.values()) + cast.nbytes > self._shard_bytes:
             self._write()
         self._held[name] = cast
@@ -42,7 +42,7 @@ class ShardWriter:
         if self._held:
             self._write()
         write_index(self._folder, self._files)
-        write_companions(self._folder, source, hf, self._dtype)
+        write_companions(self._folder, source, hf, self._rounding.dtype)
 
     def _write(self) -> None:
         path = self._folder / f"model-{len(self._files) + 1:05d}.safetensors"

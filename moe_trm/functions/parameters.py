@@ -11,7 +11,7 @@ from typing import Any
 
 from moe_trm.errors import ConfigError
 
-Parameter = float | str | None
+Parameter = bool | float | str | None
 
 
 def declared(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Parameter]]:
@@ -26,12 +26,16 @@ def resolve(
 ) -> dict[str, Parameter]:
     """`given` over the defaults of `function`.
 
-    Unknown names, missing ones, NaN and words for numbers raise `ConfigError`.
+    Unknown names, missing ones, NaN, words for numbers, and other than true and false for switches raise `ConfigError`.
     """
     required, defaults = declared(function)
     for name, value in given.items():
         if name not in (*required, *defaults):
             raise unknown(what, name, (*required, *defaults), where)
+        switch = inspect.signature(function).parameters[name].annotation in (bool, "bool")
+        if isinstance(value, bool) != switch:
+            expected = "true or false" if switch else "a number or a word"
+            raise ConfigError(f"{what} is of another kind", where=f"{where}, {name}", got=value, expected=expected)
         if isinstance(value, str) and _is_number(function, name):
             raise ConfigError(f"{what} is not a number", where=f"{where}, {name}", got=value, expected="a number")
         if isinstance(value, float) and math.isnan(value):

@@ -15,6 +15,7 @@ from moe_trm.learner.data_group import DataGroup
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.snapshots import Snapshots, Weights
 from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.alignment import examine, refuse
 from routing.flip_bound import FlipBoundError
@@ -75,9 +76,9 @@ class LearnerBase:
         self._replayer, self._exporter, self._snapshots = replayer, exporter, snapshots
         self._training, self._data, self._report = training, data, ReplayReport()
 
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         """See `Learner.snapshot`."""
-        return self._snapshots.take(name, saved=saved, rounded_to=rounded_to)
+        return self._snapshots.take(name, saved=saved, rounding=rounding)
 
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
@@ -105,9 +106,9 @@ class LearnerBase:
         """See `Learner.sum_over_stages`: every rank holds all layers."""
         return values
 
-    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
+    def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""
-        return self._exporter.write_shard(Path(directory), dtype)
+        return self._exporter.write_shard(Path(directory), rounding)
 
     def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Learner.owned_tensors`."""

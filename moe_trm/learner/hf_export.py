@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.rounding import Rounding
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
@@ -37,19 +38,19 @@ class HfExporter:
     ) -> None:
         self.tensors, self._hf, self._source, self._dtype = tensors, hf, Path(source), dtype
 
-    def write_shard(self, directory: Path, dtype: str) -> tuple[TensorEntry, ...]:
+    def write_shard(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """Write this rank's tensors to one file in `directory` (created if missing).
 
         Returns their names and digests.
         """
-        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), dtype)
+        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), rounding)
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write a complete checkpoint to `directory`, which all ranks must see. Collective.
 
         It has the shards, the index, config.json and the tokenizer files.
         """
-        self.write_shard(directory, self._dtype)
+        self.write_shard(directory, Rounding(self._dtype))
         dist.barrier()
         if dist.get_rank() == 0:
             files = [directory / _file_name(rank) for rank in range(dist.get_world_size())]

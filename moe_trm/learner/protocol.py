@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_trm.checkpoint.resumable import Resumable
 from moe_trm.sync.manifest import TensorEntry
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.replay import Recorded, ReplayReport, RouteSource
 
@@ -83,13 +84,13 @@ class Learner(Resumable, Protocol):
         name that is not held.
         """
 
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         """Keep the present weights in host memory under `name`, in place of an older copy.
 
         Returns the bytes on this rank.
 
-        `saved`: the copy belongs to `state`, and `restore` brings it back. `rounded_to`: the copy holds the weights as
-        an engine in this dtype has them after a push.
+        `saved`: the copy belongs to `state`, and `restore` brings it back. `rounding`: the copy holds the weights as
+        the engine has them after such a push.
         """
 
     def forget(self, name: str) -> None:
@@ -144,8 +145,8 @@ class Learner(Resumable, Protocol):
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
-    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
-        """Write the Hugging Face tensors that this rank owns to one safetensors file in `directory`.
+    def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
+        """Write the Hugging Face tensors that this rank owns to one safetensors file in `directory`, rounded.
 
         Experts are on their owners, shared tensors on one rank.
         """

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader
 from moe_trm.errors import LearnerError
+from moe_trm.sync.rounding import Rounding
 
 _SAVED = "snapshot/"
 
@@ -35,10 +36,11 @@ class Snapshots:
     Args:
         modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold
             them stay valid.
+        inputs_first: stacked experts are `[E, I, O]` (experts, inputs, outputs), not `[E, O, I]`.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[torch.nn.Module], *, inputs_first: bool = False) -> None:
+        self._modules, self._inputs_first = modules, inputs_first
         self._held: dict[str, list[Tensor]] = {}
         self._saved: set[str] = set()
 
@@ -47,16 +49,18 @@ class Snapshots:
         """The names held, oldest first."""
         return tuple(self._held)
 
-    def take(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+    def take(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         """Keep the present weights under `name`, in place of an older copy of that name. Returns their bytes.
 
-        `saved`: `save` saves the copy. `rounded_to`: parameters, but not buffers, are kept as this dtype holds them.
+        `saved`: `save` saves the copy. `rounding`: parameters, but not buffers, are kept as the engine has them after
+        such a push.
         """
         self._held.pop(name, None)
         self._held[name] = self._copy()
-        if rounded_to is not None:
-            for _, held in zip(self._parameters(), self._held[name], strict=False):
-                held.copy_(held.to(getattr(torch, rounded_to)))
+        if rounding is not None:
+            names = (each for module in self._modules for each, _ in module.named_parameters())
+            for each, held in zip(names, self._held[name], strict=False):
+                held.copy_(rounding.held(each, held, inputs_first=self._inputs_first))
         (self._saved.add if saved else self._saved.discard)(name)
         return sum(tensor.nbytes for tensor in self._held[name])
 

@@ -12,7 +12,7 @@ class Judge:
     """Remembers finished metrics and says in one sentence what they mean; steps without training have no verdict.
 
     Args:
-        quantization: `rollout.quantization`; where it is set, engines that disagree are no fault to repair.
+        quantization: of the rollout's weights, on purpose: engines that disagree are no fault to repair.
     """
 
     def __init__(self, quantization: str | None = None) -> None:

@@ -127,7 +127,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
     tokens = micro_batch_tokens(config, lengths.prompt_tokens)
     scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
-    keeps = config.sampling_mask.mode == "keep"
+    keeps = config.keeps_masks
     load = Load(tokens, scored, ranks, keeps, config.replay.mode != "none", assumptions.other_gb)
     room = cluster.gpu.memory_gb * 1e9
     others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
@@ -204,7 +204,7 @@ def _wire(
         for name, figure in route_bytes(hf).items():
             found[f"routes, {name}"] = _of_step(figure, step_tokens, assumptions.lengths.basis)
         held += found["routes, wire"].value if found else 0.0
-    if config.sampling_mask.mode == "keep" and config.rollout.top_p < 1:
+    if config.keeps_masks and config.rollout.top_p < 1:
         found["masks, wire"] = _of_step(mask_bytes(assumptions.kept_ids)["wire"], sampled, assumptions.lengths.basis)
         held += found["masks, wire"].value
     ahead = config.pipeline.staleness_limit + 1

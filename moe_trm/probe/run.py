@@ -17,15 +17,15 @@ from torch import Tensor
 
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.probe.cast_share import cast_share, narrower_dtype
 from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.probe.load_balance import load_balance
+from moe_trm.probe.rounding_shares import rounding_shares, roundings
 from moe_trm.ratios import k3_sum
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored, rollout_routes
 from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
-from routing.replay import Record
+from routing.replay import Record, ReplayReport
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,19 @@ class Probe:
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config, self._folder, self._narrower = config.probe, run_dir / "probe", narrower_dtype(config)
+        self._config, self._folder, self._roundings = config.probe, run_dir / "probe", roundings(config)
+
+    def due(self, step: int) -> bool:
+        """True on steps with a probe."""
+        return bool(self._config.every) and step % self._config.every == 0
 
     def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
-        """Probe metrics of this step, reduced over ranks; empty on steps without a probe."""
-        if not self._config.every or step % self._config.every:
+        """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
+
+        What the probe itself replays is proved here, and counted apart from what training replays. Raises
+        `ReplayProofError`.
+        """
+        if not self.due(step):
             return {}
         batches = [batch for part in anchored for batch in part.batches]
         anchors = [scores for part in anchored for scores in part.scores]
@@ -77,17 +85,26 @@ class Probe:
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
-        if self._narrower is not None:
-            summary |= cast_share(learner, batches, replayed, self._narrower)
+        if self._roundings:
+            summary |= rounding_shares(learner, batches, replayed, self._roundings)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
             for version in _older(learner, anchored)
         }
-        return summary | load_balance(learner, batches) | flip_causes(learner, batches, native, older)
+        summary |= load_balance(learner, batches) | flip_causes(learner, batches, native, older)
+        return summary | _replayed(learner.replay_report())
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file(vars(tokens), self._folder / f"step-{step:06d}-rank{rank}.safetensors")
+
+
+def _replayed(report: ReplayReport) -> dict[str, float]:
+    """Empty where the probe could use the scores of training."""
+    applied, flips = report.applied_fraction, report.local_flip_rate
+    if applied is None or flips is None:
+        return {}
+    return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips}
 
 
 def _older(learner: Learner, anchored: Sequence[Anchored]) -> list[int]:

@@ -124,8 +124,9 @@ SECTIONS = (
                   (("probe/native_k3_kl", "own routes"), ("probe/replayed_k3_kl", "replayed routes")), log=True),
             Lines("What rounding the weights makes of it",
                   "Probe steps: k3 KL, with replayed routes, of the learner's own weights from those that the rollout "
-                  "holds (cast), and of these from the rollout (arithmetic).",
-                  (("probe/cast_k3_kl", "cast"), ("probe/arithmetic_k3_kl", "arithmetic")), log=True),
+                  "holds (quantization, cast), and of these from the rollout (arithmetic).",
+                  (("probe/quantization_k3_kl", "quantization"), ("probe/cast_k3_kl", "cast"),
+                   ("probe/arithmetic_k3_kl", "arithmetic")), log=True),
             Lines("Agreement of probabilities",
                   "Pearson correlation of both policies' token probabilities; 1 is perfect.",
                   (("engine/probs_pearson", "engine"), ("merged/probs_pearson", "engine and lag"),

@@ -64,7 +64,8 @@ def checks(run: Run) -> list[ProofCheck]:
         _worst(run, "Times that a rollout server was lost", "rollout/losses", max, lambda v: v == 0.0, "note"),
         _worst(run, "Samples rejected since the start", "ledger/rejected", max, lambda v: v == 0.0, "note"),
     ]  # fmt: skip
-    if rounding := run.config.get("rollout", {}).get("quantization"):
+    rollout = run.config.get("rollout", {})
+    if rounding := rollout.get("quantization") or rollout.get("fake_quantization"):
         found.append(
             ProofCheck(
                 f"The rollout's weights are rounded ({rounding}): "

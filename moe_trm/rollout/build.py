@@ -31,11 +31,14 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     task = build_task(config.task, config.model.checkpoint, config.seed)
     engine = build_engine(config, api_key)
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    sampler: Sampler | None = None
     try:
         await task.start()
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
         await engine.start()
     except MoeTrmError:
+        if sampler is not None:
+            await sampler.close()
         await task.close()
         await engine.close()
         raise
@@ -112,7 +115,7 @@ def limits_of(rollout: RolloutConfig, task: Task) -> Limits:
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The behaviour policy's parameters; `top_k` is the vocabulary where none is set, at most what masks allow."""
     rollout = config.rollout
-    largest = min(vocab_size, MASK_LIMIT) if config.sampling_mask.mode == "keep" else vocab_size
+    largest = min(vocab_size, MASK_LIMIT) if config.keeps_masks else vocab_size
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,

@@ -44,7 +44,7 @@ class Anchors:
     """
 
     def __init__(self, config: Config, mode: ReplayMode, *, whole: bool) -> None:
-        self._mode, self._keep_mask = mode, config.sampling_mask.mode == "keep"
+        self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
         elsewhere = (
             whole

@@ -6,9 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
+from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.sync.distributed import Sender, announce
+from moe_trm.sync.rounding import Rounding
+
+
+def rounding_of(config: Config) -> Rounding:
+    """What every push of this run does to weights."""
+    rollout = config.rollout
+    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block)
 
 
 class Pusher(Protocol):
@@ -33,15 +41,15 @@ class DiskPusher:
         learner: owner of the weights.
         rollouts: the controller.
         root: a folder that the engine sees too, shared memory where it can be.
-        dtype: the engine's arithmetic.
+        rounding: of the weights on their way.
     """
 
-    def __init__(self, learner: Learner, rollouts: RolloutClient, root: Path, dtype: str) -> None:
-        self._learner, self._rollouts, self._root, self._dtype = learner, rollouts, root, dtype
+    def __init__(self, learner: Learner, rollouts: RolloutClient, root: Path, rounding: Rounding) -> None:
+        self._learner, self._rollouts, self._root, self._rounding = learner, rollouts, root, rounding
 
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
-        self._rollouts.push(version, self._learner.export_shard(directory, self._dtype), directory=directory)
+        self._rollouts.push(version, self._learner.export_shard(directory, self._rounding), directory=directory)
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
@@ -56,21 +64,23 @@ class BroadcastPusher:
         rollouts: the controller.
         rank: of this process, which names its group.
         address: of this machine, as the engine and the controller reach it.
-        dtype: the engine's arithmetic.
+        rounding: of the weights on their way.
     """
 
-    def __init__(self, learner: Learner, rollouts: RolloutClient, *, rank: int, address: str, dtype: str) -> None:
-        self._learner, self._rollouts, self._dtype = learner, rollouts, dtype
+    def __init__(
+        self, learner: Learner, rollouts: RolloutClient, *, rank: int, address: str, rounding: Rounding
+    ) -> None:
+        self._learner, self._rollouts, self._rounding = learner, rollouts, rounding
         self._sender = Sender(f"moe-trm-rank-{rank}", address)
         self._connected = False
 
     def push(self, version: int) -> None:
-        entries = announce(self._learner.owned_tensors(), self._dtype)
+        entries = announce(self._learner.owned_tensors(), self._rounding)
         with self._rollouts.pushing(version, entries, meeting=self._sender.meeting):
             if not self._connected:
                 self._sender.connect()
                 self._connected = True
-            self._sender.send(self._learner.owned_tensors(), self._dtype)
+            self._sender.send(self._learner.owned_tensors(), self._rounding)
 
     def close(self) -> None:
         """The engine dissolves its groups when the controller closes."""

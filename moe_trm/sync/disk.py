@@ -22,7 +22,8 @@ from torch import Tensor
 
 from moe_trm.errors import CheckpointError, SyncError
 from moe_trm.sync.manifest import TensorEntry, WeightPush
-from moe_trm.sync.tensors import DTYPES, pushed_dtype, tensor_digest
+from moe_trm.sync.rounding import Rounding
+from moe_trm.sync.tensors import tensor_digest
 
 MANIFEST = "push.json"
 INDEX = "model.safetensors.index.json"
@@ -32,21 +33,21 @@ _PUSH_FOLDER = re.compile(r"v(\d+)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)")
 
 
-def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
-    """Cast, digest from memory, and write one shard.
+def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> tuple[TensorEntry, ...]:
+    """Round, digest from memory, and write one shard.
 
     Args:
         path: the file; its folder is made.
         tensors: Hugging Face names and values; they are all held until written.
-        dtype: the engine's arithmetic, e.g. "bfloat16".
+        rounding: of the weights.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    cast = {name: tensor.detach().to("cpu", DTYPES[pushed_dtype(name, dtype)]).contiguous() for name, tensor in tensors}
+    pushed = {name: rounding.pushed(name, tensor) for name, tensor in tensors}
     entries = tuple(
-        TensorEntry(name, path.name, pushed_dtype(name, dtype), tuple(tensor.shape), tensor_digest(tensor))
-        for name, tensor in cast.items()
+        TensorEntry(name, path.name, rounding.dtype_of(name), tuple(tensor.shape), tensor_digest(tensor))
+        for name, tensor in pushed.items()
     )
-    save_file(cast, path, metadata={"format": "pt"})
+    save_file(pushed, path, metadata={"format": "pt"})
     return entries
 
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_trm.sync.manifest import Meeting, TensorEntry
-from moe_trm.sync.tensors import DTYPES, pushed_dtype, tensor_digest
+from moe_trm.sync.rounding import Rounding
+from moe_trm.sync.tensors import tensor_digest
 
 
 class Sender:
@@ -43,21 +44,22 @@ class Sender:
         """Form the group; blocks until engine and witness have joined."""
         self._group = join_group(self._store, self.meeting.group, 0, self._size, self._timeout)
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], dtype: str) -> None:
-        """Broadcast in the order of the announced entries, cast to the engine's `dtype`.
+    def send(self, tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> None:
+        """Broadcast in the order of the announced entries, rounded alike.
 
         Blocks while the engine receives.
         """
         for name, tensor in tensors:
-            broadcast(self._group, tensor.detach().to("cpu", DTYPES[pushed_dtype(name, dtype)]).contiguous())
+            broadcast(self._group, rounding.pushed(name, tensor))
 
 
-def announce(tensors: Iterable[tuple[str, Tensor]], dtype: str) -> tuple[TensorEntry, ...]:
-    """The manifest of the broadcast of `Sender.send`, digested from memory after the cast."""
-    dtypes = ((name, tensor, pushed_dtype(name, dtype)) for name, tensor in tensors)
+def announce(tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> tuple[TensorEntry, ...]:
+    """The manifest of the broadcast of `Sender.send`, digested from memory after the rounding."""
     return tuple(
-        TensorEntry(name, "", own, tuple(tensor.shape), tensor_digest(tensor.detach().to("cpu", DTYPES[own])))
-        for name, tensor, own in dtypes
+        TensorEntry(
+            name, "", rounding.dtype_of(name), tuple(tensor.shape), tensor_digest(rounding.pushed(name, tensor))
+        )
+        for name, tensor in tensors
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from moe_trm.sync.tensors import DTYPES
+from moe_trm.sync.rounding import DTYPES
 
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}

@@ -1,4 +1,4 @@
-"""Tensors as a push holds them: their dtypes, bytes and digests."""
+"""Bytes and digests of tensors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ import hashlib
 
 import torch
 from torch import Tensor
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def pushed_dtype(name: str, dtype: str) -> str:
-    """The dtype in which the Hugging Face tensor `name` goes to an engine in `dtype`.
-
-    Biases that choose experts stay float32, as the engine holds them: rounded, they would choose others than the
-    learner's.
-    """
-    return "float32" if name.endswith(".e_score_correction_bias") else dtype
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

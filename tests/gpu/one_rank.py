@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_trm.learner.protocol import Learner, UpdateResult
+from moe_trm.sync.rounding import Rounding
 from routing.replay import Native, ReplayRecords
 from tests.integration.learner_support.conformance import build, work
 from tests.integration.learner_support.work import objective
@@ -63,7 +64,7 @@ class Trial:
 
     def export(self, name: str) -> dict[str, Tensor]:
         """The present weights in Hugging Face form and float32."""
-        self.learner.export_shard(str(self._folder / name), "float32")
+        self.learner.export_shard(str(self._folder / name), Rounding("float32"))
         return load_file(next((self._folder / name).glob("*.safetensors")))
 
     def moved(self) -> Tensor:

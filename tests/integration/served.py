@@ -16,6 +16,7 @@ from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
 VOCAB = 250
@@ -47,7 +48,7 @@ def make_push(root: Path, checkpoint: Path, version: int, dtype: str = "float32"
         write_shard(
             folder / f"model-{number}.safetensors",
             ((name, t) for name, t in tensors.items() if (".experts." in name) == expert),
-            dtype,
+            Rounding(dtype),
         )
         for number, expert in enumerate((False, True))
     ]

@@ -23,6 +23,7 @@ from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.manifest import Share
+from moe_trm.sync.rounding import Rounding
 from tests.integration.jobs import metrics_of, run_job, write_config
 
 Tensors = dict[str, torch.Tensor]
@@ -51,7 +52,9 @@ def in_threads(*work: threading.Thread) -> Iterator[None]:
 def push(server: Server, version: int, announced: list[Tensors], sent: list[Tensors], group: str) -> float:
     """Push `sent` after announcing `announced`; seconds of the load, groups not included."""
     senders = [Sender(f"{group}{rank}", timeout_s=300) for rank in range(len(sent))]
-    shares = [Share(s.meeting, announce(t.items(), "float32")) for s, t in zip(senders, announced, strict=True)]
+    shares = [
+        Share(s.meeting, announce(t.items(), Rounding("float32"))) for s, t in zip(senders, announced, strict=True)
+    ]
 
     async def run() -> float:
         async with EngineHttp(server.url, server.api_key, timeout_s=300, max_attempts=1) as api:
@@ -62,7 +65,7 @@ def push(server: Server, version: int, announced: list[Tensors], sent: list[Tens
             try:
                 with in_threads(
                     *(
-                        threading.Thread(target=s.send, args=(t.items(), "float32"))
+                        threading.Thread(target=s.send, args=(t.items(), Rounding("float32")))
                         for s, t in zip(senders, sent, strict=True)
                     )
                 ):

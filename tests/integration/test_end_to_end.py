@@ -125,15 +125,20 @@ def test_evaluations_measure_greedy_and_sampled_answers(live: Path) -> None:
 def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config: Path) -> None:
     """Before the first step the policy is the reference, bit for bit.
 
-    The entropy bonus then moves it, whatever the rewards were.
+    The entropy bonus then moves it, whatever the rewards were. The run replays nothing: its probe does, in step 2.
     """
-    overrides = ["replay.mode=none", "probe.every=0", "learner.parallel.expert=1", "learner.minibatches=1"]
+    overrides = ["replay.mode=none", "probe.every=2", "learner.parallel.expert=1", "learner.minibatches=1"]
     pull = ["kl.coef=0.5", "kl.estimator=k3", "loss.entropy_coef=0.1", "optimizer.lr=0.001"]
     assert from_bundle(config, "kl", folder / "bundle", *overrides, *pull) == 0
     _, first, second = metrics_of(folder / "runs" / "kl")
     assert first["reference/k1_kl"] == first["reference/k3_kl"] == first["loss/kl"] == 0.0
     assert second["reference/k3_kl"] > 0
     assert second["loss/kl"] == pytest.approx(0.5 * second["reference/k3_kl"], rel=1e-5)
+    assert [row["replay/token_layers"] for row in (first, second)] == [0, 0]
+    assert not {"replay/applied_fraction", "routing/local_flip_rate"} & {*first, *second}
+    assert "probe/applied_fraction" not in first
+    assert second["probe/applied_fraction"] == 1.0
+    assert 0 < second["probe/local_flip_rate"] < 0.2
 
 
 def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: Path, config: Path) -> None:

@@ -14,6 +14,7 @@ from moe_trm.config.engines import EngineTraits
 from moe_trm.learner.protocol import Learner, Scores, UpdateResult
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.sync.manifest import Share, TensorEntry, WeightPush
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, TokenBatch
 from routing.replay import ReplayReport, RouteSource
 
@@ -41,7 +42,7 @@ class StandInLearner(Learner):
     ) -> list[Scores]:
         raise _unexpected("score")
 
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
+    def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         raise _unexpected("snapshot")
 
     def forget(self, name: str) -> None:
@@ -73,7 +74,7 @@ class StandInLearner(Learner):
     def sum_over_stages(self, values: Tensor) -> Tensor:
         return values
 
-    def export_shard(self, directory: str, dtype: str) -> tuple[TensorEntry, ...]:
+    def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         raise _unexpected("export_shard")
 
     def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:

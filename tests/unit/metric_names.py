@@ -123,7 +123,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         ],
         "eval/{name}/": [f"{each}{answer}" for each in sets for answer in answers],
         "rejected/{reason}": [f"{each}rejected/{reason}" for each in sets for reason in reasons()],
-        "probe/{part}_k3_kl": ["probe/cast_k3_kl", "probe/arithmetic_k3_kl"],
+        "probe/{share}_k3_kl": [f"probe/{share}_k3_kl" for share in ("quantization", "cast", "arithmetic")],
         "queue/age/{age}": [f"queue/age/{NUMBER}"],
         "records/dropped/{reason}": [f"records/dropped/{reason}" for reason in ("age", "overlong", "zero_variance")],
         "records/rejected/{reason}": [f"records/rejected/{reason}" for reason in reasons()],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from inspect import iscoroutinefunction
 from pathlib import Path
 
@@ -93,6 +94,14 @@ def test_the_agents_page_has_functions_that_load() -> None:
     reader = AnswerReader(names["tools"], names["reasoning"])  # type: ignore[arg-type]
     assert reader("anything", ({},))["reasoning_content"] == "the reasoning"
     compile(agent_code, "docs/agents.md", "exec")
+
+
+def test_the_named_rewards() -> None:
+    reward = load_function(f"{OWN_METHODS.with_name('rewards.py')}:reward", key="test")
+    right = RewardInput("p", "2+2", "4", "2+2=4#4", (1, 2, 3), "2+2=4#4", 1, "stop")
+    assert reward(right) == {"right": 1.0, "brief": 0.25}
+    assert reward(replace(right, completion="#5"))["right"] == 0.0
+    assert reward(replace(right, finish_reason="length"))["right"] == 0.0
 
 
 def test_the_code_on_the_page_runs() -> None:

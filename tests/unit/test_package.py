@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -26,6 +30,18 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"moe-trm {moe_trm.__version__}\n"
+
+
+def test_a_reader_that_wants_no_more_ends_it_quietly() -> None:
+    """As in `moe-trm config show FILE | head`."""
+    nobody, end = os.pipe()
+    os.close(nobody)
+    command = [sys.executable, "-m", "moe_trm", "config", "show", str(REPOSITORY / "configs" / "quickstart.yaml")]
+    try:
+        done = subprocess.run(command, stdout=end, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(end)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -140,6 +140,15 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     """Watching a run."""
 
+    @property
+    def keeps_masks(self) -> bool:
+        """Whether tokens are scored over the kept ids: `sampling_mask.mode`, settled or not."""
+        if self.sampling_mask.mode != "auto":
+            return self.sampling_mask.mode == "keep"
+        return self.rollout.truncates or any(
+            rule.thresholds.get("divergence") == "exact" for rule in self.correction.rules
+        )
+
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""
         data = self.model_dump(mode="json")

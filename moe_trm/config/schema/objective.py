@@ -82,7 +82,7 @@ class LossConfig(Section):
     """The ratio is clipped above at 1 plus this; none: the loss's own default (`ppo_clip`: 0.2)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound of the loss for negative advantages; none: unbounded, as in plain PPO."""
-    parameters: dict[str, float | str] = {}
+    parameters: dict[str, bool | float | str] = {}
     """Further parameters of the loss by name, and `ratio`: the log-ratio it reads, if not its usual one."""
     aggregation: (
         Literal["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]

@@ -15,9 +15,10 @@ ReplayMode = Literal["none", "R2", "R3"]
 class SamplingMaskConfig(Section):
     """Scoring of tokens over the support that the rollout really sampled from."""
 
-    mode: Annotated[Literal["off", "keep"], BeforeValidator(bare_off)] = "keep"
+    mode: Annotated[Literal["auto", "off", "keep"], BeforeValidator(bare_off)] = "auto"
     """`keep`: score every token over the ids that top-k, top-p and min-p kept at rollout.
-    `off`: over the whole vocabulary."""
+    `off`: over the whole vocabulary. `auto`: `keep` where sampling is truncated or a rule needs the kept
+    distribution, else `off`. Untruncated, `keep` would record up to 4,096 ids for every token."""
     violation: Literal["reject", "union", "drop"] = "reject"
     """A sampled token outside its own mask: `reject` the sample, score the `union` of mask and token, or `drop` the
     token from training. Always counted."""

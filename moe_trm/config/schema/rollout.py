@@ -8,6 +8,7 @@ from pydantic import Field
 
 from moe_trm.config.engines import EngineTraits, traits_of
 from moe_trm.config.schema.section import Count, Fraction, Positive, Section
+from moe_trm.methods.weight_formats import WeightFormat
 
 
 class ServerConfig(Section):
@@ -70,6 +71,13 @@ class RolloutConfig(Section):
     `engine/*` measures it against the learner's with routes replayed, verdicts do not call it a fault, and corrections
     have to account for it. Needs CUDA and `sync.verify=false`: the engine's checksums are those of rounded weights.
     None: weights as they are sent."""
+    fake_quantization: WeightFormat | None = None
+    """The learner rounds the weights of attention, MLPs and experts to this format before each push, to study
+    quantised rollouts on any hardware: the engine computes in `rollout.server.dtype` with weights that the format can
+    hold. Pushes stay verified. As with `rollout.quantization`, rollouts come from a policy of their own, and probe
+    steps say how much of the mismatch the rounding makes (`probe/quantization_k3_kl`). None: weights as they are."""
+    fake_quantization_block: Positive | None = None
+    """Side of the blocks of weights that share a scale, e.g. 128. None: one scale for each output channel."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8
@@ -134,6 +142,16 @@ class RolloutConfig(Section):
     def traits(self) -> EngineTraits:
         """The capabilities of `engine`. Raises `ConfigError` for one that is not known or cannot be loaded."""
         return traits_of(self.engine)
+
+    @property
+    def truncates(self) -> bool:
+        """True where some ids cannot be sampled."""
+        return self.top_p < 1 or self.min_p > 0 or self.top_k is not None
+
+    @property
+    def rounds_weights(self) -> str | None:
+        """How the engine's weights differ from the learner's on purpose; None: they do not."""
+        return self.quantization or self.fake_quantization
 
     @property
     def starts_server(self) -> bool:

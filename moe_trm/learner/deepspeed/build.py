@@ -23,7 +23,9 @@ from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
+from moe_trm.models.registry import family_of
 from routing.hf import HFReplayer
 
 
@@ -58,7 +60,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         optimizer,
         replayer,
         HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
-        (PartitionSnapshots if partitioned else Snapshots)([policy]),
+        (PartitionSnapshots if partitioned else Snapshots)([policy], inputs_first=family_of(hf, folder) is GPT_OSS),
         TrainingState(policy.causal, engine, optimizer),
         temperature=config.rollout.temperature,
         device=device,

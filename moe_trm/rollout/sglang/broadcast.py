@@ -20,7 +20,8 @@ from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, 
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.distributed import broadcast, join_group
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
-from moe_trm.sync.tensors import DTYPES, tensor_digest
+from moe_trm.sync.rounding import DTYPES
+from moe_trm.sync.tensors import tensor_digest
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes that one request announces: the engine allocates them all before it loads them."""

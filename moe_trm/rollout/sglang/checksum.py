@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moe_trm.errors import SyncError
 from moe_trm.rollout.sglang.gpu_hash import GpuTensorHash
-from moe_trm.sync.tensors import DTYPES, pushed_dtype, tensor_bytes
+from moe_trm.sync.rounding import DTYPES, Rounding
+from moe_trm.sync.tensors import tensor_bytes
 
 VOCAB_MULTIPLE = 64
 """The engine pads the rows of embedding and output head to a multiple of this with zeros."""
@@ -121,7 +122,7 @@ class EngineChecksums:
 
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
-        dtype = DTYPES[pushed_dtype(fused, self._dtype)]
+        dtype = DTYPES[Rounding(self._dtype).dtype_of(fused)]
         held = DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
         hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
         if fused in _VOCAB:

@@ -12,8 +12,9 @@ from moe_trm.errors import EngineError, EngineLost, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.rounding import DTYPES
 from moe_trm.sync.shard import read_tensors
-from moe_trm.sync.tensors import DTYPES, tensor_digest
+from moe_trm.sync.tensors import tensor_digest
 
 
 def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:

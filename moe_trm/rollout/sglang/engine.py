@@ -45,7 +45,7 @@ class SglangEngine:
         self._model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
         self._wanted = Wanted(
             routes=wants_routes(config),
-            mask=config.sampling_mask.mode == "keep",
+            mask=config.keeps_masks,
             violation=config.sampling_mask.violation,
             missing=config.replay.missing,
             partial=config.pipeline.partial == "interrupt",

@@ -24,6 +24,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import LearnerError
 from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError, RouteError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
@@ -108,7 +109,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     def present(values: list[Tensor | None]) -> list[Tensor]:
         return [value for value in values if value is not None]
 
-    learner.export_shard(str(out / "before"), "float32")
+    learner.export_shard(str(out / "before"), Rounding("float32"))
     recorded = learner.score(batches, [Record()] * len(batches), kept_mass=True)
     keep("score", logprobs(recorded))
     keep("mass", present([score.log_kept_mass for score in recorded]))
@@ -122,7 +123,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     seen: list[Tensor] = []
     first = learner.update(batches, native, objective(batches, seen))
     keep("update", seen)
-    learner.export_shard(str(out / "after"), "float32")
+    learner.export_shard(str(out / "after"), Rounding("float32"))
     learner.export_checkpoint(str(out / "final"))
     keep("moved", logprobs(learner.score(batches, native)))
     keep("start", logprobs(learner.score(batches, native, weights="start")))
@@ -137,7 +138,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("r3_update", seen)
     keep("entropy", entropies)
     facts |= report(learner, "update") | {"first_norm": first.grad_norm, "second_norm": second.grad_norm}
-    learner.export_shard(str(out / "second"), "float32")
+    learner.export_shard(str(out / "second"), Rounding("float32"))
     facts["valid"] = learner.reduce({"n": sum((batch.valid.sum() for batch in batches), torch.tensor(0))})["n"]
     facts |= learner.reduce(
         {"low:min": torch.tensor(learner.data_rank + 1.0), "high:max": torch.tensor(learner.data_rank)}
@@ -146,7 +147,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     found["gathered"] = learner.gather(torch.arange(learner.data_rank + 1) + 10 * learner.data_rank)
 
     facts |= refusals(learner, batches, random) | liars(learner)
-    learner.export_shard(str(out / "refused"), "float32")
+    learner.export_shard(str(out / "refused"), Rounding("float32"))
 
     dist.barrier()
     resumed = take_over(checkpoint, out, out, options)
@@ -160,17 +161,17 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     groups = [{"match": "lm_head", "lr_multiplier": 0.5}]
     grouped = build(checkpoint, {**options, "freeze": "1"}, groups=groups)
     grouped.update(batches, native, objective(batches, []))
-    grouped.export_shard(str(out / "grouped"), "float32")
+    grouped.export_shard(str(out / "grouped"), Rounding("float32"))
 
 
 def take_over(checkpoint: str, saved: Path, out: Path, options: dict[str, str]) -> Learner:
     """Restore what the run in `saved` was after its first step, and repeat its second."""
     learner = build(checkpoint, options)
     learner.restore(PieceReader(sorted((saved / "state").glob("*.safetensors"))), {"optimizer_steps": 1})
-    learner.export_shard(str(out / "restored"), "float32")
+    learner.export_shard(str(out / "restored"), Rounding("float32"))
     batches, random, _ = work(learner)
     learner.update(batches, random, with_entropy(batches, [], []), entropy=True)
-    learner.export_shard(str(out / "resumed"), "float32")
+    learner.export_shard(str(out / "resumed"), Rounding("float32"))
     return learner
 
 

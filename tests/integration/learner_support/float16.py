@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, UpdateResult
+from moe_trm.sync.rounding import Rounding
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.work import objective
 
@@ -30,25 +31,25 @@ def scaled(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """
     learner = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
     batches, routes, numbers = work(learner)
-    learner.export_shard(str(out / "before"), "float32")
+    learner.export_shard(str(out / "before"), Rounding("float32"))
     seen: list[Tensor] = []
     scores = learner.score(batches, routes)
     tried = [learner.update(batches, routes, objective(batches, seen))]
-    learner.export_shard(str(out / "refused"), "float32")
+    learner.export_shard(str(out / "refused"), Rounding("float32"))
     while not tried[-1].applied and len(tried) < TRIES:
         tried.append(step(learner))
-    learner.export_shard(str(out / "applied"), "float32")
+    learner.export_shard(str(out / "applied"), Rounding("float32"))
     pieces, counters = learner.state()
     (out / "state").mkdir(exist_ok=True)
     write_pieces(out / "state" / f"rank-{dist.get_rank()}.safetensors", pieces)
     facts = told(tried, "tried") | told([step(learner), step(learner)], "more") | {"tries": len(tried)}
-    learner.export_shard(str(out / "second"), "float32")
+    learner.export_shard(str(out / "second"), Rounding("float32"))
 
     dist.barrier()
     resumed = build(checkpoint, options, lr=0.5, schedule="linear", decay_steps=4)
     resumed.restore(PieceReader(sorted((out / "state").glob("*.safetensors"))), counters)
     facts |= told([step(resumed), step(resumed)], "resumed")
-    resumed.export_shard(str(out / "resumed"), "float32")
+    resumed.export_shard(str(out / "resumed"), Rounding("float32"))
     save(out, "facts", facts)
     save(out, "scores", {f"score.{n}": score.logprobs for n, score in zip(numbers, scores, strict=True)})
     save(out, "seen", {f"score.{n}": values for n, values in zip(numbers, seen, strict=True)})

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader, write_pieces
+from moe_trm.sync.rounding import Rounding
 from routing.replay import Native
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.work import objective
@@ -100,10 +101,10 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Score, train a step, save; then take over what the run `from` saved."""
     learner = build(checkpoint, options)
     batches, random, numbers = work(learner)
-    learner.export_shard(str(out / "before"), "float32")
+    learner.export_shard(str(out / "before"), Rounding("float32"))
     scores = [*learner.score(batches, [Native()] * len(batches)), *learner.score(batches, random)]
     first = learner.update(batches, random, objective(batches, []))
-    learner.export_shard(str(out / "after"), "float32")
+    learner.export_shard(str(out / "after"), Rounding("float32"))
     pieces, counters = learner.state()
     (out / "state").mkdir(exist_ok=True)
     write_pieces(out / "state" / f"rank-{dist.get_rank()}.safetensors", pieces)
@@ -118,7 +119,7 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     if "from" in options:
         other = build(checkpoint, options)
         other.restore(PieceReader(sorted((out.parent / options["from"] / "state").glob("*.safetensors"))), counters)
-        other.export_shard(str(out / "restored"), "float32")
+        other.export_shard(str(out / "restored"), Rounding("float32"))
 
 
 def main() -> None:

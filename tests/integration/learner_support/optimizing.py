@@ -15,6 +15,7 @@ from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.protocol import Scores, UpdateResult
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing.replay import Native
 from tests.integration.learner_support.tiny import VOCAB
@@ -96,7 +97,7 @@ def groups(
     chosen = [{"match": "embed_tokens", "lr_multiplier": 0.0}, {"match": "lm_head", "lr_multiplier": 0.5}]
     learner = build({"expert": str(dist.get_world_size()), "freeze_router": "1"}, groups=chosen)
     result = learner.update(batches, sources, loss)
-    learner.export_shard(str(out / "grouped"), "float32")
+    learner.export_shard(str(out / "grouped"), Rounding("float32"))
     decayed = build(
         {"expert": str(dist.get_world_size())},
         weight_decay=0.1,
@@ -105,8 +106,8 @@ def groups(
         decay_steps=4,
         min_lr=0.2,
     )
-    decayed.export_shard(str(out / "before"), "float32")
+    decayed.export_shard(str(out / "before"), Rounding("float32"))
     decayed.update(batches, sources, lambda i, current: 0.0 * loss(i, current))
-    decayed.export_shard(str(out / "decayed"), "float32")
+    decayed.export_shard(str(out / "decayed"), Rounding("float32"))
     rates = [decayed.update(batches, sources, loss).lr for _ in range(4)]
     return {"grad_norm": result.grad_norm, **{f"lr.{i}": rate for i, rate in enumerate(rates)}}

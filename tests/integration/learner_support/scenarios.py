@@ -26,6 +26,7 @@ from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.protocol import Scores, UpdateResult
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
@@ -85,7 +86,7 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     again = learner.score(batches, sources)
     _, dense = my_batches(keep_mask=False)
     full = learner.score(dense, sources)
-    learner.export_shard(str(out / "before"), "float32")
+    learner.export_shard(str(out / "before"), Rounding("float32"))
     learner.snapshot("start")
 
     captured: dict[str, Tensor] = {}
@@ -108,9 +109,9 @@ def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
     result = learner.update(batches, sources, loss_and_note_kl)
     learner._optimizer.step = apply  # type: ignore[method-assign]
-    learner.export_shard(str(out / "after"), "float32")
+    learner.export_shard(str(out / "after"), Rounding("float32"))
     old = learner.score(batches, sources, weights="start")
-    learner.export_shard(str(out / "restored"), "float32")
+    learner.export_shard(str(out / "restored"), Rounding("float32"))
     learner.export_checkpoint(str(out / "final"))
     result_full = learner.update(dense, sources, objective(dense, []))
 
@@ -134,14 +135,14 @@ def edges(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     learner = build(checkpoint, options, lr=0.0, weight_decay=0.1)
     _, batches = my_batches(keep_mask=True)
     sources = [Native()] * len(batches)
-    learner.export_shard(str(out / "before"), "float32")
+    learner.export_shard(str(out / "before"), Rounding("float32"))
     learner.update(batches, sources, objective(batches, []))
-    learner.export_shard(str(out / "zero_lr"), "float32")
+    learner.export_shard(str(out / "zero_lr"), Rounding("float32"))
 
     learner = build(checkpoint, options, lr=0.3, warmup_steps=3)
     loss = objective(batches, [])
     broken = learner.update(batches, sources, lambda i, x: loss(i, x) * (float("nan") if dist.get_rank() == 0 else 1.0))
-    learner.export_shard(str(out / "refused"), "float32")
+    learner.export_shard(str(out / "refused"), Rounding("float32"))
     rates = [learner.update(batches, sources, loss).lr for _ in range(4)]
 
     learner = build(checkpoint, options)
@@ -199,13 +200,13 @@ def replay(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         "layers": len(learner.model_moe_layer_ids),
     }
     strict = build(checkpoint, {**options, "flips": "0.05"})
-    strict.export_shard(str(out / "before"), "float32")
+    strict.export_shard(str(out / "before"), Rounding("float32"))
     try:
         strict.update(batches, random, objective(batches, []))
         facts["refused"] = False
     except ReplayProofError:
         facts["refused"] = True
-    strict.export_shard(str(out / "refused"), "float32")
+    strict.export_shard(str(out / "refused"), Rounding("float32"))
     save(out, "facts", facts)
     save(out, "logprobs", named)
 

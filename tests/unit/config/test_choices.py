@@ -57,6 +57,34 @@ def test_auto_follows_off_policiness_and_age(minibatches: int, epochs: int, max_
     assert str(max_age or minibatches * epochs) in why or minibatches == 1
 
 
+@pytest.mark.parametrize(
+    ("rollout", "rules", "mode", "said"),
+    [
+        ({}, [], "off", "nothing is truncated"),
+        ({"top_p": 0.95}, [], "keep", "truncated"),
+        ({"top_k": 50}, [], "keep", "truncated"),
+        ({"min_p": 0.1}, [], "keep", "truncated"),
+        ({}, [{"name": "trm_max", "thresholds": {"max_kl": 0.1, "divergence": "exact"}}], "keep", "divergence=exact"),
+        ({}, [{"name": "trm_max", "thresholds": {"max_kl": 0.1}}], "off", "nothing is truncated"),
+    ],
+)
+def test_masks_are_recorded_where_there_is_something_to_mask(
+    rollout: dict[str, Any], rules: list[dict[str, Any]], mode: str, said: str
+) -> None:
+    """An untruncated run over a real vocabulary would record thousands of ids for every token."""
+    run = config(rollout=rollout, correction={"rules": rules})
+    settled, choices = settle(run)
+    [choice] = [choice for choice in choices if choice.key == "sampling_mask.mode"]
+    assert (settled.sampling_mask.mode, choice.value) == (mode, mode)
+    assert said in choice.reason
+    assert settle(settled) == (settled, ())
+    assert run.keeps_masks == settled.keeps_masks == (mode == "keep")
+    for given in ("keep", "off"):
+        asked = config(rollout=rollout, correction={"rules": rules}, sampling_mask={"mode": given})
+        assert settle(asked) == (asked, ())
+        assert asked.keeps_masks == (given == "keep")
+
+
 def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFixture[str]) -> None:
     """Wherever the choice is told; `config explain` has all of them."""
     others = {"none": ("R2", "R3"), "R2": ("R3",), "R3": ("R2",)}
@@ -81,14 +109,15 @@ def test_the_reason_says_what_the_other_mode_would_lose(capsys: pytest.CaptureFi
 
 
 def test_a_configured_mode_is_kept() -> None:
-    run = config(replay={"mode": "R2"}, learner={"minibatches": 8})
+    run = config(replay={"mode": "R2"}, learner={"minibatches": 8}, sampling_mask={"mode": "keep"})
     assert settle(run) == (run, ())
 
 
 def test_loading_gives_the_value_and_keeps_the_reason(file: Path, tmp_path: Path) -> None:
     resolved = resolve(file)
     assert resolved.config.replay.mode == load(file).replay.mode == "R2"
-    (choice,) = resolved.choices
+    choice, mask = resolved.choices
+    assert (mask.key, mask.value) == ("sampling_mask.mode", "off")
     assert (choice.key, str(choice)) == ("replay.mode", f"auto -> R2: {choice.reason}")
     assert "2 optimizer steps" in choice.reason
     again = tmp_path / "config.json"
@@ -167,6 +196,7 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
     monkeypatch.setattr("moe_trm.doctor.preflight.transformer_engine_imports", lambda: True)
     assert {choice.key for choice in load_here(str(file), overrides)[1]} == {
         "replay.mode",
+        "sampling_mask.mode",
         "learner.transformer_engine",
         "rollout.server.device",
     }

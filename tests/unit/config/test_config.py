@@ -272,6 +272,51 @@ def test_a_quantised_rollout_is_a_policy_of_its_own(file: Path) -> None:
     assert not any("without a correction" in line for line in warnings(corrected))
 
 
+def test_a_run_s_own_record_is_read_without_warnings_of_its_defaults(file: Path, tmp_path: Path) -> None:
+    """It has every setting, of which nobody set most."""
+    written = tmp_path / "config.json"
+    first = resolve(file, ["optimizer.min_lr=0.0001", "rollout.top_p=0.9"])
+    assert [line for line in first.warnings if line.startswith("optimizer.min_lr has no effect")]
+    written.write_text(json.dumps(first.config.dump()), encoding="utf-8")
+    again = resolve(written)
+    assert again.config == first.config
+    assert again.warnings == first.warnings
+    assert again.sources["rollout.top_p"] == "file"
+    assert "rollout.min_p" not in again.sources
+    # A file of somebody's own that states a default is taken at its word.
+    assert any("kl.estimator has no effect" in line for line in resolve(file, ["kl.estimator=k3"]).warnings)
+
+
+def test_fake_quantisation_needs_no_cuda_and_keeps_the_proof_of_pushes(file: Path) -> None:
+    rounded = ["rollout.fake_quantization=int8", "rollout.server.device=cpu", "sync.verify=true"]
+    config = load(file, [*rounded, "replay.mode=none"])
+    assert config.rollout.rounds_weights == "int8"
+    for said in ("policy of its own", "without a correction", "R3 does"):
+        assert any(line.startswith("rollout.fake_quantization=int8") and said in line for line in warnings(config)), (
+            said
+        )
+    with pytest.raises(InvalidConfigError, match="rounded once more") as caught:
+        load(file, ["rollout.fake_quantization=int8", "rollout.quantization=fp8", "sync.verify=false"])
+    assert [problem.key for problem in caught.value.problems] == ["rollout.fake_quantization"]
+    assert any("no effect" in line for line in warnings(load(file, ["rollout.fake_quantization_block=64"])))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], False),
+        (["rollout.fake_quantization_block=128"], True),
+        (["learner.parallel.tensor=2"], True),
+        (["learner.backend=deepspeed", "learner.deepspeed.zero_stage=3"], True),
+        (["learner.backend=deepspeed", "learner.deepspeed.zero_stage=2"], False),
+        (["learner.parallel.tensor=2", "probe.every=0"], False),
+    ],
+)
+def test_a_share_that_ranks_cannot_measure_is_announced(file: Path, overrides: list[str], told: bool) -> None:
+    config = load(file, ["rollout.fake_quantization=int8", *overrides])
+    assert any("probe/quantization_k3_kl is not measured" in line for line in warnings(config)) == told
+
+
 @pytest.mark.parametrize(
     ("learner", "rollout", "told"),
     [

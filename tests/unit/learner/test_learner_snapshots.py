@@ -8,6 +8,7 @@ import torch
 from moe_trm.checkpoint.pieces import Piece, PieceReader, whole, write_pieces
 from moe_trm.errors import LearnerError
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.sync.rounding import Rounding
 
 
 def make_model() -> torch.nn.Module:
@@ -55,7 +56,7 @@ def test_a_rounded_snapshot_holds_what_a_push_in_that_dtype_leaves(dtype: torch.
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.copy_(torch.linspace(0.1, 1.3, tensor.numel()).view(tensor.shape))
     snapshots, now = Snapshots([model]), state(model)
-    snapshots.take("cast", rounded_to=str(dtype).removeprefix("torch."))
+    snapshots.take("cast", rounding=Rounding(str(dtype).removeprefix("torch.")))
     with snapshots.using("cast"):
         for held, exact in zip(model.parameters(), now, strict=False):
             assert torch.equal(held, exact.to(dtype).float())

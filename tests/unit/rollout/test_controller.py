@@ -27,6 +27,7 @@ from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.rounding import Rounding
 from moe_trm.tasks import RewardInput
 from moe_trm.types import SamplingParams, ServerState, TrainBatch
 from tests.unit.records import LAYERS, make_record
@@ -230,7 +231,7 @@ def test_ranks_get_their_shares_over_the_socket(
     clients = [connect(endpoint, "right key", ranks=(rank, 2), data=(rank, 2)) for rank in range(2)]
     directory = tmp_path / "push"
     entries = [
-        write_shard(directory / f"shard-{rank}.safetensors", [(f"tensor.{rank}", torch.ones(2))], "float32")
+        write_shard(directory / f"shard-{rank}.safetensors", [(f"tensor.{rank}", torch.ones(2))], Rounding("float32"))
         for rank in range(2)
     ]
     pushes = [
@@ -284,7 +285,7 @@ def test_a_rank_that_waits_is_told_of_the_servers_and_of_their_return(
     endpoint = f"ipc://{tmp_path}/s"
     thread = serve(Waiting(), endpoint, checkpoint)
     client = connect(endpoint, "right key", ranks=(0, 1), data=(0, 1), watch=watch)
-    entries = write_shard(tmp_path / "push" / "shard-0.safetensors", [("tensor.0", torch.ones(2))], "float32")
+    entries = write_shard(tmp_path / "push" / "shard-0.safetensors", [("tensor.0", torch.ones(2))], Rounding("float32"))
     client.push(0, entries, directory=str(tmp_path / "push"))
     assert told[:2] == [lost, lost]
     assert told[-1] == (ServerState("http://one"),)

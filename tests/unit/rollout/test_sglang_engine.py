@@ -122,7 +122,7 @@ def test_refusals_and_slowness_are_not_retried() -> None:
 
 def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=8, min_p=0.1, max_new_tokens=5, stop_token_ids=(2,))
-    full = SglangEngine(config(tmp_path), None).generate_request((1, 2), params)
+    full = SglangEngine(config(tmp_path, rollout={"top_p": 0.9}), None).generate_request((1, 2), params)
     assert full == {
         "input_ids": [1, 2],
         "sampling_params": {
@@ -209,6 +209,19 @@ def test_the_engine_is_told_what_auto_became(tmp_path: Path) -> None:
         return "return_routed_experts" in engine.generate_request((1, 2), SamplingParams())
 
     assert [asked(1, 0), asked(1, 5), asked(2, 0), asked(4, 0)] == [False, True, False, True]
+
+
+def test_masks_are_asked_for_where_sampling_is_truncated(tmp_path: Path) -> None:
+    """Without truncation the mask of a token would be the vocabulary."""
+
+    def asked(**sections: Any) -> bool:
+        engine = SglangEngine(config(tmp_path, **sections), None)
+        return "return_sampling_mask" in engine.generate_request((1, 2), SamplingParams())
+
+    assert asked() is False
+    assert asked(rollout={"top_p": 0.9}) is True
+    assert asked(sampling_mask={"mode": "keep"}) is True
+    assert asked(rollout={"top_p": 0.9}, sampling_mask={"mode": "off"}) is False
 
 
 class LoadingServer(LocalApp):

@@ -84,7 +84,8 @@ def test_held_out_prompts_are_asked_of_an_engine_with_weights(file: Path) -> Non
 
 
 def test_settings_are_judged_by_its_traits(file: Path) -> None:
-    assert refused(file) == {"rollout.engine", "sampling_mask.mode"}
+    assert refused(file) == {"rollout.engine"}
+    assert refused(file, "rollout.top_p=0.9") == {"rollout.engine", "sampling_mask.mode"}
     assert refused(file, *ABLE, "probe.every=1") == {"rollout.engine"}
     assert refused(file, *ABLE, "sync.method=distributed") == {"sync.method"}
     told = " ".join(resolve(file, [*ABLE, "rollout.url=http://x", "rollout.bundle=b"]).warnings)

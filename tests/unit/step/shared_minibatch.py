@@ -19,6 +19,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.step.objective import TERMS, Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
 from tests.unit.doubles import StandInLearner
@@ -48,8 +49,8 @@ class FakeLearner(StandInLearner):
         self._ranks, self.data_rank, self.data_size = ranks, rank, ranks.size
         self.snapshots: list[str] = []
 
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        assert rounded_to is None
+    def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
+        assert rounding is None
         self.snapshots.append(name)
         return 0
 

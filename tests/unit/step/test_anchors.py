@@ -16,6 +16,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.passes import Anchored, interpolated
 from moe_trm.step.recipe import recipe
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.replay import Recorded, RouteSource
 from tests.unit.doubles import StandInLearner
@@ -29,8 +30,8 @@ class FakeLearner(StandInLearner):
         self.version, self.held, self.passes, self.num_bytes = 0, dict[str, int](), list[str | None](), 8
         self.saved = set[str]()
 
-    def snapshot(self, name: str, *, saved: bool = False, rounded_to: str | None = None) -> int:
-        assert rounded_to is None
+    def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
+        assert rounding is None
         self.held[name] = self.version
         if saved:
             self.saved.add(name)

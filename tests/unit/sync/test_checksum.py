@@ -22,7 +22,8 @@ from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_pla
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
-from moe_trm.sync.tensors import pushed_dtype, tensor_digest
+from moe_trm.sync.rounding import Rounding
+from moe_trm.sync.tensors import tensor_digest
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2),
@@ -181,7 +182,7 @@ def push(tmp_path: Path, version: int = 1) -> WeightPush:
     names = sorted(TENSORS)
     halves = (names[::2], names[1::2])
     entries = [
-        write_shard(folder / f"{i}.safetensors", [(name, TENSORS[name]) for name in half], "float32")
+        write_shard(folder / f"{i}.safetensors", [(name, TENSORS[name]) for name in half], Rounding("float32"))
         for i, half in enumerate(halves)
     ]
     base = tmp_path / "base"
@@ -307,7 +308,7 @@ def test_matrices_of_an_expert_by_either_name() -> None:
 
 def test_biases_that_choose_experts_are_pushed_and_hashed_in_float32() -> None:
     bias, weight = "model.layers.1.mlp.gate.e_score_correction_bias", "model.norm.weight"
-    assert (pushed_dtype(bias, "bfloat16"), pushed_dtype(weight, "bfloat16")) == ("float32", "bfloat16")
+    assert (Rounding("bfloat16").dtype_of(bias), Rounding("bfloat16").dtype_of(weight)) == ("float32", "bfloat16")
     values = torch.tensor([0.1, 0.2])
     checksums = EngineChecksums([bias], "bfloat16")
     checksums.add(bias, values)

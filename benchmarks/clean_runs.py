@@ -1,0 +1,129 @@
+"""Real runs with correct routes, long, in every arithmetic: the bound on flips may stop none of them.
+
+`python -m benchmarks.clean_runs [--steps 200] [--only TEXT] [--checkpoint PATH] [--json FILE] [key=value ...]` trains
+the quickstart's model on sums, with a real SGLang server, once for each learner and arithmetic. The weights move at the
+quickstart's learning rate, so routers of the two engines drift as they do in use.
+
+A run holds when it does all its steps, replays every route, rejects nothing and finds no sample whose router has moved
+beyond the bound. The exit status is 1 when a run does not hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import command_line
+from benchmarks.resume_drill import metrics_of
+from benchmarks.short_run import starting_checkpoint
+from benchmarks.table import Row, report
+from launch.job import learner_environment
+
+SETTINGS = {
+    "name": "clean",
+    "task": {"eval_size": 0},
+    "rollout": {"prompts_per_step": 4, "group_size": 4, "top_p": 0.95, "max_new_tokens": 24, "server": {"port": 0}},
+    "replay": {"mode": "R3"},
+    "probe": {"every": 5},
+    "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.5}}, {"name": "token_tis"}]},
+    "learner": {"minibatches": 2},
+    "optimizer": {"lr": 1e-4},
+    "train": {"export": False},
+}
+ARITHMETIC = {
+    "bfloat16 both": ("learner.dtype=bfloat16",),
+    "float16 both": ("learner.dtype=float16", "rollout.server.dtype=float16"),
+    "float32, bfloat16 rollouts": (),
+    "fp8_e4m3 weights": ("rollout.fake_quantization=fp8_e4m3",),
+    "int8 weights": ("rollout.fake_quantization=int8",),
+    "int4 weights": ("rollout.fake_quantization=int4",),
+}
+"""Settings of each case; the rollout is in bfloat16 and the learner in float32 where it says nothing else."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default: 200)")
+    parser.add_argument("--backends", nargs="+", choices=("megatron", "deepspeed"), default=["megatron", "deepspeed"])
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases with TEXT in their names")
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="the model (default: the quickstart's start)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and logs here")
+    args = parser.parse_intermixed_args(argv)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="moe-trm-clean-") as temporary:
+        checkpoint = starting_checkpoint(args.checkpoint, Path(temporary)).resolve()
+        for backend in args.backends:
+            for case, settings in ARITHMETIC.items():
+                if args.only not in case:
+                    continue
+                folder = (args.keep or Path(temporary)) / f"{backend}-{case.replace(' ', '-').replace(',', '')}"
+                own = [f"learner.backend={backend}", *settings, f"train.steps={args.steps}", *args.overrides]
+                rows.append({"learner": backend, "case": case, **run(folder, checkpoint, own, args.steps)})
+                print(rows[-1], flush=True)
+    report("Clean runs", rows, args.json)
+    return 0 if rows and all(row["verdict"] == "holds" for row in rows) else 1
+
+
+def run(folder: Path, checkpoint: Path, settings: Sequence[str], steps: int) -> Row:
+    """One run from the start; an older one in `folder` is refused by the launcher."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(json.dumps(SETTINGS | {"model": {"checkpoint": str(checkpoint)}, "run_dir": str(folder)}))
+    started = time.perf_counter()
+    with (folder / "run.log").open("wb") as log:
+        code = subprocess.run(
+            [sys.executable, "-m", "moe_trm", "train", str(config), *settings],
+            env=learner_environment(os.urandom(16).hex()),
+            stdout=log,
+            stderr=log,
+            check=False,
+        ).returncode
+    seconds = time.perf_counter() - started
+    if code:
+        print((folder / "run.log").read_text(errors="replace")[-3000:], flush=True)
+    return {"seconds": round(seconds), **judged(metrics_of(folder / "clean"), code, steps)}
+
+
+def judged(metrics: Sequence[Mapping[str, Any]], code: int, steps: int) -> Row:
+    """Figures of a run, and its verdict: `holds`, or everything that does not."""
+    trained = metrics[1:]
+    last: Mapping[str, Any] = trained[-1] if trained else {}
+    replayed = [row.get("replay/applied_fraction") for row in trained]
+    moved = sum(row.get("routing/moved_samples") or 0.0 for row in trained)
+    faults = {
+        f"ended with exit code {code}": code != 0,
+        f"{len(trained)} of {steps} steps": len(trained) != steps,
+        "not every route was replayed": any(share != 1.0 for share in replayed),
+        f"{moved:.0f} samples whose router has moved": moved > 0,
+        f"{last.get('ledger/rejected', 0.0):.0f} samples rejected": bool(last.get("ledger/rejected", 0.0)),
+    }
+    return {
+        "steps": len(trained),
+        "flips mean": _mean(trained, "routing/local_flip_rate"),
+        "flips worst": max((row.get("routing/local_flip_rate") or 0.0 for row in trained), default=math.nan),
+        "engine k3": _mean(trained, "engine/k3_kl"),
+        "quantization k3": _mean(trained, "probe/quantization_k3_kl"),
+        "cast k3": _mean(trained, "probe/cast_k3_kl"),
+        "arithmetic k3": _mean(trained, "probe/arithmetic_k3_kl"),
+        "reward": _mean(trained[-20:], "reward/mean"),
+        "verdict": "; ".join(fault for fault, holds in faults.items() if holds) or "holds",
+    }
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float | str:
+    """Mean of the steps that have it; a dash where none has."""
+    found = [row[name] for row in rows if row.get(name) is not None]
+    return sum(found) / len(found) if found else "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

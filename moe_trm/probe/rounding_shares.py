@@ -1,0 +1,77 @@
+"""Shares of the mismatch that rounded weights make: the learner scores with the weights as the engine has them.
+
+With weights that are first quantised, then cast:
+
+replayed - rollout = (replayed - quantised) + (quantised - cast) + (cast - rollout)
+                   = quantization + cast + arithmetic, without remainder.
+
+Shape letter: N scored tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moe_trm.config.precision_rules import unrepeatable
+from moe_trm.config.schema import Config
+from moe_trm.learner.protocol import Learner, Scores
+from moe_trm.ratios import k3_sum
+from moe_trm.step.passes import rollout_routes
+from moe_trm.sync.rounding import Rounding
+from moe_trm.types import TokenBatch
+
+ROUNDED = "rounded"
+"""Name of the snapshot with rounded weights."""
+
+
+def roundings(config: Config) -> Mapping[str, Rounding]:
+    """What a push does to weights, in its order, by the names of the shares; each with what comes before it.
+
+    Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, and
+    where the engine rounds once more by itself.
+    """
+    rollout, found = config.rollout, dict[str, Rounding]()
+    if rollout.quantization is not None or unrepeatable(config) is not None:
+        return found
+    narrows = config.learner.dtype == "float32" != rollout.server.dtype
+    if rollout.fake_quantization is not None:
+        between = config.learner.dtype if narrows else rollout.server.dtype
+        found["quantization"] = Rounding(between, rollout.fake_quantization)
+    if narrows:
+        found["cast"] = Rounding(rollout.server.dtype, rollout.fake_quantization)
+    return found
+
+
+def rounding_shares(
+    learner: Learner, batches: Sequence[TokenBatch], replayed: Sequence[Scores], roundings: Mapping[str, Rounding]
+) -> dict[str, float]:
+    """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
+
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Collective.
+
+    Args:
+        learner: scores once more for each rounding.
+        batches: with the rollout's routes and log-probs.
+        replayed: scores of the learner's own weights with these routes.
+        roundings: as `roundings` gives them.
+    """
+    sums = {"tokens": torch.stack([batch.mask.sum() for batch in batches]).sum().double()}
+    before = _scored(batches, replayed)
+    for share, rounding in roundings.items():
+        learner.snapshot(ROUNDED, rounding=rounding)
+        try:
+            scores = learner.score(batches, [rollout_routes(batch) for batch in batches], weights=ROUNDED)
+        finally:
+            learner.forget(ROUNDED)
+        after = _scored(batches, scores)
+        sums[share], before = k3_sum(before - after), after
+    rollout_N = torch.cat([batch.rollout_logprobs[batch.mask] for batch in batches])
+    sums["arithmetic"] = k3_sum(before - rollout_N)
+    total = learner.reduce(sums)
+    return {f"probe/{share}_k3_kl": total[share] / total["tokens"] for share in (*roundings, "arithmetic")}
+
+
+def _scored(batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> torch.Tensor:
+    return torch.cat([score.logprobs.cpu()[batch.mask] for batch, score in zip(batches, scores, strict=True)])

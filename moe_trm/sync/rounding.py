@@ -1,0 +1,103 @@
+"""Rounding of weights on their way to the rollout: the cast to the engine's dtype, and fake quantisation before it.
+
+A fake-quantised weight is q s: an integer or an 8-bit float q, times the scale s of its channel or block. The engine
+gets q s in its own dtype, so that it computes with the weights of a quantised model, on any hardware:
+
+- `int8`, `int4` of b bits: s = max|w| / (2^(b-1) - 1), q = round(w / s), to even at a tie.
+- `fp8_e4m3`: s = max|w| / 448, q = w / s as the nearest 8-bit float with 4 bits of exponent and 3 of mantissa.
+
+A scale serves an output channel (the weights of one output), or a block of N x N weights. As in published quantised
+checkpoints, only matrices of attention, MLPs and experts are rounded. Embeddings, output layer, routers, norms and
+biases stay.
+
+Shape letters: O outputs, I inputs, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trm.methods.weight_formats import LARGEST, WeightFormat
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_MATRIX = re.compile(r".*\.(\w*_proj|kv_a_proj_with_mqa|w[123]|linear_qkv|linear_fc[12])(\.weight\d*)?")
+_EXACT = ".e_score_correction_bias"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a push does to weights.
+
+    Attributes:
+        dtype: the engine's arithmetic, e.g. "bfloat16".
+        fake: format of the fake quantisation before the cast; None: the cast alone.
+        block: side of the blocks that share a scale; None: one scale for each output channel.
+    """
+
+    dtype: str
+    fake: WeightFormat | None = None
+    block: int | None = None
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype in which the Hugging Face tensor `name` is sent.
+
+        Biases that choose experts stay float32, as the engine holds them: rounded, they would choose others than the
+        learner's.
+        """
+        return "float32" if name.endswith(_EXACT) else self.dtype
+
+    def pushed(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor of a checkpoint as it is sent: on the CPU, contiguous. Stacked experts are `[E, I, O]`."""
+        return self._rounded(name, tensor.detach().cpu(), inputs_first=tensor.dim() == 3).contiguous()
+
+    def held(self, name: str, tensor: Tensor, *, inputs_first: bool = False) -> Tensor:
+        """The learner's parameter `name` as the engine has it, in the dtype of the push.
+
+        Exact where the parameter has whole output channels (no tensor or ZeRO-3 partition) and no blocks.
+        `inputs_first`: of stacked experts, `[E, I, O]` in place of `[E, O, I]`.
+        """
+        return self._rounded(name, tensor, inputs_first=inputs_first and tensor.dim() == 3)
+
+    def _rounded(self, name: str, tensor: Tensor, *, inputs_first: bool) -> Tensor:
+        if self.fake is not None and is_matrix(name, tensor):
+            matrix = tensor.mT if inputs_first else tensor
+            matrix = fake_quantize(matrix.float(), self.fake, self.block)
+            tensor = matrix.mT if inputs_first else matrix
+        return tensor.to(DTYPES[self.dtype_of(name)])
+
+
+def is_matrix(name: str, tensor: Tensor) -> bool:
+    """True for weights of attention, MLPs and experts, by their names in Hugging Face, Megatron and transformers."""
+    return tensor.dim() >= 2 and _MATRIX.fullmatch(name) is not None
+
+
+def fake_quantize(weight: Tensor, to: WeightFormat, block: int | None = None) -> Tensor:
+    """The nearest weights that `to` can hold, `[..., O, I]`, float32.
+
+    Args:
+        weight: finite, `[..., O, I]`, float32.
+        to: the format.
+        block: side of the blocks that share a scale; None: one scale for each output channel. Blocks at the end may be
+            smaller.
+    """
+    if block is None:
+        return _to_grid(weight, weight.abs().amax(-1, keepdim=True), to)
+    rows, columns = weight.shape[-2:]
+    padded = F.pad(weight, (0, -columns % block, 0, -rows % block))
+    *outer, tall, wide = padded.shape
+    tiles = padded.view(*outer, tall // block, block, wide // block, block)
+    largest = tiles.abs().amax((-1, -3), keepdim=True)
+    return _to_grid(tiles, largest, to).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
+
+
+def _to_grid(weight: Tensor, largest: Tensor, to: WeightFormat) -> Tensor:
+    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0)
+    on_grid = weight / scale
+    on_grid = on_grid.to(torch.float8_e4m3fn).float() if to == "fp8_e4m3" else on_grid.round()
+    return on_grid * scale

@@ -1,0 +1,35 @@
+"""Pushes of fake-quantised weights to a real server: proved, replayed, and named by the probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import metrics_of, run_job, write_config
+
+
+@pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
+def test_the_probe_finds_the_share_of_quantisation(
+    backend: str, tmp_path: Path, brief_checkpoint: Path, attached: list[str]
+) -> None:
+    """Both engines compute in float32, so that the rounding of the weights is all there is."""
+    overrides = [
+        "name=int8",
+        f"learner.backend={backend}",
+        "learner.parallel.expert=1",
+        "rollout.fake_quantization=int8",
+        "sync.verify=true",
+        "replay.mode=R3",
+        "probe.every=1",
+        *attached,
+    ]
+    assert run_job(write_config(tmp_path, brief_checkpoint), overrides) == 0
+    rows = metrics_of(tmp_path / "runs" / "int8")[1:]
+    assert rows
+    for row in rows:
+        assert row["probe/quantization_k3_kl"] > 1e-6
+        assert row["probe/quantization_k3_kl"] == pytest.approx(row["probe/replayed_k3_kl"], rel=0.02)
+        assert row["probe/arithmetic_k3_kl"] < row["probe/quantization_k3_kl"] / 1000
+        assert "probe/cast_k3_kl" not in row
+        assert row["replay/applied_fraction"] == 1.0
