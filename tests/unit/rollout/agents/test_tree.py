@@ -39,7 +39,7 @@ def check_record(leaf: Node) -> None:
     assert np.array_equal(record.routes.experts, [route_row(ids[: row + 1]) for row in range(len(ids) - 1)])
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
     rng=st.randoms(use_true_random=False),
