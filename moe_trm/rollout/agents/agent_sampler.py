@@ -119,6 +119,8 @@ class AgentSampler:
             returned = await self._run(prompt, session, address)
         finally:
             self._server.end(address)
+            if session.failure.done():
+                session.failure.exception()
             if not bare:
                 self._count(session)
         if not session.tree.nodes:

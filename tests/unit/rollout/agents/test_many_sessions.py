@@ -17,8 +17,8 @@ from moe_trm.rollout.agents.server import Address, AgentServer
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.types import SampledTurn, SamplingParams
 from tests.unit.rollout.agents.http_client import Client, Refusal
+from tests.unit.rollout.agents.served import LIMIT, PARAMS, TOKENS, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
-from tests.unit.rollout.agents.test_server import LIMIT, PARAMS, TOKENS, user
 from tests.unit.rollout.agents.test_tree import check_record
 
 SESSIONS = 200

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from moe_trm.rollout.agents.live_session import LiveSession
+from tests.unit.rollout.agents.served import PARAMS, TOKENS, TOOL, Served, serving, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.talks import CALLS, spelled, words
-from tests.unit.rollout.agents.test_server import PARAMS, TOKENS, TOOL, Served, serving, speaker, user
 from tests.unit.rollout.agents.test_tree import check_record
 
 pytest.importorskip(
