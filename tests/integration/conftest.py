@@ -79,6 +79,7 @@ def rollout_config(tiny_moe: Path) -> Config:
         {
             "model": {"checkpoint": str(tiny_moe)},
             "rollout": {"server": {"port": 0, "dtype": "float32", "max_total_tokens": 32768}, "max_attempts": 2},
+            "sampling_mask": {"mode": "keep"},
         }
     )
 

@@ -45,6 +45,7 @@ def config(checkpoint: Path, url: str | None = None) -> Config:
                 "concurrency": 16,
                 "server": {"port": 0, "max_total_tokens": 8192, "max_running_requests": 4},
             },
+            "sampling_mask": {"mode": "keep"},
             "probe": {"every": 0},
             "pipeline": {"mode": "one_step"},
             "train": {"steps": 2},
