@@ -16,6 +16,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "examples/calculator/README.md": "examples/calculator.md",
+    "examples/agent/README.md": "examples/agent.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
 }
 """Pages by their path in the repository, and where the site has them."""

@@ -53,7 +53,8 @@ class ServerState:
 class Prompt:
     """One task instance.
 
-    `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them.
+    `answer` and `extra` are what the reward needs; token ids are final, nothing re-tokenises them. `messages` is the
+    prompt as chat messages, where it is that; an agent is given them and writes its own context.
     """
 
     prompt_id: str
@@ -61,6 +62,7 @@ class Prompt:
     text: str = ""
     answer: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

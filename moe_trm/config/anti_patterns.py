@@ -70,7 +70,7 @@ def _own_ratio(name: str) -> str:
 def _longest(config: Config) -> int:
     rollout = config.rollout
     of_turns = rollout.max_tokens or rollout.max_turns * rollout.max_new_tokens
-    return rollout.max_new_tokens if rollout.function is None else of_turns
+    return of_turns if rollout.has_turns else rollout.max_new_tokens
 
 
 def _unchecked_kl(config: Config) -> bool:

@@ -53,12 +53,16 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         ("task", "prompt_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
         ("task", "answer_field", task.name != "jsonl", f"task.name={task.name} knows its fields"),
-        ("task", "reward_weights", plain_reward and rollout.function is None, "the reward is one number"),
+        ("task", "reward_weights", plain_reward and not rollout.has_turns, "the reward is one number"),
         ("task", "reward_timeout_s", exact, "task.reward=exact takes no time"),
         ("task", "reward_processes", exact, "task.reward=exact needs none"),
         *(
-            ("rollout", key, rollout.function is None, "rollout.function is not set: every sample is one answer")
+            ("rollout", key, not rollout.has_turns, "rollout.function is not set: every sample is one answer")
             for key in ("function_timeout_s", "max_turns", "max_tokens")
+        ),
+        *(
+            ("agent", key, rollout.agent is None, "rollout.agent is not set")
+            for key in ("tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),

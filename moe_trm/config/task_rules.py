@@ -26,6 +26,7 @@ def _task(config: Config) -> Iterator[Problem]:
     for key, name, words in (
         ("task.reward", task.reward, "exact, math_verify, "),
         ("rollout.function", config.rollout.function, ""),
+        ("rollout.agent", config.rollout.agent, ""),
     ):
         if name is not None and name not in ("exact", "math_verify") and not _names_a_function(name):
             yield Problem(
@@ -34,6 +35,13 @@ def _task(config: Config) -> Iterator[Problem]:
                 got=name,
                 expected=f"{words}package.module:function or path/to/file.py:function",
             )
+    if config.rollout.function is not None and config.rollout.agent is not None:
+        yield Problem(
+            "rollout.agent",
+            "a sample is made by a rollout function or by an agent",
+            got=f"{config.rollout.agent} and rollout.function={config.rollout.function}",
+            expected="one of the two keys",
+        )
     if task.template is not None and "{prompt}" not in task.template:
         yield Problem(
             "task.template",

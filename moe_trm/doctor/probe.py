@@ -125,5 +125,6 @@ def _prompts(config: Config, folder: Path) -> list[str]:
         f"rollout.prompts_per_step={PROMPTS}",
         f"rollout.group_size={GROUP}",
         "rollout.function=null",
+        "rollout.agent=null",
         "task.eval_size=0",
     ]

@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.functions.host import FunctionHost
-from moe_trm.rollout.build import sampling_params
-from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
+from moe_trm.rollout.agents.agent_sampler import AgentSampler
+from moe_trm.rollout.build import agent_sampler, function_sampler, sampling_params
+from moe_trm.rollout.sessions.function_sampler import FunctionSampler
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.reward_input import RewardInput
@@ -45,13 +43,13 @@ def try_task(config: Config) -> None:
         prompt, failure = failures[0]
         raise ConfigError(
             f"{failure.what}, tried on the prompt {prompt.prompt_id} with its expected answer",
-            where=_key(failure),
+            where=_key(config, failure),
             got=failure.got,
             expected=failure.expected,
             fix=failure.fix,
         ) from failure
     for prompt, failure in failures:
-        _log.warning("%s: %s on the prompt %s: %s", _key(failure), failure.what, prompt.prompt_id, failure.got)
+        _log.warning("%s: %s on the prompt %s: %s", _key(config, failure), failure.what, prompt.prompt_id, failure.got)
 
 
 async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]]:
@@ -61,7 +59,7 @@ async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]
         await task.start()
         for prompt in itertools.islice(itertools.cycle(task.train_prompts(1, TRIED)), TRIED):
             try:
-                if config.rollout.function is not None and config.rollout.traits.samples_live:
+                if config.rollout.has_turns and config.rollout.traits.samples_live:
                     await _rollout(config, task, prompt)
                 else:
                     await _reward(task, prompt)
@@ -74,8 +72,9 @@ async def _try(config: Config, task: Task) -> list[tuple[Prompt, RecordRejected]
     return failures
 
 
-def _key(failure: RecordRejected) -> str:
-    return f"config key {'task.reward' if failure.reason.startswith('reward_') else 'rollout.function'}"
+def _key(config: Config, failure: RecordRejected) -> str:
+    made_by = "rollout.agent" if config.rollout.agent is not None else "rollout.function"
+    return f"config key {'task.reward' if failure.reason.startswith('reward_') else made_by}"
 
 
 async def _reward(task: Task, prompt: Prompt) -> None:
@@ -94,17 +93,14 @@ async def _reward(task: Task, prompt: Prompt) -> None:
 
 
 async def _rollout(config: Config, task: Task, prompt: Prompt) -> None:
-    rollout = config.rollout
-    assert rollout.function is not None
-    host = FunctionHost(rollout.function, adapter=ADAPTER, key="rollout.function", limit_s=rollout.function_timeout_s)
+    params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    make = agent_sampler if config.rollout.agent is not None else function_sampler
+    sampler: AgentSampler | FunctionSampler = make(config, _Answering(task, prompt), task, params, keep_changed=True)
     try:
-        await host.start()
-        params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
-        limits = Limits(rollout.max_turns, rollout.max_tokens or task.tokens.max_positions or sys.maxsize)
-        sampler = FunctionSampler(host, _Answering(task, prompt), task, params, limits, keep_changed=True)
+        await sampler.start()
         await sampler.answer(prompt, params)
     finally:
-        await host.close()
+        await sampler.close()
 
 
 class _Answering:

@@ -115,7 +115,7 @@ async def _evaluate(
     )
     try:
         await task.start()
-        sampler = await build_sampler(config.rollout, engine, task, params, keep_changed=False)
+        sampler = await build_sampler(config, engine, task, params, keep_changed=False)
         try:
             await engine.start()
             await engine.load_weights(push_of(weights, dtype, scratch))

@@ -9,11 +9,16 @@ from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
+from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
+from moe_trm.rollout.agents.agent_sampler import AgentSampler
+from moe_trm.rollout.agents.live_session import Policy
+from moe_trm.rollout.agents.reader import build_reader
+from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
-from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.tasks.build import build_task
@@ -26,13 +31,14 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     task = build_task(config.task, config.model.checkpoint, config.seed)
     engine = build_engine(config, api_key)
     params = sampling_params(config, task.tokens.vocab_size, task.tokens.stop_token_ids)
+    sampler: Sampler | None = None
     try:
         await task.start()
-        sampler = await build_sampler(
-            config.rollout, engine, task, params, keep_changed=config.replay.missing == "native"
-        )
+        sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
         await engine.start()
     except MoeTrmError:
+        if sampler is not None:
+            await sampler.close()
         await task.close()
         await engine.close()
         raise
@@ -49,6 +55,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
         return BundleEngine(
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
+            prompts_own=config.rollout.agent is not None,
             waits=config.pipeline.mode != "sync",
             delay_s=config.rollout.bundle_delay_s,
         )
@@ -57,20 +64,52 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
 
 
 async def build_sampler(
-    rollout: RolloutConfig, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+    config: Config, engine: RolloutEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> Sampler:
-    """The sampler of the run: a function of the user's own, loaded here, or one answer to the prompt.
+    """The sampler of the run: a function or an agent of the user's own, loaded here, or one answer to the prompt.
 
     Raises `ConfigError` when the function cannot be loaded.
     """
-    if rollout.function is None:
+    rollout = config.rollout
+    if not rollout.has_turns:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:
         return RecordedSampler(engine, task, params)
+    if rollout.agent is not None:
+        agents = agent_sampler(config, engine, task, params, keep_changed=keep_changed)
+        await agents.start()
+        return agents
+    functions = function_sampler(config, engine, task, params, keep_changed=keep_changed)
+    await functions.start()
+    return functions
+
+
+def function_sampler(
+    config: Config, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+) -> FunctionSampler:
+    """The sampler of `rollout.function`, not started."""
+    rollout = config.rollout
+    assert rollout.function is not None, "the caller has looked"
     host = FunctionHost(rollout.function, adapter=ADAPTER, key="rollout.function", limit_s=rollout.function_timeout_s)
-    await host.start()
-    limits = Limits(rollout.max_turns, rollout.max_tokens or task.tokens.max_positions or sys.maxsize)
-    return FunctionSampler(host, engine, task, params, limits, keep_changed=keep_changed)
+    return FunctionSampler(host, engine, task, params, limits_of(rollout, task), keep_changed=keep_changed)
+
+
+def agent_sampler(
+    config: Config, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
+) -> AgentSampler:
+    """The sampler of `rollout.agent`, not started. Raises `ConfigError` for a parser that cannot be had."""
+    rollout, agent = config.rollout, config.agent
+    assert rollout.agent is not None, "the caller has looked"
+    reader = build_reader(agent.tool_parser, agent.reasoning_parser)
+    host = FunctionHost(rollout.agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
+    server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
+    policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
+    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed)
+
+
+def limits_of(rollout: RolloutConfig, task: Task) -> Limits:
+    """The limits of one sample."""
+    return Limits(rollout.max_turns, rollout.max_tokens or task.tokens.max_positions or sys.maxsize)
 
 
 def sampling_params(config: Config, vocab_size: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -262,6 +262,7 @@ class RolloutController:
             "time/rollout_idle_share": idle_s / (busy_s + idle_s),
             "time/push_s": self._push_s,
             **self._engine.metrics(),
+            **self._sampler.metrics(),
             **turn_metrics(records),
             **mask_metrics(records, self._params),
             **({"records/dropped/age": 0.0} if self.overlaps else {}),

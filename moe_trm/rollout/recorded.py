@@ -25,15 +25,24 @@ class BundleEngine:
     Args:
         folder: a bundle.
         prompts_grow: a rollout function may have appended to a prompt before anything was sampled.
+        prompts_own: an agent wrote the context itself.
         waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """
 
     traits = ENGINES["bundle"]
 
-    def __init__(self, folder: str, *, prompts_grow: bool = False, waits: bool = False, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        prompts_grow: bool = False,
+        prompts_own: bool = False,
+        waits: bool = False,
+        delay_s: float = 0.0,
+    ) -> None:
         self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()
-        self._prompts_grow = prompts_grow
+        self._prompts_grow, self._prompts_own = prompts_grow, prompts_own
         self._reader = BundleReader(folder)
         self._folder = folder
         self._step_of: dict[int, int] = {}
@@ -123,7 +132,8 @@ class BundleEngine:
     def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
         before = tuple(record.tokens[: int(record.sampled.argmax())].tolist())
         recorded_prompt = before[: len(prompt.token_ids)] if self._prompts_grow else before
-        if recorded_prompt != tuple(prompt.token_ids) or record.group_id != group_id:
+        same = record.prompt_id == prompt.prompt_id if self._prompts_own else recorded_prompt == tuple(prompt.token_ids)
+        if not same or record.group_id != group_id:
             raise BundleError(
                 "the recording was made with other prompts",
                 where=f"{self._folder}, sample {record.sample_id}",
@@ -141,7 +151,7 @@ class BundleEngine:
 
 
 class RecordedSampler(SingleTurn):
-    """`Sampler` of a recorded run with a rollout function: whole samples with their rewards.
+    """`Sampler` of a recorded run with a rollout function or an agent: whole samples with their rewards.
 
     The function is not run.
     """

@@ -27,6 +27,10 @@ class Sampler(Protocol):
         Raises as `sample` does.
         """
 
+    def metrics(self) -> dict[str, float]:
+        """Totals since the run began, of what only this way of making samples has."""
+        return {}
+
     async def close(self) -> None:
         """Release helper processes."""
 
@@ -59,6 +63,10 @@ class SingleTurn:
         conversation.add(await self._engine.turn(prompt.token_ids, params, bare=True))
         record = conversation.record(sample_id=-1, group_id=-1, keep_changed=True)
         return rewarded(record, await score(self._task, prompt, record))
+
+    def metrics(self) -> dict[str, float]:
+        """See `Sampler.metrics`."""
+        return {}
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -85,4 +85,5 @@ class FileTask:
                 expected="no task.template",
             )
         text = self.tokens.render(question)
-        return Prompt(example.name, self.tokens.encode_plain(text), text, example.answer, example.extra)
+        ids = self.tokens.encode_plain(text)
+        return Prompt(example.name, ids, text, example.answer, example.extra, tuple(question))

@@ -17,7 +17,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of the class that reads any tokenizer.json, in transformers 4 and 5."""
 
-_MARK = "\u2063answer\u2063"
+ANSWER_MARK = "\u2063answer\u2063"
 """Stands for an answer whose ids are known; no message contains it."""
 
 
@@ -60,10 +60,24 @@ class Tokens:
         """Text as ids, by itself: nothing is put in front."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        opens_answer: bool = True,
+    ) -> str:
         """Messages in the form of the tokenizer's chat template, ready for the assistant to answer.
 
-        Raises `CheckpointError`.
+        Args:
+            messages: the conversation.
+            tools: JSON descriptions of the functions that the assistant may call.
+            variables: further names that the template knows.
+            opens_answer: end with what opens the assistant's answer.
+
+        Raises:
+            CheckpointError: no template, or one that cannot write these messages.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise CheckpointError(
@@ -74,7 +88,11 @@ class Tokens:
             )
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **(variables or {}),
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -93,14 +111,14 @@ class Tokens:
 
         Raises `CheckpointError` as `render` does.
         """
-        answer = {"role": "assistant", "content": _MARK}
+        answer = {"role": "assistant", "content": ANSWER_MARK}
         rendered = self.render([{"role": "user", "content": "."}, answer, *messages])
-        _, found, behind = rendered.rpartition(_MARK)
-        if not found or rendered.count(_MARK) != 1:
+        _, found, behind = rendered.rpartition(ANSWER_MARK)
+        if not found or rendered.count(ANSWER_MARK) != 1:
             raise CheckpointError(
                 "the chat template does not write an assistant's answer as it is",
                 where=str(self.folder),
-                got=f"{rendered.count(_MARK)} copies of it",
+                got=f"{rendered.count(ANSWER_MARK)} copies of it",
                 expected="1",
                 fix="append what follows an answer with Session.append_ids",
             )
@@ -113,6 +131,12 @@ class Tokens:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Ids as text, special tokens included."""
+        return str(
+            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Text that each id adds to the text before it, special tokens included. Joined, these are the whole text.
 
@@ -120,17 +144,12 @@ class Tokens:
         """
         pieces, start, read = [], 0, 0
         for end in range(1, len(token_ids) + 1):
-            before, now = self._raw(token_ids[start:read]), self._raw(token_ids[start:end])
+            before, now = self.decode_all(token_ids[start:read]), self.decode_all(token_ids[start:end])
             unfinished = now.endswith("\ufffd") and end < len(token_ids)
             pieces.append("" if unfinished else now[len(before) :])
             if not unfinished:
                 start, read = read, end
         return pieces
-
-    def _raw(self, token_ids: Sequence[int]) -> str:
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
 
     def _load(self) -> Any:
         if not any((self.folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -15,11 +15,13 @@ from moe_trm.corrections import Evidence
 from moe_trm.functions.load import load_function
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
+from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.problems import Problem
 
 REPOSITORY = Path(__file__).parents[2]
 CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
+AGENT = REPOSITORY / "examples" / "agent" / "agent.py"
 OWN_METHODS = REPOSITORY / "examples" / "own_methods" / "methods.py"
 PAGE = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
 
@@ -50,6 +52,16 @@ def test_the_calculator_agrees_with_the_quickstarts_working() -> None:
             assert calculate(f"{question}=") == answer
 
 
+def test_the_agent_calculates_as_the_rollout_function_does() -> None:
+    """The text of an answer comes without the `=` that ended it."""
+    pytest.importorskip(
+        "openai.resources", reason="the openai package, or a part of it, is missing", exc_type=ImportError
+    )
+    calculate, other = (load_function(f"{path}:calculate", key="test") for path in (AGENT, CALCULATOR))
+    for text in ("2+9", ",7+3+1", "~2-7", "12+34", "", "2+"):
+        assert calculate(text) == other(f"{text}=")
+
+
 def test_the_correction_of_ones_own() -> None:
     """Log-ratios of the engine: 0, 0.6, -0.4 at advantage -1, then 0.6 at advantage 1."""
     rollout, mask = torch.full((2, 3), -2.0), torch.tensor([[True, True, True], [True, False, False]])
@@ -72,6 +84,16 @@ def test_the_loss_of_ones_own() -> None:
     (slope,) = torch.autograd.grad(got.values.sum(), current)
     torch.testing.assert_close(slope, torch.tensor([[-2.0, -0.15, 1.5, -0.5]]))
     assert corrections.finalize(got.metrics)["loss/leaked_fraction"] == 0.75
+
+
+def test_the_agents_page_has_functions_that_load() -> None:
+    page = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
+    agent_code, parser_code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(parser_code, names)
+    reader = AnswerReader(names["tools"], names["reasoning"])  # type: ignore[arg-type]
+    assert reader("anything", ({},))["reasoning_content"] == "the reasoning"
+    compile(agent_code, "docs/agents.md", "exec")
 
 
 def test_the_named_rewards() -> None:

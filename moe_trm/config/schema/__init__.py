@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from moe_trm.config.schema.agent import AgentConfig
 from moe_trm.config.schema.learner import (
     DeepSpeedConfig,
     LearnerConfig,
@@ -56,6 +57,7 @@ from moe_trm.methods.advantages import ADVANTAGES
 
 __all__ = [
     "AdvantageConfig",
+    "AgentConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
@@ -102,6 +104,8 @@ class Config(Section):
     """Prompts, rewards and evaluation."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling."""
+    agent: AgentConfig = AgentConfig()
+    """Address of the policy for an agent."""
     sampling_mask: SamplingMaskConfig = SamplingMaskConfig()
     """Scoring over the sampled support."""
     replay: ReplayConfig = ReplayConfig()

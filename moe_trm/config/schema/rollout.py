@@ -96,14 +96,18 @@ class RolloutConfig(Section):
     function: str | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
     several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
+    agent: str | None = None
+    """`package.module:function` or `path/to/file.py:function`: an async function of your own that is given an address
+    of OpenAI's interface and makes a sample with its client (docs/agents.md); none: no agent."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that one call of `rollout.function` may take, waiting for the engine included. After that its sample is
-    rejected (`rollout_timeout`)."""
+    """Seconds that one call of `rollout.function` or `rollout.agent` may take, waiting for the engine included. After
+    that its sample is rejected (`rollout_timeout`)."""
     max_turns: Positive = 8
-    """Answers in one sample at most, for `rollout.function`; a sample that wants more counts as unfinished."""
+    """Answers in one sample at most, for `rollout.function` and `rollout.agent`; a sample that wants more counts as
+    unfinished."""
     max_tokens: Positive | None = None
-    """Tokens of one sample at most, prompt and appended text included, for `rollout.function`; none: what
-    the model's positions allow."""
+    """Tokens of one sample at most, prompt and appended text included, for `rollout.function` and `rollout.agent`;
+    none: what the model's positions allow."""
     colocate: bool = False
     """The engine shares its GPUs with the learner. While the learner works, the engine's weights and KV cache leave
     device memory; they come back with the next weight push. Needs `pipeline.mode=sync`, and with `rollout.url` servers
@@ -118,6 +122,11 @@ class RolloutConfig(Section):
     recovery_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest time without any working server, in seconds, before the run is given up. A restart takes
     as long as loading the model."""
+
+    @property
+    def has_turns(self) -> bool:
+        """True when a sample may have several answers."""
+        return self.function is not None or self.agent is not None
 
     @property
     def addresses(self) -> tuple[str, ...]:

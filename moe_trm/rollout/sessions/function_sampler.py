@@ -49,6 +49,10 @@ class FunctionSampler:
         self._host, self._engine, self._task, self._params, self._limits = host, engine, task, params, limits
         self._keep_changed = keep_changed
 
+    async def start(self) -> None:
+        """Load the function. Raises `ConfigError`."""
+        await self._host.start()
+
     async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
         """See `Sampler.sample`."""
         with naming(f"sample {sample_id}"):
@@ -61,6 +65,10 @@ class FunctionSampler:
         """
         with naming(f"prompt {prompt.prompt_id}"):
             return await self._make(prompt, params, sample_id=-1, group_id=-1, bare=True)
+
+    def metrics(self) -> dict[str, float]:
+        """See `Sampler.metrics`."""
+        return {}
 
     async def close(self) -> None:
         """End the function's process."""

@@ -13,6 +13,17 @@ from moe_trm.doctor.trial import try_task
 from moe_trm.errors import CheckpointError, ConfigError, MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
 
+AGENT = """
+import aiohttp
+
+async def run(base_url, api_key, prompt):
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        body = {"model": "policy", "prompt": prompt.messages[0]["content"]}
+        async with client.post(f"{base_url}/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        text = answer["choices"][0]["text"]
+"""
 ROLLOUT = "async def rollout(session):\n    turn = await session.sample()\n    "
 
 
@@ -26,12 +37,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(checkpoint: Path, folder: Path, source: str, **task: Any) -> Config:
-    """A run on one prompt with the functions `reward` and `rollout` of `source`, those of them that it has."""
+    """A run on one prompt with the functions `reward`, `rollout` and `run` of `source`, those of them that it has."""
     own, prompts = folder / "own.py", folder / "prompts.jsonl"
     own.write_text(source)
     prompts.write_text(json.dumps({"prompt": "1+2=", "answer": "3", "note": 7}) + "\n")
     reward = {"reward": f"{own}:reward"} if "def reward" in source else {}
     rollout = {"function": f"{own}:rollout"} if "def rollout" in source else {}
+    rollout |= {"agent": f"{own}:run"} if "def run(" in source else {}
     return Config.model_validate(
         {
             "model": {"checkpoint": str(checkpoint)},
@@ -50,6 +62,8 @@ def config(checkpoint: Path, folder: Path, source: str, **task: Any) -> Config:
         ROLLOUT + "return float(turn.text == '3' and turn.finish_reason == 'stop') / 1",
         ROLLOUT + "await session.append('1')\n    await session.sample(max_new_tokens=1)",
         "def reward(sample): return 1 / sample.num_turns\n" + ROLLOUT + "return None",
+        AGENT + "        return float(text == '3' and answer['usage']['completion_tokens'] == 2) / 1",
+        "def reward(sample): return 1 / (sample.completion == '3')\n" + AGENT + "        return None",
     ],
 )
 def test_what_works_is_let_through(checkpoint: Path, tmp_path: Path, source: str) -> None:

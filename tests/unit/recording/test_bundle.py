@@ -108,9 +108,11 @@ def test_other_formats_are_refused(tmp_path: Path, change: dict[str, object]) ->
         BundleReader(str(tmp_path)).read(1)
 
 
-def replayed(folder: Path, prompt: Prompt, sample_id: int, group_id: int, version: int = 0) -> RolloutRecord:
+def replayed(
+    folder: Path, prompt: Prompt, sample_id: int, group_id: int, version: int = 0, *, prompts_own: bool = False
+) -> RolloutRecord:
     async def run() -> RolloutRecord:
-        engine = BundleEngine(str(folder))
+        engine = BundleEngine(str(folder), prompts_own=prompts_own)
         await engine.start()
         await engine.load_weights(WeightPush(version, "", ()))
         return await engine.generate(prompt, SamplingParams(), sample_id=sample_id, group_id=group_id)
@@ -124,6 +126,16 @@ def test_the_engine_replays_by_sample_id(tmp_path: Path) -> None:
     writer.write(2, [record(9, version=1)])
     assert_same(replayed(tmp_path, PROMPT, 3, 0), RECORDS[3])
     assert_same(replayed(tmp_path, PROMPT, 9, 2, version=1), record(9, version=1))
+
+
+def test_what_an_agent_wrote_is_replayed_by_the_name_of_its_prompt(tmp_path: Path) -> None:
+    """An agent writes the context itself: it need not begin with the prompt's ids."""
+    BundleWriter(str(tmp_path)).write(1, RECORDS)
+    asked = Prompt(RECORDS[0].prompt_id, (99, 98))
+    assert_same(replayed(tmp_path, asked, 0, 0, prompts_own=True), RECORDS[0])
+    for prompt, group_id in ((Prompt("another", PROMPT.token_ids), 0), (asked, 1)):
+        with pytest.raises(BundleError, match="other prompts"):
+            replayed(tmp_path, prompt, 0, group_id, prompts_own=True)
 
 
 @pytest.mark.parametrize(

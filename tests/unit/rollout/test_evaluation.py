@@ -32,6 +32,9 @@ class Answers:
             raise RecordRejected("reward_error", "no reward")
         return replace(make_record(num_sampled=4), reward=reward)
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None: ...
 
 

@@ -117,6 +117,7 @@ def test_messages_always_go_through_the_chat_template(tmp_path: Path, chat: Path
     task = build_task(config, str(chat), seed=0)
     [prompt] = task.train_prompts(1, 1)
     assert prompt.text == "[system]be brief;[user]2+2;[assistant]"
+    assert list(prompt.messages) == MESSAGES
     assert prompt.token_ids == task.tokens.encode_plain(prompt.text)
     with pytest.raises(CheckpointError, match="no chat template"):
         build_task(config, str(plain), seed=0).train_prompts(1, 1)
@@ -129,6 +130,7 @@ def test_a_text_can_be_the_users_message(tmp_path: Path, chat: Path) -> None:
     config = TaskConfig(name="jsonl", prompts=source, chat=True, template="Add: {prompt}")
     [prompt] = build_task(config, str(chat), seed=0).train_prompts(1, 1)
     assert prompt.text == "[user]Add: 2+2;[assistant]"
+    assert prompt.messages == ({"role": "user", "content": "Add: 2+2"},)
 
 
 def test_what_follows_an_answer_is_written_as_the_template_does(chat: Path) -> None:

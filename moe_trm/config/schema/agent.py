@@ -1,0 +1,27 @@
+"""The address at which an agent finds the policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from moe_trm.config.schema.section import Positive, Section
+
+
+class AgentConfig(Section):
+    """OpenAI's interface to the policy, for `rollout.agent` (docs/agents.md)."""
+
+    tool_parser: str | None = None
+    """How the model writes tool calls: a name of SGLang's `--tool-call-parser`, e.g. `qwen25`, or a function of your
+    own, `path/to/file.py:function`. None: requests with tools are refused."""
+    reasoning_parser: str | None = None
+    """How the model writes its reasoning: a name of SGLang's `--reasoning-parser`, e.g. `qwen3`, or a function of your
+    own, `path/to/file.py:function`. None: reasoning stays in the content of answers."""
+    host: str = "127.0.0.1"
+    """Address of this machine to listen at; every session has a key. Agents run beside the controller, so only what
+    they start elsewhere needs another one."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port; 0: any free one."""
+    max_body_bytes: Positive = 16777216
+    """Longest body of a request."""

@@ -1,0 +1,178 @@
+"""One sample's session while its agent runs: requests in, answers of the engine into the tree. No HTTP here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_trm.errors import CheckpointError, RecordRejected
+from moe_trm.rollout.agents.api_error import ApiError
+from moe_trm.rollout.agents.reader import AnswerReader
+from moe_trm.rollout.agents.request import Asked, ChatRequest, CompletionRequest, one_token_stops
+from moe_trm.rollout.agents.seam import Answer
+from moe_trm.rollout.agents.template import ChatTemplate
+from moe_trm.rollout.agents.tree import Context, Node, SessionTree
+from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import SampledTurn, SamplingParams
+
+MAX_IN_FLIGHT = 64
+"""Requests of one session at the same time; a further one is told to come again."""
+MAX_REFUSED = 200
+"""Requests of one session that are refused; one more rejects its sample."""
+
+Tools = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What all sessions of a run share: who samples, the tokenizer, the reader of answers, and the limits of each."""
+
+    engine: TurnEngine
+    tokens: Tokens
+    reader: AnswerReader
+    limits: Limits
+
+
+class LiveSession:
+    """Answers an agent's requests until it is closed.
+
+    Args:
+        policy: shared parts.
+        params: how the policy samples; a request may add stop tokens and ask for fewer tokens.
+        bare: sample without recording routes and masks, for an evaluation.
+    """
+
+    def __init__(self, policy: Policy, params: SamplingParams, *, bare: bool) -> None:
+        self._policy, self.params, self._bare = policy, params, bare
+        self._template = ChatTemplate(policy.tokens)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the exception that ends the sample, whatever the agent makes of it."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again with nothing said, as a call of the agent does that is repeated."""
+        self.close()
+        self.tree = SessionTree(self._template)
+        self.counts: Counter[str] = Counter()
+        self._begun = self._calls = 0
+        self.ended = False
+        """A further answer was asked for and did not fit."""
+
+    def close(self) -> None:
+        """Give up the answers in flight."""
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def reads_calls(self) -> bool:
+        """True when tool calls can be found in answers."""
+        return self._policy.reader.reads_calls
+
+    @property
+    def vocabulary(self) -> Tokens:
+        """The tokenizer."""
+        return self._policy.tokens
+
+    async def chat(self, request: ChatRequest) -> Node:
+        """The policy's next message. Raises `ApiError`."""
+        tools = request.options.tools
+        context = self._written(
+            lambda: self.tree.chat(request.messages, request.options, lambda text: self._policy.reader(text, tools))
+        )
+        return await self._answer(context, request.asked, tools)
+
+    async def complete(self, request: CompletionRequest) -> Node:
+        """The policy's continuation of a text. Raises `ApiError`."""
+        context = self._written(lambda: self.tree.completion(request.prompt))
+        return await self._answer(context, request.asked, None)
+
+    def refuse(self) -> None:
+        """Count a refusal. Very many of them are a fault of the agent, and cost its sample."""
+        self.counts["refused"] += 1
+        if self.counts["refused"] > MAX_REFUSED:
+            self.fail(
+                RecordRejected(
+                    "rollout_flood",
+                    "the agent goes on with requests that are refused",
+                    got=f"{self.counts['refused']} refusals",
+                    expected=f"at most {MAX_REFUSED}",
+                    fix="let the agent end at an error, or raise rollout.max_turns and rollout.max_tokens",
+                )
+            )
+
+    def fail(self, error: Exception) -> None:
+        """End the sample with `error`."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
+
+    def _written(self, write: Callable[[], Context]) -> Context:
+        try:
+            return write()
+        except CheckpointError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        except RecordRejected as rejection:
+            self.fail(rejection)
+            raise ApiError(500, "an answer cannot be read; the sample is given up") from rejection
+
+    async def _answer(self, context: Context, asked: Asked, tools: Tools | None) -> Node:
+        params = self._params_for(context, asked)
+        if len(self._tasks) >= MAX_IN_FLIGHT:
+            raise ApiError(429, f"{MAX_IN_FLIGHT} requests of this session are in flight", code="too_many_requests")
+        task = asyncio.ensure_future(
+            self._policy.engine.turn(context.token_ids, params, start=context.known_rows, bare=self._bare)
+        )
+        tree = self.tree
+        self._begun += 1
+        self._tasks.add(task)
+        try:
+            turn = await task
+            answer = self._read(turn, params, tools)
+        except asyncio.CancelledError:
+            # A client that hung up gets its turn back; it never saw an answer.
+            self._begun -= tree is self.tree
+            task.cancel()
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise ApiError(500, f"the policy cannot answer; the sample is given up: {error}") from error
+        finally:
+            self._tasks.discard(task)
+        self.counts["requests"] += 1
+        self.counts["overridden"] += bool(asked.overridden)
+        return tree.add(context, turn, answer)
+
+    def _params_for(self, context: Context, asked: Asked) -> SamplingParams:
+        limits, used = self._policy.limits, len(context.token_ids)
+        room = limits.tokens - used
+        if room < 1:
+            self.ended = True
+            text = f"this conversation has {used} tokens, and rollout.max_tokens allows {limits.tokens}"
+            raise ApiError(400, text, param="messages", code="context_length_exceeded")
+        if self._begun >= limits.turns:
+            self.ended = True
+            raise ApiError(400, f"rollout.max_turns allows {limits.turns} answers", code="turn_limit")
+        stops = one_token_stops(asked.stop, self._policy.tokens.encode_plain)
+        own = self.params.stop_token_ids
+        return replace(
+            self.params,
+            max_new_tokens=min(self.params.max_new_tokens, room, asked.max_tokens or room),
+            stop_token_ids=(*own, *(token for token in dict.fromkeys(stops) if token not in own)),
+        )
+
+    def _read(self, turn: SampledTurn, params: SamplingParams, tools: Tools | None) -> Answer:
+        ids, decode = turn.tokens.tolist(), self._policy.tokens.decode_all
+        ended = turn.finish_reason == "stop" and ids[-1] in params.stop_token_ids
+        body, end = (decode(ids[:-1]), decode(ids[-1:])) if ended else (decode(ids), "")
+        if tools is None:
+            return Answer(None, body, end)
+        message = self._policy.reader(body, tools)
+        for call in message.get("tool_calls", ()):
+            # Nine letters and digits: some templates take no other ids.
+            call["id"] = f"call{self._calls:05d}"
+            self._calls += 1
+        return Answer(message, body, end)

@@ -1,0 +1,177 @@
+"""The address at which agents find the policy: OpenAI's interface over HTTP, a path and a key for each session.
+
+It is served by the event loop of the controller. A session is found by its path, and its key opens no other.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from moe_trm.errors import ConfigError
+from moe_trm.rollout.agents import responses
+from moe_trm.rollout.agents.api_error import ApiError
+from moe_trm.rollout.agents.live_session import LiveSession
+from moe_trm.rollout.agents.request import Asked, read_chat, read_completion
+from moe_trm.rollout.agents.tree import Node
+
+log = logging.getLogger(__name__)
+
+OVERRIDDEN = "x-moe-trm-overridden"
+"""Header of an answer: fields of its request that the run overrode."""
+ANYWHERE = ("0.0.0.0", "::")
+_Handler = Callable[[LiveSession, web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Address:
+    """A session's own: what an agent's client is given."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+
+
+class AgentServer:
+    """HTTP server of all sessions of a run.
+
+    Args:
+        host: address to listen at.
+        port: 0: any free one.
+        max_body_bytes: longest body of a request.
+    """
+
+    def __init__(self, host: str, port: int, *, max_body_bytes: int) -> None:
+        self._host, self._port, self._limit = host, port, max_body_bytes
+        self._sessions: dict[str, tuple[bytes, LiveSession]] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+        self._answers = 0
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` where that is not possible."""
+        app = web.Application(client_max_size=self._limit, middlewares=[_errors])
+        path = "/sessions/{session}/v1"
+        app.router.add_post(f"{path}/chat/completions", self._for(self._chat))
+        app.router.add_post(f"{path}/completions", self._for(self._completion))
+        app.router.add_get(f"{path}/models", self._for(self._models))
+        # A client that hangs up ends its request.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, self._host, self._port)
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                "the address for agents cannot be used",
+                where="config keys agent.host, agent.port",
+                got=f"{self._host}:{self._port} ({error.strerror})",
+                expected="an address of this machine and a free port; port 0: any",
+            ) from error
+        port = self._runner.addresses[0][1]
+        host = "127.0.0.1" if self._host in ANYWHERE else self._host
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def open(self, session: LiveSession) -> Address:
+        """An address for `session`, until `end`."""
+        session_id, key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(32)}"
+        self._sessions[session_id] = key.encode(), session
+        return Address(session_id, f"{self._url}/sessions/{session_id}/v1", key)
+
+    def end(self, address: Address) -> None:
+        """From now on the key opens nothing. Answers in flight are given up."""
+        _, session = self._sessions.pop(address.session_id)
+        session.close()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _for(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._session(request)
+            try:
+                return await handler(session, request)
+            except (ApiError, web.HTTPException):
+                session.refuse()
+                raise
+            except Exception as error:
+                session.refuse()
+                log.exception("a request of an agent failed")
+                raise ApiError(500, f"{type(error).__name__} in the policy's server") from error
+
+        return handle
+
+    def _session(self, request: web.Request) -> LiveSession:
+        """The session of the path. Raises `ApiError` without telling whether the path or the key is wrong."""
+        key, session = self._sessions.get(request.match_info["session"], (b"", None))
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key)
+        if session is None or not right or scheme.lower() != "bearer":
+            raise ApiError(401, "no such session, or not its key", code="invalid_api_key")
+        return session
+
+    async def _chat(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
+        asked = read_chat(await _body(request), session.params, reads_calls=session.reads_calls)
+        node = await session.chat(asked)
+        whole = responses.chat_completion(node, self._name("chatcmpl"), asked.asked, session.vocabulary)
+        return await _reply(request, whole, asked.asked)
+
+    async def _completion(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
+        asked = read_completion(await _body(request), session.params)
+        node: Node = await session.complete(asked)
+        whole = responses.completion(node, self._name("cmpl"), asked.asked, session.vocabulary)
+        return await _reply(request, whole, asked.asked)
+
+    async def _models(self, session: LiveSession, request: web.Request) -> web.StreamResponse:
+        return _json(responses.models())
+
+    def _name(self, kind: str) -> str:
+        self._answers += 1
+        return f"{kind}-{self._answers}"
+
+
+async def _body(request: web.Request) -> object:
+    try:
+        body: object = msgspec.json.decode(await request.read())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON that can be read: {error}") from error
+    return body
+
+
+async def _reply(request: web.Request, whole: dict[str, object], asked: Asked) -> web.StreamResponse:
+    headers = {OVERRIDDEN: ",".join(asked.overridden)} if asked.overridden else {}
+    if not asked.stream:
+        return _json(whole, headers=headers)
+    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"} | headers)
+    await stream.prepare(request)
+    for event in responses.events(whole, usage=asked.stream_usage):
+        await stream.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    await stream.write(b"data: [DONE]\n\n")
+    await stream.write_eof()
+    return stream
+
+
+def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")
+
+
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _json(error.body, status=error.status)
+    except web.HTTPException as error:
+        # Of aiohttp itself: an unknown path, another method, a body that is too long.
+        return _json(ApiError(error.status, error.reason).body, status=error.status)

@@ -1,0 +1,123 @@
+"""The chat template of the policy, as a session needs it: whole conversations as text, and text as ids."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe_trm.errors import CheckpointError
+from moe_trm.rollout.agents.messages import Message
+from moe_trm.tasks.tokens import ANSWER_MARK, Tokens
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a request gives the template beside its messages: descriptions of tools, and variables by name."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Template(Protocol):
+    """The text of conversations, and its ids."""
+
+    def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """The whole conversation, ready for the policy to answer. Raises `CheckpointError`."""
+
+    def closing(self, options: TemplateOptions) -> str:
+        """The text between an answer and the message after it.
+
+        It is empty where the next message itself ends the answer, and where it is not known.
+        """
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as ids, by itself."""
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Text of a completion's prompt as ids, with the tokenizer's beginning token."""
+
+
+class ChatTemplate:
+    """`Template` of a checkpoint.
+
+    Args:
+        tokens: the checkpoint's tokenizer.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
+        """See `Template.render`."""
+        return self._render(messages, options, opens_answer=True)
+
+    def closing(self, options: TemplateOptions) -> str:
+        """See `Template.closing`.
+
+        It is what stands behind an answer both at the end and before a message. A template that opens the next answer
+        unasked would otherwise make that a part of it.
+        """
+        talk = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}]
+        try:
+            last = self._behind_mark(talk, options, opens_answer=False)
+            between = self._behind_mark([*talk, talk[0]], options, opens_answer=True)
+        except CheckpointError:
+            # A template that only writes conversations of another form, e.g. with a system message.
+            return ""
+        pairs = zip(last, between, strict=False)
+        return "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
+        """The text behind the marked answer; empty where the template does not write it as it is."""
+        _, found, behind = self._render(talk, options, opens_answer=opens_answer).rpartition(ANSWER_MARK)
+        return behind if found else ""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """See `Template.encode`."""
+        return self._tokens.encode_plain(text) if text else ()
+
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """See `Template.encode_prompt`."""
+        return self._tokens.encode(text)
+
+    def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
+        def write(given: Sequence[Message]) -> str:
+            return self._tokens.render(
+                given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
+            )
+
+        try:
+            return write(messages)
+        except CheckpointError:
+            # Some templates put arguments together as text, others write a mapping as JSON themselves.
+            textual = [_with_textual_arguments(message) for message in messages]
+            if textual == list(messages):
+                raise
+            return write(textual)
+
+
+def _with_textual_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call | {"function": call["function"] | {"arguments": as_text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def as_text(arguments: object) -> str:
+    """Arguments of a tool call as the text that a client reads."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def reserved_variables() -> frozenset[str]:
+    """Names that mean something else to the tokenizer than a variable of the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    named = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(named) | {"messages", "bos_token", "eos_token", "strftime_now", "raise_exception"}

@@ -1,0 +1,97 @@
+"""Agents over HTTP on a real SGLang server: several answers, a branch, siblings that share cached prefixes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from moe_trm.config.schema import Config
+from moe_trm.functions.host import FunctionHost
+from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
+from moe_trm.rollout.agents.live_session import Policy
+from moe_trm.rollout.agents.reader import AnswerReader
+from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.sessions.dialogue import Limits
+from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.tasks.build import build_task
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from tests.integration.served import load, make_push
+from tests.integration.test_calculator import check_against_hf
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}assistant: "
+AGENT = """
+import asyncio
+import aiohttp
+
+async def run(base_url, api_key, prompt):
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        async def say(history, **more):
+            body = {"model": "policy", "messages": history, **more}
+            async with client.post(f"{base_url}/chat/completions", json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                return [*history, answer["choices"][0]["message"]]
+
+        history = await say(list(prompt.messages), max_tokens=7)
+        history.append({"role": "tool", "content": "[12]"})
+        # Two at once from one answer: the agent goes on with one of them.
+        branches = [say([*history, {"role": "user", "content": word}], max_tokens=6) for word in ("a", "b")]
+        _, history = await asyncio.gather(*branches)
+        await say([*history, {"role": "user", "content": "and now?"}], max_tokens=9)
+        return 1.0
+"""
+SESSIONS = 12
+
+
+def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_the_whole(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """The policy is random: half of its ids have no text at all, so that text tokenised again would be other ids."""
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    (tmp_path / "agent.py").write_text(AGENT)
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=250, max_new_tokens=12, stop_token_ids=(2,))
+
+    async def work() -> tuple[list[RolloutRecord], dict[str, float]]:
+        engine = SglangEngine(served_config, rollout_server.api_key)
+        settings = served_config.task.model_copy(update={"eval_size": 0})
+        task = build_task(settings, str(with_template(tiny_moe, tmp_path / "chat")), 0)
+        host = FunctionHost(f"{tmp_path / 'agent.py'}:run", adapter=ADAPTER, key="rollout.agent", limit_s=120.0)
+        policy = Policy(engine, task.tokens, AnswerReader(), Limits(9, 400))
+        server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
+        sampler = AgentSampler(host, server, policy, task, params, keep_changed=False)
+        try:
+            await sampler.start()
+            await engine.start()
+            prompt = Prompt("p", (), "what is 7 + 5?")
+            made = await asyncio.gather(*(sampler.sample(prompt, sample_id=i, group_id=0) for i in range(SESSIONS)))
+            return made, sampler.metrics()
+        finally:
+            await sampler.close()
+            await engine.close()
+
+    records, metrics = asyncio.run(work())
+    for record in records:
+        assert record.turn_ids.max() == 2
+        assert record.reward == 1.0
+        check_against_hf(record, tiny_moe, params)
+    assert any((record.tokens[record.sampled] >= 100).any() for record in records)
+    assert metrics["agent/requests"] == 4 * SESSIONS
+    assert metrics["agent/continued"] == 3 * SESSIONS
+    assert metrics["agent/branches"] == 2 * SESSIONS
+    assert metrics["agent/cut"] == metrics["agent/rewritten"] == metrics["agent/refused"] == 0
+    assert len({tuple(np.array(record.tokens).tolist()) for record in records}) > 1
+
+
+def with_template(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint's folder without weights, with a chat template."""
+    folder.mkdir()
+    for path in checkpoint.glob("*.json"):
+        shutil.copy(path, folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    return folder
