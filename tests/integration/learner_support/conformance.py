@@ -117,7 +117,9 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("full", logprobs(learner.score(dense, native)))
     keep("r2", logprobs(learner.score(batches, [ReplayRecorded(s.recorded) for s in recorded if s.recorded])))
     keep("r3", logprobs(learner.score(batches, random)))
-    facts = report(learner, "score")
+    # Before updates of such a learning rate, after which a router with biases may choose the same for every token.
+    facts = report(learner, "score") | liars(learner)
+    learner.export_shard(str(out / "lied_to"), Rounding("float32"))
 
     learner.snapshot("start")
     seen: list[Tensor] = []
@@ -146,7 +148,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     facts["layers"] = len(learner.model_moe_layer_ids)
     found["gathered"] = learner.gather(torch.arange(learner.data_rank + 1) + 10 * learner.data_rank)
 
-    facts |= refusals(learner, batches, random) | liars(learner)
+    facts |= refusals(learner, batches, random)
     learner.export_shard(str(out / "refused"), Rounding("float32"))
 
     dist.barrier()
