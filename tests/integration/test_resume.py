@@ -33,7 +33,7 @@ from tests.integration.resume_support import (
     forked,
     start,
 )
-from tests.unit.learner.test_plain_transformers import PROGRAM as LOAD_AND_GENERATE
+from tests.integration.test_plain_transformers import PROGRAM as LOAD_AND_GENERATE
 
 
 @pytest.fixture(scope="module")
