@@ -117,9 +117,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("full", logprobs(learner.score(dense, native)))
     keep("r2", logprobs(learner.score(batches, [ReplayRecorded(s.recorded) for s in recorded if s.recorded])))
     keep("r3", logprobs(learner.score(batches, random)))
-    # Before updates of such a learning rate, after which a router with biases may choose the same for every token.
-    facts = report(learner, "score") | liars(learner)
-    learner.export_shard(str(out / "lied_to"), Rounding("float32"))
+    facts = report(learner, "score")
 
     learner.snapshot("start")
     seen: list[Tensor] = []
@@ -148,7 +146,7 @@ def conform(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     facts["layers"] = len(learner.model_moe_layer_ids)
     found["gathered"] = learner.gather(torch.arange(learner.data_rank + 1) + 10 * learner.data_rank)
 
-    facts |= refusals(learner, batches, random)
+    facts |= refusals(learner, batches, random) | liars(learner)
     learner.export_shard(str(out / "refused"), Rounding("float32"))
 
     dist.barrier()

@@ -50,9 +50,10 @@ def save_model(model_class: Any, config: Any, folder: Path) -> Path:
     torch.manual_seed(0)
     model = model_class(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            # A large constant in every hidden state would make routers choose the same for every token.
             if parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(*((-0.1, 0.1) if name.endswith("bias") else (0.5, 1.5)))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.3, 0.3)
