@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from routing.arrays import checked_layers
 from routing.errors import RouteError
 from routing.record import RouteRecord, expert_dtype, token_digest
 
@@ -60,14 +61,7 @@ def decode_payload(
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
-    wanted = tuple(int(layer) for layer in layer_ids)
-    if not wanted or list(wanted) != sorted(set(wanted)) or wanted[0] < 0 or wanted[-1] >= num_layers:
-        raise RouteError(
-            "layers",
-            "MoE layer ids do not fit the payload",
-            got=wanted,
-            expected=f"distinct ascending ids in 0..{num_layers - 1}",
-        )
+    wanted = checked_layers(layer_ids, num_layers)
     row_bytes = num_layers * top_k * _payload_dtype(dtype, num_experts).itemsize
     num_rows, expected_rows = _num_rows(payload, row_bytes), int(np.asarray(tokens).shape[0]) - 1 - start
     if num_rows != expected_rows:

@@ -30,7 +30,7 @@ Rules = str | Sequence[RuleSpec]
 
 @dataclass(frozen=True)
 class Corrected:
-    """What the rules decide.
+    """Decision of the rules.
 
     Attributes:
         weights: `[B, T]`, detached: multiplies the policy term of each token; 0 where nothing was sampled.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 Lone = Literal["zero", "reward"]
-"""What a sample gets that is alone in its group, because the others were rejected."""
+"""Advantage of a sample that is alone in its group, because the others were rejected."""
 
 
 @dataclass(frozen=True)

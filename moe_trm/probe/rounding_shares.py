@@ -27,7 +27,7 @@ ROUNDED = "rounded"
 
 
 def roundings(config: Config) -> Mapping[str, Rounding]:
-    """What a push does to weights, in its order, by the names of the shares; each with what comes before it.
+    """Roundings of a push, in its order, by the names of the shares; each with those before it.
 
     Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, and
     where the engine rounds once more by itself.

@@ -104,7 +104,8 @@ def _replayed(report: ReplayReport) -> dict[str, float]:
     applied, flips = report.applied_fraction, report.local_flip_rate
     if applied is None or flips is None:
         return {}
-    return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips}
+    moved = {"probe/moved_samples": float(report.moved)} if report.moved else {}
+    return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips, **moved}
 
 
 def _older(learner: Learner, anchored: Sequence[Anchored]) -> list[int]:

@@ -14,7 +14,7 @@ from moe_trm.sync.rounding import Rounding
 
 
 def rounding_of(config: Config) -> Rounding:
-    """What every push of this run does to weights."""
+    """Rounding of the weights in every push of this run."""
     rollout = config.rollout
     return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block)
 

@@ -143,7 +143,7 @@ class Config(Section):
 
     @property
     def keeps_masks(self) -> bool:
-        """Whether tokens are scored over the kept ids: `sampling_mask.mode`, settled or not."""
+        """True where tokens are scored over the kept ids: `sampling_mask.mode`, settled or not."""
         if self.sampling_mask.mode != "auto":
             return self.sampling_mask.mode == "keep"
         exact = any(rule.thresholds.get("divergence") == "exact" for rule in self.correction.rules)

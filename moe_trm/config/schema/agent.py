@@ -13,10 +13,10 @@ class AgentConfig(Section):
     """OpenAI's interface to the policy, for `rollout.agent` (docs/agents.md)."""
 
     tool_parser: str | None = None
-    """How the model writes tool calls: a name of SGLang's `--tool-call-parser`, e.g. `qwen25`, or a function of your
+    """Form of the model's tool calls: a name of SGLang's `--tool-call-parser`, e.g. `qwen25`, or a function of your
     own, `path/to/file.py:function`. None: requests with tools are refused."""
     reasoning_parser: str | None = None
-    """How the model writes its reasoning: a name of SGLang's `--reasoning-parser`, e.g. `qwen3`, or a function of your
+    """Form of the model's reasoning: a name of SGLang's `--reasoning-parser`, e.g. `qwen3`, or a function of your
     own, `path/to/file.py:function`. None: reasoning stays in the content of answers."""
     host: str = "127.0.0.1"
     """Address of this machine to listen at; every session has a key. Agents run beside the controller, so only what

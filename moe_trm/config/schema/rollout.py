@@ -150,7 +150,7 @@ class RolloutConfig(Section):
 
     @property
     def rounds_weights(self) -> str | None:
-        """How the engine's weights differ from the learner's on purpose; None: they do not."""
+        """Format to which the engine's weights are rounded on purpose; None: they are not."""
         return self.quantization or self.fake_quantization
 
     @property

@@ -29,7 +29,7 @@ Tools = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True)
 class Policy:
-    """What all sessions of a run share: who samples, the tokenizer, the reader of answers, and the limits of each."""
+    """Parts that all sessions of a run share: engine, tokenizer, reader of answers, and the limits of each."""
 
     engine: TurnEngine
     tokens: Tokens

@@ -16,7 +16,7 @@ from moe_trm.tasks.tokens import ANSWER_MARK, Tokens
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What a request gives the template beside its messages: descriptions of tools, and variables by name."""
+    """Input of the template beside the messages: descriptions of tools, and variables by name."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)

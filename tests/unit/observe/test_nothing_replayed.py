@@ -6,6 +6,7 @@ import io
 
 from moe_trm.loop import replay_metrics
 from moe_trm.observe.lines import ProgressLines
+from moe_trm.probe.run import _replayed
 from routing.replay import ReplayReport
 
 
@@ -35,3 +36,13 @@ def test_samples_whose_router_moved_are_counted_where_there_are_any() -> None:
     assert "routing/moved_samples" not in replay_metrics(report)
     moved = report + ReplayReport(replayed=40, matched=40, local_flips=20, local_flips_by_layer={2: 0.5}, moved=3)
     assert replay_metrics(moved)["routing/moved_samples"] == 3.0
+
+
+def test_the_probe_has_figures_of_its_own_and_its_moved_samples_are_not_lost() -> None:
+    report = ReplayReport(replayed=40, matched=40, local_flips=20, local_flips_by_layer={2: 0.5}, moved=3)
+    assert _replayed(report) == {
+        "probe/applied_fraction": 1.0,
+        "probe/local_flip_rate": 0.5,
+        "probe/moved_samples": 3.0,
+    }
+    assert _replayed(ReplayReport()) == {}
