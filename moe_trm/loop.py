@@ -3,7 +3,7 @@
 Synchronous training: the engine serves exactly the learner's weights while it samples. So the behaviour pass is the
 proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping
 `pipeline.mode` the controller samples for later steps while this step trains, and a push returns as soon as the engine
-has its files.
+has its files. Pushes are made every `pipeline.push_every` steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.best import Best
+from moe_trm.step.cadence import Cadence
 from moe_trm.step.objective import Objective
+from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
@@ -51,10 +53,12 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
+    reference, average = Reference(config, learner), ProximalAverage.of(config)
+    anchors = Anchors(config, mode, whole=objective.whole, first=checkpoints.first_step, average=average)
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
+    cadence, pushed = Cadence.of(config, done), done
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])
@@ -62,6 +66,8 @@ def train(
         best.restore(saved["best"])
         guard.restore(saved["guard"])
         anchors.restore(saved["anchors"])
+        if average is not None and saved.get("proximal"):  # older checkpoints have none
+            average.restore(saved["proximal"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
@@ -77,6 +83,7 @@ def train(
             "best": best.state(),
             "guard": guard.state(),
             "anchors": anchors.state(),
+            "proximal": {} if average is None else average.state(),
             "rollouts": rollouts.state(),
         }
 
@@ -105,7 +112,9 @@ def train(
             scores.write(step)
             replayed += learner.replay_report()
             with phases.time("sync"):
-                pusher.push(version=step)
+                if cadence.pushes(step):
+                    pusher.push(version=step)
+                    pushed = step
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
             best.offer(step, evaluation, learner)
@@ -123,6 +132,7 @@ def train(
             **replay_metrics(replayed),
             **phases.take(),
             "weights/version": step,
+            "weights/pushed": pushed,
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})

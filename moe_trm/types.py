@@ -163,11 +163,13 @@ class TrainRow:
     Attributes:
         advantage: of every sampled token, or their mean where they differ.
         token_advantages: `[S]` float32, where they differ along the row; None elsewhere.
+        weight: of the row in the loss, where its group was drawn to be trained again.
     """
 
     record: RolloutRecord
     advantage: float
     token_advantages: np.ndarray | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class TokenBatch:
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
             recorded.
         sample_ids: id of each of the B rows' samples, -1 on padding rows; empty where nobody names them.
+        row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
     """
 
     input_ids: torch.Tensor
@@ -248,3 +251,4 @@ class TokenBatch:
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
     sample_ids: tuple[int, ...] = ()
+    row_weights: torch.Tensor | None = None

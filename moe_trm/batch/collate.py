@@ -64,7 +64,14 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         kept_logprobs=kept_logprobs,
         origins=tuple(row.record.origin for row in rows) or (None,),
         sample_ids=tuple(row.record.sample_id for row in rows) or (-1,),
+        row_weights=_weights(rows),
     )
+
+
+def _weights(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
+    if all(row.weight == 1 for row in rows):
+        return None
+    return torch.tensor([row.weight for row in rows], dtype=torch.float32)
 
 
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -31,6 +31,7 @@ from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
+from moe_trm.store.reuse import Again, ReuseBuffer, with_weights
 from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
@@ -80,6 +81,7 @@ class RolloutController:
             concurrency=rollout.concurrency,
             needs_support=config.keeps_masks,
         )
+        self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._whole_groups = compares_groups(config)
         self._push_s = 0.0
@@ -124,7 +126,10 @@ class RolloutController:
             )
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        rows = self._rows(records)
+        again = await self._draw_again(step, version)
+        self._reuse.keep(groups)
+        trained = [*records, *(record for one in again for record in one.group.kept)]
+        rows = with_weights(self._rows(trained), again)
         learner = self._config.learner
         plan = plan_step(
             rows,
@@ -136,9 +141,9 @@ class RolloutController:
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
         )
-        ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
+        ages = age_metrics(trained, version, queue_ages, self._config.pipeline.staleness_limit)
         metrics = self._metrics(records) | plan_metrics(plan) | ages
-        versions = tuple(sorted({int(version) for record in records for version in record.versions}))
+        versions = tuple(sorted({int(version) for record in trained for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
@@ -160,12 +165,15 @@ class RolloutController:
         Samples in flight or waiting are given up and issued again.
         """
         ledger = self._ledger.settled()
-        return {"producer": self._producer.state(), "ledger": ledger}
+        # A live engine does not give the same samples again: what may be used again is given up, too.
+        reuse = [] if self._engine.traits.samples_live else self._reuse.state()
+        return {"producer": self._producer.state(), "ledger": ledger, "reuse": reuse}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue after `state`, before the first push."""
         self._producer.restore(**state["producer"])
         self._ledger.restore(state["ledger"])
+        self._reuse.restore(state.get("reuse", []))  # older checkpoints have none
 
     async def close(self) -> None:
         """Give up what is in flight and release engine and task."""
@@ -182,6 +190,12 @@ class RolloutController:
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))
+
+    async def _draw_again(self, step: int, version: int) -> list[Again]:
+        """Groups of earlier steps that this one trains again."""
+        for group_id in self._reuse.missing:
+            self._reuse.put_back(await self._producer.again(group_id))
+        return self._reuse.draw(step, version)
 
     def _rows(self, records: Sequence[RolloutRecord]) -> list[TrainRow]:
         """The records with their advantages."""
@@ -267,6 +281,7 @@ class RolloutController:
             **mask_metrics(records, self._params),
             **({"records/dropped/age": 0.0} if self.overlaps else {}),
             **self._ledger.metrics(),
+            **self._reuse.metrics(),
         }
 
 

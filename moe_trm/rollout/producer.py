@@ -23,7 +23,7 @@ from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import Group, GroupStore, Outcome
-from moe_trm.types import Prompt
+from moe_trm.types import Prompt, RolloutRecord
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,18 @@ class Producer:
         self._issue()
         return groups
 
+    async def again(self, group_id: int) -> Group:
+        """A group that was trained before, from an engine that repeats its samples. The books know it already."""
+        prompt, first = self._prompt(group_id), group_id * self._size
+        outcomes: list[Outcome] = []
+        for sample_id in range(first, first + self._size):
+            try:
+                outcomes.append(await self._accepted(prompt, sample_id=sample_id, group_id=group_id))
+            except RecordRejected as rejection:
+                outcomes.append(rejection.reason)
+        kept = [one for one in outcomes if not isinstance(one, str) and not reason_to_drop_sample(one, self._filters)]
+        return Group(group_id, tuple(outcomes), tuple(kept))
+
     def state(self) -> dict[str, object]:
         """State for a resumed run: the groups taken, the next number, and the numbers to issue again."""
         return {
@@ -142,11 +154,7 @@ class Producer:
     async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
         outcome: Outcome
         try:
-            sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
-            # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
-            outcome = sample.bound()
-            if self._needs_support:
-                recorded_support(outcome)
+            outcome = await self._accepted(prompt, sample_id=sample_id, group_id=group_id)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))
@@ -156,6 +164,14 @@ class Producer:
         self._sampling -= 1
         self._issue()
         return outcome
+
+    async def _accepted(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+        # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
+        record = sample.bound()
+        if self._needs_support:
+            recorded_support(record)
+        return record
 
 
 class BusyClock:

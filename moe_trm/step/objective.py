@@ -28,6 +28,7 @@ from moe_trm.step.decision import Decision
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
+from moe_trm.step.row_weights import reweighted, weighed
 from moe_trm.step.thresholds import Thresholds
 
 TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
@@ -131,7 +132,7 @@ class Objective:
             shares = {
                 name: coef
                 * aggregate(
-                    values,
+                    values if name == "loss/policy" else weighed(values, batch.row_weights),
                     keep,
                     ratios.mask,
                     chosen.aggregation,
@@ -193,14 +194,15 @@ class Objective:
 class PartialJudge:
     """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
 
-    def __init__(self, chosen: Recipe, draw: tuple[int, int]) -> None:
+    def __init__(self, chosen: Recipe, draw: tuple[int, int], row_weights: Sequence[Tensor | None]) -> None:
         self._correct = corrections.compose(chosen.rules) if chosen.acts else corrections.measuring(chosen.rules)
+        self._row_weights = row_weights
         self._loss, self._draw = chosen.loss, draw
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
     ) -> tuple[Correction, TokenLoss]:
-        correction = self._correct(evidence)
+        correction = reweighted(self._correct(evidence), self._row_weights[index])
         inputs = replace(
             LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, correction),
             turn_ids=evidence.turn_ids,
@@ -227,7 +229,7 @@ class WholeJudge:
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
             moments = summable.moments("correction/weight", correction.weights, whole.mask)
             correction = replace(correction, metrics={**correction.metrics, **moments})
-        self._correction = correction
+        self._correction = reweighted(correction, whole.row_weights)
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
@@ -260,8 +262,8 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, see
     gradient.
     """
     if not (chosen.whole_rules or chosen.whole_loss):
-        return PartialJudge(chosen, (seed, part.version))
-    moved = chosen.moves and not (first and part.scored)
+        return PartialJudge(chosen, (seed, part.version), [batch.row_weights for batch in part.batches])
+    moved = not (first and part.scored) if chosen.moves else part.averaged
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
         return WholeJudge(chosen, gather_minibatch(part, current, learner), (seed, part.version))

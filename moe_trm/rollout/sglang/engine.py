@@ -72,6 +72,7 @@ class SglangEngine:
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
             router=self._router,
+            rolling=config.pipeline.rolling_push,
         )
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
