@@ -15,6 +15,7 @@ def refusals(config: Config) -> Iterator[Problem]:
     yield from _pushes(config)
     yield from _rolling(config)
     yield from _reuse(config)
+    yield from _stream(config)
     if config.pipeline.proximal == "average":
         yield from _average(config)
 
@@ -26,6 +27,7 @@ def idle(config: Config) -> Iterator[tuple[str, str, bool, str]]:
     yield from (
         ("pipeline", key, not pipeline.reuse_groups, "pipeline.reuse_groups=0 uses nothing again") for key in reuse
     )
+    yield "pipeline", "stream", config.learner.minibatches == 1, "learner.minibatches=1: the batch is one minibatch"
     yield "pipeline", "proximal_decay", pipeline.proximal == "start", "pipeline.proximal=start averages nothing"
     yield "pipeline", "rolling_push", len(rollout.urls) < 2, "one server has nobody to take turns with"
     yield "pipeline", "rolling_push", pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"
@@ -110,6 +112,33 @@ def _reuse(config: Config) -> Iterator[Problem]:
             got=got,
             expected="0, or pipeline.mode=async",
         )
+
+
+def _stream(config: Config) -> Iterator[Problem]:
+    """Whoever needs the whole step before its first update cannot be given it in parts."""
+    learner, optimizer, name = config.learner, config.optimizer, config.advantage.name
+    if not config.pipeline.stream or learner.minibatches == 1:
+        return
+    prompts = config.rollout.prompts_per_step
+    needs = [
+        (f"learner.epochs={learner.epochs}, which goes over the whole step again", learner.epochs > 1),
+        (f"optimizer.ess_scale={optimizer.ess_scale}, which weighs the whole step", optimizer.ess_scale != "off"),
+        ("optimizer.surge_limit, which reads the step's mean length", optimizer.surge_limit is not None),
+        (f"advantage.name={name}, which is whitened over the whole step", ADVANTAGES[name].whitens),
+        ("rollout.colocate=true, where nothing is sampled while the learner works", config.rollout.colocate),
+        (
+            f"learner.minibatches={learner.minibatches}, which do not share {prompts} prompts evenly",
+            prompts % learner.minibatches > 0,
+        ),
+    ]
+    for need, found in needs:
+        if found:
+            yield Problem(
+                "pipeline.stream",
+                "a step that trains as its groups arrive has no whole before its first update",
+                got=f"true with {need}",
+                expected="false, or without that",
+            )
 
 
 def _average(config: Config) -> Iterator[Problem]:

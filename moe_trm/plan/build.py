@@ -91,7 +91,7 @@ class Plan:
     @property
     def configured(self) -> Simulated:
         """The pipeline mode of the configuration."""
-        own = Mode.of(self.config.pipeline)
+        own = Mode.of(self.config)
         return next(found for found in self.modes if found.mode == own)
 
 
@@ -137,7 +137,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         train_s = train_seconds(model, hf, other, cluster.gpu, ranks, trained_tokens, context, efficiency)
         modes.append(Simulated(mode, simulate(batches, train_s, fleet, mode.schedule(sends=sends)), basis))
     own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency)
-    own = Mode.of(config.pipeline)
+    own = Mode.of(config)
     workers = provision(
         samples * lengths.mean,
         slots * rate(slots),
@@ -181,7 +181,7 @@ def lines(judged: Judged) -> str:
 
 
 def _modes(config: Config) -> list[Mode]:
-    own = Mode.of(config.pipeline)
+    own = Mode.of(config)
     if config.rollout.colocate:
         return [own]
     return [*MODES, *([] if own in MODES else [own])]
@@ -194,6 +194,7 @@ def _with_pipeline(config: Config, mode: Mode) -> Config:
         "partial": mode.partial,
         "push_every": mode.push_every,
         "rolling_push": mode.rolling,
+        "stream": mode.parts > 1,
     }
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=update)})
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moe_trm.config.schema import PipelineConfig
+from moe_trm.config.schema import Config
 from moe_trm.plan.simulate import Schedule
 
 
 class Mode(NamedTuple):
-    """A pipeline: `pipeline.mode`, `max_staleness`, `partial`, `push_every`, `rolling_push`."""
+    """A pipeline: `pipeline.mode`, `max_staleness`, `partial`, `push_every`, `rolling_push`, streamed minibatches."""
 
     mode: str
     staleness: int
     partial: str
     push_every: int = 1
     rolling: bool = False
+    parts: int = 1
 
     @classmethod
-    def of(cls, pipeline: PipelineConfig) -> Mode:
+    def of(cls, config: Config) -> Mode:
         """That of a configuration."""
+        pipeline = config.pipeline
+        parts = config.learner.minibatches if pipeline.stream else 1
         rolling = pipeline.rolling_push and pipeline.mode != "sync"
-        return cls(pipeline.mode, pipeline.staleness_limit, pipeline.partial, pipeline.push_every, rolling)
+        return cls(pipeline.mode, pipeline.staleness_limit, pipeline.partial, pipeline.push_every, rolling, parts)
 
     @property
     def label(self) -> str:
-        """The mode, with the steps between pushes where there are several."""
-        return self.mode if self.push_every == 1 else f"{self.mode}/{self.push_every}"
+        """The mode, `/k` with a push every k steps, and `xP` with P minibatches that are streamed."""
+        every = f"/{self.push_every}" if self.push_every > 1 else ""
+        return f"{self.mode}{every}" + (f"x{self.parts}" if self.parts > 1 else "")
 
     @property
     def push(self) -> str:
@@ -43,6 +47,7 @@ class Mode(NamedTuple):
             self.push_every,
             self.rolling,
             in_turn=self.mode == "sync",
+            parts=self.parts,
         )
 
 

@@ -44,7 +44,8 @@ class Schedule:
         learner_sends: the learner takes part in the push until every server has it (`sync.method=distributed`).
         push_every: `pipeline.push_every`, steps between two pushes.
         rolling: `pipeline.rolling_push`, servers are given weights one after the other.
-        in_turn: nothing is sampled while the learner trains (`pipeline.mode=sync`).
+        in_turn: samples of a step are issued when the learner asks for it (`pipeline.mode=sync`).
+        parts: minibatches that train as their samples arrive (`pipeline.stream`).
     """
 
     staleness: int
@@ -53,6 +54,7 @@ class Schedule:
     push_every: int = 1
     rolling: bool = False
     in_turn: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,11 @@ class _Run:
     def __init__(self, batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> None:
         self._batches, self._train_s, self._schedule = batches, train_s, schedule
         self._samples = [(step, tokens) for step, batch in enumerate(batches) for tokens in batch]
-        self._left = [len(batch) for batch in batches]
+        self._part_of = [place * schedule.parts // len(batch) for batch in batches for place in range(len(batch))]
+        self._left = [[0] * schedule.parts for _ in batches]
+        for (step, _), part in zip(self._samples, self._part_of, strict=True):
+            self._left[step][part] += 1
+        self._part = 0
         self._servers = [_Server(fleet) for _ in range(fleet.servers)]
         self._fleet, self._now, self._issued, self._flying = fleet, 0.0, 0, 0
         self._version, self._newest, self._pushing = 0, 0, False
@@ -202,7 +208,7 @@ class _Run:
         for server in self._servers:
             server.advance(to)
             for sample in server.finished():
-                self._left[self._samples[sample][0]] -= 1
+                self._left[self._samples[sample][0]][self._part_of[sample]] -= 1
                 self._flying -= 1
 
     def _settle(self) -> None:
@@ -212,13 +218,16 @@ class _Run:
         self._end_training()
         self._push()
         sends = self._pushing and self._schedule.learner_sends
-        ready = self._trained < len(self._batches) and not self._left[self._trained]
+        ready = self._trained < len(self._batches) and not self._left[self._trained][self._part]
         if self._training_until is None and ready and not sends:
-            self._training_until = self._now + self._train_s
+            self._training_until = self._now + self._train_s / self._schedule.parts
         self._issue()
 
     def _end_training(self) -> None:
         if self._training_until is None or self._now < self._training_until:
+            return
+        if self._part < self._schedule.parts - 1:
+            self._part, self._training_until = self._part + 1, None
             return
         if len(self._ends) == self._trained:
             self._ends.append(self._now)
@@ -226,7 +235,7 @@ class _Run:
         # The weights can be handed over only when the push before is done everywhere.
         if pushes and self._pushing:
             return
-        self._trained, self._training_until = len(self._ends), None
+        self._trained, self._part, self._training_until = len(self._ends), 0, None
         if pushes:
             self._pushing, self._newest, self._turns = True, self._trained, [*self._servers]
             self._call_servers()
@@ -258,8 +267,7 @@ class _Run:
         while self._issued < len(self._samples) and self._flying < self._fleet.in_flight:
             step, tokens = self._samples[self._issued]
             free = [server for server in self._servers if server.admits]
-            # In turn, the samples of a step are asked for once the learner waits for them.
-            early = self._schedule.in_turn and (step > self._trained or self._training_until is not None)
+            early = self._schedule.in_turn and step > self._trained
             if early or step > self._version + self._schedule.staleness or not free:
                 return
             chosen = min(free, key=lambda server: len(server.running))

@@ -39,6 +39,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "partial": found.mode.partial,
             "push_every": found.mode.push_every,
             "rolling_push": found.mode.rolling,
+            "stream": found.mode.parts > 1,
             "step_s": found.timeline.step_s,
             "learner_idle": found.timeline.learner_idle,
             "server_idle": found.timeline.server_idle,
@@ -160,7 +161,7 @@ def _modes(plan: Plan) -> Iterator[str]:
         line = found.timeline
         mark = "  *" if found is plan.configured else ""
         yield (
-            f"  {found.mode.label:<11}{found.mode.staleness:>7}{found.mode.push:>11}{_seconds(line.step_s):>10}"
+            f"  {found.mode.label:<14}{found.mode.staleness:>4}{found.mode.push:>11}{_seconds(line.step_s):>10}"
             f"{line.learner_idle:>14.0%}{line.server_idle:>14.0%}{mark}"
         )
     yield "  * as configured"
@@ -236,6 +237,8 @@ def _mode_settings(plan: Plan, fastest: Simulated) -> list[str]:
         found.append(f"pipeline.push_every={mode.push_every}")
     if mode.rolling or own.rolling_push:
         found.append(f"pipeline.rolling_push={str(mode.rolling).lower()}")
+    if mode.parts > 1 or own.stream:
+        found.append(f"pipeline.stream={str(mode.parts > 1).lower()}")
     if mode.partial == "interrupt" and plan.config.sync.method == "distributed":
         found.append("sync.method=disk")
     return found

@@ -127,9 +127,9 @@ class RolloutClient:
             self._socket.setsockopt(SocketOption.CURVE_SERVERKEY, public_key.encode())
         self._socket.connect(endpoint)
 
-    def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
-        """This rank's rows of `step`, with the routes of `layer_ids` only."""
-        batch = self._ask("batch", step=step, layer_ids=layer_ids).batch
+    def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
+        """This rank's rows of `step`, or of a part of it, with the routes of `layer_ids` only."""
+        batch = self._ask("batch", step=step, part=part, layer_ids=layer_ids).batch
         assert batch is not None
         return batch
 

@@ -28,6 +28,7 @@ from moe_trm.rollout.evaluation import Evaluator
 from moe_trm.rollout.mask_metrics import mask_metrics
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.step_parts import StepParts, versions_of
 from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
@@ -84,6 +85,9 @@ class RolloutController:
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._whole_groups = compares_groups(config)
+        # Parts in which a step is handed out.
+        self._parts = config.learner.minibatches if config.pipeline.stream else 1
+        self._arrived = StepParts({}, ())
         self._push_s = 0.0
 
     @property
@@ -105,48 +109,49 @@ class RolloutController:
         self._push_s = time.perf_counter() - started
         self._admit(version)
 
-    async def plan(self, step: int, data_size: int) -> list[TrainBatch]:
-        """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank."""
+    async def plan(self, step: int, data_size: int, part: int = 0) -> list[TrainBatch]:
+        """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank.
+
+        With `pipeline.stream` it is one minibatch of the step. Parts are asked for in their order; one without any
+        accepted sample has no minibatch, and the last one has the metrics of the step.
+        """
         if not self.overlaps:
             self._producer.admit_steps(step)
-        version = step - 1  # of the learner's weights while it trains this step
-        queue_ages = self._store.ages(version)
-        groups = await self._producer.take(version)
-        self._record(step, groups)
+        version, last = step - 1, part == self._parts - 1  # the version is the learner's while it trains this step
+        if part == 0:
+            queue_ages = self._store.ages(version)
+            self._arrived = StepParts(queue_ages, await self._draw_again(step, version))
+        arrived = self._arrived
+        groups = await self._producer.take(version, parts=self._parts, ends_step=last)
         records = [record for group in groups for record in group.kept]
-        if not records:
-            raise ControllerError(
-                "no record of this step was accepted",
-                where=f"step {step}",
-                got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
-                expected="at least one accepted sample",
-                fix="\n".join(
-                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
-                ),
-            )
+        arrived.groups += groups
+        arrived.records += records
+        if last:
+            self._record(step, arrived.groups)
+            self._check_accepted(step, arrived)
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        again = await self._draw_again(step, version)
         self._reuse.keep(groups)
+        again = arrived.again[part :: self._parts]
         trained = [*records, *(record for one in again for record in one.group.kept)]
-        rows = with_weights(self._rows(trained), again)
         learner = self._config.learner
         plan = plan_step(
-            rows,
+            with_weights(self._rows(trained), again),
             seed=self._config.seed,
             step=step,
-            minibatches=learner.minibatches,
+            minibatches=learner.minibatches // self._parts,
             data_size=data_size,
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
         )
-        ages = age_metrics(trained, version, queue_ages, self._config.pipeline.staleness_limit)
-        metrics = self._metrics(records) | plan_metrics(plan) | ages
-        versions = tuple(sorted({int(version) for record in trained for version in record.versions}))
-        if self._config.rollout.colocate:
+        if not trained:
+            plan = [[] for _ in range(data_size)]
+        arrived.add(trained, plan)
+        if last and self._config.rollout.colocate:
             await self._engine.release_memory()
-        return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+        metrics = self._step_metrics(version, arrived) if last else {}
+        return [TrainBatch(step, tuple(share), metrics, versions_of(trained)) for share in plan]
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each rollout server now; none where the engine asks no servers."""
@@ -196,6 +201,23 @@ class RolloutController:
         for group_id in self._reuse.missing:
             self._reuse.put_back(await self._producer.again(group_id))
         return self._reuse.draw(step, version)
+
+    def _check_accepted(self, step: int, arrived: StepParts) -> None:
+        if arrived.records:
+            return
+        raise ControllerError(
+            "no record of this step was accepted",
+            where=f"step {step}",
+            got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
+            expected="at least one accepted sample",
+            fix="\n".join(["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]),
+        )
+
+    def _step_metrics(self, version: int, arrived: StepParts) -> dict[str, float]:
+        """Metrics of a step that has arrived whole."""
+        bound = self._config.pipeline.staleness_limit
+        ages = age_metrics(arrived.trained, version, arrived.queue_ages, bound)
+        return self._metrics(arrived.records) | plan_metrics(arrived.plan) | ages
 
     def _rows(self, records: Sequence[RolloutRecord]) -> list[TrainRow]:
         """The records with their advantages."""

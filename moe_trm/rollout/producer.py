@@ -75,15 +75,19 @@ class Producer:
         self._steps = max(self._steps, steps)
         self._issue()
 
-    async def take(self, version: int) -> list[Group]:
-        """The next step's groups, for a learner at `version`, once they are there. Raises what stopped a sampler."""
-        while (groups := self._store.take(self._batch, version)) is None:
+    async def take(self, version: int, *, parts: int = 1, ends_step: bool = True) -> list[Group]:
+        """The next step's groups, or one of `parts` equal parts, for a learner at `version`, once they are there.
+
+        Raises what stopped a sampler.
+        """
+        count = self._batch // parts
+        while (groups := self._store.take(count, version, ends_batch=ends_step)) is None:
             if self._failure is not None:
                 raise self._failure
             self._issue()
             self._changed.clear()
             await self._changed.wait()
-        self._taken += self._batch
+        self._taken += count
         self._issue()
         return groups
 

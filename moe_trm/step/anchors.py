@@ -39,6 +39,8 @@ from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
 
 GIB = 2**30
+START = "start"
+"""Snapshot of the weights at the start of a step whose minibatches arrive one after the other."""
 
 
 class Anchors:
@@ -79,25 +81,27 @@ class Anchors:
         # A recording may be of a run that began between two pushes.
         self._cadence = Cadence.of(config, first) if not self._saved else Cadence(1, first, config.train.steps)
         self._kept: list[int] = []
+        self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 
-    def score(self, learner: Learner, batch: TrainBatch) -> list[Anchored]:
-        """The minibatches of a step with their anchors, in exactly the micro-batches that the updates will use.
+    def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False) -> list[Anchored]:
+        """The minibatches of a step or of a part of it, with anchors, in exactly the micro-batches of the updates.
 
-        Collective.
+        `moved`: an earlier part of the step was trained already. The anchors of this one are those of the step's start
+        all the same. Collective.
         """
-        version = batch.step - 1
-        self._keep(learner, version)
+        if not moved:
+            self._begin(learner, batch.step - 1)
+        own = self._start if moved else None
         padded = [
             [collate(micro, keep_mask=self._keep_mask) for micro in mini.micro_batches] for mini in batch.mini_batches
         ]
         if self._average is not None:
-            self._average.absorb(learner)
-            return self._averaged(learner, batch, padded)
+            return self._averaged(learner, batch, padded, own)
         if self._recovery in ("interpolate", "bypass"):
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
-        skipped = int(self._own_forward_suffices(batch))
-        passed = iter(self._pass(learner, padded[skipped:]))
+        skipped = int(not moved and self._own_forward_suffices(batch))
+        passed = iter(self._pass(learner, padded[skipped:], weights=own))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
         if self._recovery == "snapshot":
@@ -112,7 +116,9 @@ class Anchors:
         """Go on after `state`, once the learner has been restored."""
         self._kept = list(state)
 
-    def _averaged(self, learner: Learner, batch: TrainBatch, padded: Sequence[list[TokenBatch]]) -> list[Anchored]:
+    def _averaged(
+        self, learner: Learner, batch: TrainBatch, padded: Sequence[list[TokenBatch]], start: str | None
+    ) -> list[Anchored]:
         """Anchors under the average, and the behaviour log-probs beside them where they are known apart."""
         scores = self._pass(learner, padded, weights=proximal_average.NAME)
         passed = iter(scores)
@@ -120,7 +126,7 @@ class Anchors:
         if self._recovery == "merged":
             return anchored
         # Where nothing was sampled by the learner's own weights, no token keeps what it begins with.
-        own = self._pass(learner, padded) if batch.step - 1 in batch.versions else scores
+        own = self._pass(learner, padded, weights=start) if batch.step - 1 in batch.versions else scores
         return self._with_behavior(learner, batch, anchored, own)
 
     def _pass(
@@ -179,6 +185,16 @@ class Anchors:
     def _own_forward_suffices(self, batch: TrainBatch) -> bool:
         probed = self._probe_every and batch.step % self._probe_every == 0
         return self._reuse and not probed and batch.versions == (batch.step - 1,) and self._recovery == "same"
+
+    def _begin(self, learner: Learner, version: int) -> None:
+        """Everything that is kept of the weights at the start of a step."""
+        self._keep(learner, version)
+        if self._average is not None:
+            self._average.absorb(learner)
+        if self._streams:
+            self._start = snapshot_name(version) if version in self._kept else START
+            if self._start == START:
+                learner.snapshot(START)
 
     def _keep(self, learner: Learner, version: int) -> None:
         """Snapshots of the versions that may still come back as behaviour."""

@@ -50,6 +50,12 @@ class PipelineConfig(Section):
     before until it is their turn, so that two versions are served side by side. False: all at once, each as soon as
     what it samples has ended."""
 
+    stream: bool = False
+    """Minibatches are the groups of a step in the order of issue, and each trains as soon as its groups are there,
+    while the rest of the step is still being sampled. Anchors are those of the step's start in any case, so what is
+    trained does not depend on when groups arrive. False: a step begins when its batch is whole, which is shuffled into
+    its minibatches."""
+
     partial: Literal["wait", "interrupt"] = "wait"
     """Effect of a weight push on samples that are being generated: `wait` for them, or `interrupt` them and continue
     each with the new weights from where it was. Interrupted samples span versions; every token keeps its own, and the
