@@ -57,6 +57,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
             waits=config.pipeline.mode != "sync",
+            push_every=config.pipeline.push_every,
             delay_s=config.rollout.bundle_delay_s,
         )
     engine: RolloutEngine = load_function(name, key="rollout.engine")(config, api_key)

@@ -293,7 +293,7 @@ async def test_a_push_waits_for_what_runs_or_ends_it() -> None:
 @in_loop
 async def test_servers_that_load_in_turn_go_on_under_the_version_before() -> None:
     """While the first drains and loads, the second answers with its old weights; then it is its own turn."""
-    async with running(2, rolling=True) as (fleet, fakes, newest):
+    async with running(2, rolling=True) as (fleet, _, newest):
         load, may_load = fleet._load, asyncio.Event()
 
         async def patient(server: RemoteServer) -> None:
