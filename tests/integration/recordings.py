@@ -24,8 +24,8 @@ KEPT = 4
 def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0, every: int = 1) -> Path:
     """A bundle of `steps` steps that answers the prompts of `config`.
 
-    Its samples are `age` versions old when they are trained, where there were as many, and of versions that a push every
-    `every` steps gives. Run it with `replay.max_local_flip_rate=1`: no router chose these routes.
+    Its samples are `age` versions old when they are trained, where there were as many, and of versions that were pushed
+    every `every` steps. Run it with `replay.max_local_flip_rate=1`: no router chose these routes.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
