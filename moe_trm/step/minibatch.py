@@ -19,7 +19,6 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.losses import LossInputs
 from moe_trm.ratios import LogRatios
 from moe_trm.step.passes import Anchored, decomposed
-from moe_trm.types import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class WholeMinibatch:
         behavior: `[N, T]` where it is not the anchor; `recovery`: what is known of it at all.
         mask: `[N, T]` bool.
         turn_ids: `[N, T]`; exact_kl: `[N, T]` or None; rewards, group_ids: `[N]`.
-        row_weights: `[N]` importance weights of whole rows, None where each counts once.
         own: for each micro-batch of this rank, the places of its rows, `[B]` int64 (none for a micro-batch of padding).
     """
 
@@ -47,7 +45,6 @@ class WholeMinibatch:
     own: tuple[Tensor, ...]
     behavior: Tensor | None = None
     recovery: Recovery = "same"
-    row_weights: Tensor | None = None
 
     def ratios(self, current: Tensor) -> LogRatios:
         """The decomposition at `current` `[N, T]`."""
@@ -141,12 +138,7 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         ),
         behavior=None if part.behavior is None else tokens(part.behavior),
         recovery=part.recovery,
-        row_weights=rows([_row_weights(batch) for batch in batches]),
     )
-
-
-def _row_weights(batch: TokenBatch) -> Tensor:
-    return torch.ones(len(batch.mask), device=batch.mask.device) if batch.row_weights is None else batch.row_weights
 
 
 def _per_row(values: Sequence[Tensor], real: Sequence[slice]) -> Tensor:

@@ -28,7 +28,7 @@ from moe_trm.step.decision import Decision
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
-from moe_trm.step.row_weights import reweighted, weighed
+from moe_trm.step.row_weights import weighed
 from moe_trm.step.thresholds import Thresholds
 
 TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
@@ -132,7 +132,7 @@ class Objective:
             shares = {
                 name: coef
                 * aggregate(
-                    values if name == "loss/policy" else weighed(values, batch.row_weights),
+                    weighed(values, batch.row_weights),
                     keep,
                     ratios.mask,
                     chosen.aggregation,
@@ -194,15 +194,14 @@ class Objective:
 class PartialJudge:
     """Corrections and token losses of a micro-batch by itself, where neither needs to know of the others."""
 
-    def __init__(self, chosen: Recipe, draw: tuple[int, int], row_weights: Sequence[Tensor | None]) -> None:
+    def __init__(self, chosen: Recipe, draw: tuple[int, int]) -> None:
         self._correct = corrections.compose(chosen.rules) if chosen.acts else corrections.measuring(chosen.rules)
-        self._row_weights = row_weights
         self._loss, self._draw = chosen.loss, draw
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
     ) -> tuple[Correction, TokenLoss]:
-        correction = reweighted(self._correct(evidence), self._row_weights[index])
+        correction = self._correct(evidence)
         inputs = replace(
             LossInputs.corrected(evidence.ratios, current.logprobs, evidence.advantages, correction),
             turn_ids=evidence.turn_ids,
@@ -229,7 +228,7 @@ class WholeJudge:
             correction = normalized(correction, weight_sums(weights, whole.mask, chosen.batch_normalize))
             moments = summable.moments("correction/weight", correction.weights, whole.mask)
             correction = replace(correction, metrics={**correction.metrics, **moments})
-        self._correction = reweighted(correction, whole.row_weights)
+        self._correction = correction
 
     def __call__(
         self, index: int, evidence: Evidence, current: Scores, group_ids: Tensor | None
@@ -262,7 +261,7 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, see
     gradient.
     """
     if not (chosen.whole_rules or chosen.whole_loss):
-        return PartialJudge(chosen, (seed, part.version), [batch.row_weights for batch in part.batches])
+        return PartialJudge(chosen, (seed, part.version))
     moved = not (first and part.scored) if chosen.moves else part.averaged
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():

@@ -237,7 +237,7 @@ def test_a_shorter_run_in_the_same_folder_leaves_nothing_of_a_longer_one(tmp_pat
 
 
 def test_a_recording_of_other_pushes_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    """Step 2 was sampled with version 1, which a push every second step brings after step 2; version 2 comes in time."""
+    """Step 2 was sampled with version 1, which a push every second step brings after step 2."""
     writer = BundleWriter(str(tmp_path))
     writer.write(2, [record(0, version=1)])
     writer.write(3, [record(4, version=2)])

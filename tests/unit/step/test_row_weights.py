@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "normalised": {"correction": {"preset": "decoupled_token_is", "batch_normalize": "token"}},
     "whole loss": {"loss": {"name": "kl_cov", "parameters": {"share": 0.2}}},
     "kl and entropy": {"kl": {"coef": 0.3, "estimator": "k3"}, "loss": {"entropy_coef": 0.1, "rollout_kl_coef": 0.2}},
+    "geometric": {"loss": {"name": "gmpo"}, "correction": {"preset": "decoupled_token_is"}},
+    "penalised": {"loss": {"name": "r2vpo"}},
     "measured only": {"correction": {"rules": [{"name": "icepop"}], "decide_after": 5}},
 }
 
