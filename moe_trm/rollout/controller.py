@@ -124,19 +124,20 @@ class RolloutController:
         arrived = self._arrived
         groups = await self._producer.take(version, parts=self._parts, ends_step=last)
         records = [record for group in groups for record in group.kept]
+        if self._config.task.shuffle_rewards:
+            records = _shuffle_rewards(records, seed=self._config.seed, step=step)
         arrived.groups += groups
         arrived.records += records
         if last:
             self._record(step, arrived.groups)
             self._check_accepted(step, arrived)
-        if self._config.task.shuffle_rewards:
-            records = _shuffle_rewards(records, seed=self._config.seed, step=step)
         self._reuse.keep(groups)
         again = arrived.again[part :: self._parts]
         trained = [*records, *(record for one in again for record in one.group.kept)]
+        rows = with_weights(self._rows(trained), again) if trained else []
         learner = self._config.learner
         plan = plan_step(
-            with_weights(self._rows(trained), again),
+            rows,
             seed=self._config.seed,
             step=step,
             minibatches=learner.minibatches // self._parts,
@@ -145,7 +146,7 @@ class RolloutController:
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
         )
-        if not trained:
+        if not rows:
             plan = [[] for _ in range(data_size)]
         arrived.add(trained, plan)
         if last and self._config.rollout.colocate:
