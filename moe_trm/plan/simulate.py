@@ -215,6 +215,8 @@ class _Run:
         """Everything that happens at this instant, in the order of cause and effect."""
         self._end_training()
         self._push()
+        # Samples that waited for a push are asked for before a learner that waited for it hands over the next weights.
+        self._issue()
         self._end_training()
         self._push()
         sends = self._pushing and self._schedule.learner_sends

@@ -75,7 +75,7 @@ STREAM = {**ASYNC, "stream": True}
             "advantage.name=opob",
         ),
         (STREAM, {"learner": {"minibatches": 2, "epochs": 2}}, "pipeline.stream", "learner.epochs=2"),
-        (STREAM, {"learner": {"minibatches": 3}}, "pipeline.stream", "16 prompts"),
+        (STREAM, {"learner": {"minibatches": 32}}, "pipeline.stream", "16 prompts"),
         (STREAM, {"optimizer": {"ess_scale": "sqrt"}}, "pipeline.stream", "optimizer.ess_scale"),
         (STREAM, {"optimizer": {"surge_limit": 1.2}}, "pipeline.stream", "surge_limit"),
         (STREAM, {"advantage": {"name": "reinforce_plus_plus"}}, "pipeline.stream", "whitened"),
