@@ -17,7 +17,8 @@ def freshness(ages_N: Array, tau: float) -> Array:
     constant tau is ours.
     """
     # Only the proportions matter, and the youngest must not vanish with the others.
-    return np.exp(-(ages_N - ages_N.min(initial=0)) / tau)
+    priorities: Array = np.exp(-(ages_N - ages_N.min()) / tau)
+    return priorities
 
 
 def chances(priorities_N: Array, count: int) -> Array:

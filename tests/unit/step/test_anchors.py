@@ -267,7 +267,7 @@ def test_an_average_goes_on_after_a_resumption() -> None:
 
 def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
     """The second minibatch arrives when the first has moved the weights; whatever else is kept is kept once."""
-    streamed = {"rollout": {"prompts_per_step": 4}, "learner": {"minibatches": 2}}
+    streamed: dict[str, Any] = {"rollout": {"prompts_per_step": 4}, "learner": {"minibatches": 2}}
     for behavior, eta in (("snapshot", 2), ("merged", 2), ("snapshot", 0)):
         settings = config(behavior=behavior, eta=eta, **streamed)
         streaming = settings.model_copy(update={"pipeline": settings.pipeline.model_copy(update={"stream": True})})
