@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -245,7 +246,8 @@ def test_every_schedule_trains_and_has_the_ages_of_the_simulation(
     for row in rows:
         assert row["rollout/age_max"] <= pipeline.pipeline.staleness_limit
         assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in PLACES)
-        assert row["optimizer/grad_norm"] > 0
+        assert math.isfinite(row["optimizer/grad_norm"])
+    assert any(row["optimizer/grad_norm"] > 0 for row in rows)
     assert rows[-1]["ledger/in_flight"] == rows[-1]["ledger/queued"] == 0
     every = pipeline.pipeline.push_every
     assert [row["weights/pushed"] for row in rows] == [
