@@ -35,7 +35,7 @@ LENGTHS = (16, 64, 256)
 EXPERTS = (4, 16, 64)
 FLIPPED = (0.003, 0.01, 0.03, 0.1, 0.2)
 TOKEN_KL = 1e-6
-STATES = 32
+STATES, RECOVERY = 32, 1 / 64
 SPREAD = 0.5
 """Deviation of the experts' logits where they are free."""
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(seeds: int) -> Iterator[Row]:
     """One point per task and setting."""
     for seed, length, experts in itertools.product(range(seeds), LENGTHS, EXPERTS):
-        chain, base_SV = reasoning(seed, length, states=STATES)
+        chain, base_SV = reasoning(seed, length, recovery=RECOVERY, states=STATES)
         policy = RoutedPolicy.random(base_SV, experts, seed)
         for sweep, share in itertools.product(("free", "same KL"), FLIPPED):
             spread, noise = settings(chain, policy, share, sweep == "same KL")

@@ -33,7 +33,7 @@ from benchmarks.table import Row, report
 LAGS = (1, 10, 50, 100, 200, 400, 800)
 UPDATES, BATCH, BETA = 1600, 64, 0.3
 FAMILIES = {"8 tokens": (8, 0.0), "32 tokens": (32, 0.0), "32 tokens, mistakes are made good": (32, 1 / 8)}
-RATES = (0.003, 0.01, 0.03)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 OBJECTIVES = ("oapl", "token")
 
 
