@@ -5,20 +5,17 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from routing import Layout, RouteError, RouteRecord, Rows, token_digest
+from routing import Layout, RouteError, Rows
 from routing.columns import Columns
 from routing.hf import HFReplayer
 from routing.placing import placed_routes, sliced_routes
 from routing.replay import Record, ReplayRecorded, ReplayRecords, check_rows
-
-E, K, LAYERS = 8, 2, (0, 3)
+from tests.unit.routing.toy_model import LAYERS, E, K, Toy, records
 
 
 def lengths_of(draw: Any, multiple: int) -> tuple[list[int], list[int]]:
@@ -109,14 +106,6 @@ def test_right_padded_rows_are_cut_as_megatrons_layout_cuts_them(cp: int, sp: in
     assert columns.cut(places).T.flatten().tolist() == layout.router_index().tolist()
 
 
-def records(rows: Rows, tokens: Tensor) -> tuple[RouteRecord | None, ...]:
-    rng, found = np.random.default_rng(0), []
-    for ids in rows.sequences(tokens):
-        draw = np.argsort(rng.random((max(len(ids) - 1, 0), len(LAYERS), E)), axis=-1)[..., :K].astype(np.uint8)
-        found.append(RouteRecord(draw, LAYERS, E, token_digest(ids.numpy())) if len(ids) > 1 else None)
-    return tuple(found)
-
-
 @given(cuts())
 def test_routes_of_a_rank_are_those_of_its_columns(drawn: tuple[Rows, str, int]) -> None:
     rows, kind, size = drawn
@@ -134,61 +123,6 @@ def test_routes_of_a_rank_are_those_of_its_columns(drawn: tuple[Rows, str, int])
                 assert torch.equal(got[layer], expected)
 
 
-class Gate(nn.Module):
-    """Takes the best K of a linear layer, as transformers' softmax gates do."""
-
-    top_k, num_experts, norm_topk_prob = K, E, True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(E, 4))
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden @ self.weight.T
-        weights, ids = logits.softmax(-1).topk(K)
-        return logits, weights / weights.sum(-1, keepdim=True), ids
-
-
-class Experts(nn.Module):
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return hidden * ((ids + 1) * weights).sum(-1, keepdim=True)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = Gate(), Experts()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        _, weights, ids = self.gate(hidden.flatten(0, 1))
-        return hidden + self.experts(hidden.flatten(0, 1), ids, weights).view_as(hidden)
-
-
-class Layer(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.mlp = Block() if sparse else nn.Identity()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.mlp(hidden))
-
-
-class Tokenwise(nn.Module):
-    """A model without attention: what a rank computes of its columns is what one process computes there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(64, 4)
-        self.layers = nn.ModuleList([Layer(place in LAYERS) for place in range(4)])
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden
-
-
 PACKED = Rows.packed(torch.tensor([0, 7, 8, 14]), cu_seqlens_padded=torch.tensor([0, 8, 12, 20]))
 LEFT = Rows.left_padded(torch.arange(8)[None] >= torch.tensor([[1], [7], [2]]))
 RIGHT = Rows.right_padded(torch.arange(8)[None] < torch.tensor([[7], [1], [6]]))
@@ -197,7 +131,7 @@ RIGHT = Rows.right_padded(torch.arange(8)[None] < torch.tensor([[7], [1], [6]]))
 @pytest.mark.parametrize("rows", [PACKED, LEFT, RIGHT], ids=["packed", "left", "right"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_ranks_replay_their_columns_and_together_the_whole(rows: Rows, kind: str) -> None:
-    model = Tokenwise()
+    model = Toy()
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     tokens = torch.randint(0, 64, rows.shape, generator=torch.Generator().manual_seed(1))
     known = ReplayRecords(records(rows, tokens))
@@ -224,7 +158,7 @@ def test_ranks_replay_their_columns_and_together_the_whole(rows: Rows, kind: str
 
 
 def test_routes_recorded_on_a_ranks_columns_are_refused_on_anothers() -> None:
-    model, tokens = Tokenwise(), torch.randint(0, 64, PACKED.shape)
+    model, tokens = Toy(), torch.randint(0, 64, PACKED.shape)
     replayer = HFReplayer(model)
     first, second = (Columns.zigzag(PACKED, rank, 2) for rank in range(2))
     with replayer.use_rows(Record(), PACKED, tokens, columns=first) as passed:
@@ -243,7 +177,7 @@ def test_routes_recorded_on_a_ranks_columns_are_refused_on_anothers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     tokens = torch.zeros(LEFT.shape, dtype=torch.long)
-    replayer = HFReplayer(Tokenwise())
+    replayer = HFReplayer(Toy())
     with (
         pytest.raises(RouteError, match="other rows"),
         replayer.use_rows(ReplayRecords(records(LEFT, tokens)), LEFT, tokens, columns=Columns.zigzag(RIGHT, 0, 2)),
