@@ -114,7 +114,7 @@ def corrected_loss(host: str, folder: str) -> tuple[Tensor, dict[str, Tensor], T
 
 
 def sample_routes(host: str) -> tuple[int, ...]:
-    """Shape of the record of a `Sample` of the host, whose engine reported routes of two layers, two of eight experts."""
+    """Shape of the record of a `Sample` of the host; its engine reported two of eight experts in each of two layers."""
     sample = import_module(f"{host}.utils.types").Sample(tokens=[5, 6, 7, 8])
     sample.rollout_routed_experts = (torch.arange(3 * 2 * 2).view(3, 2, 2) % 8).numpy()
     record = read_routes(
