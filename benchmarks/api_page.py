@@ -105,10 +105,9 @@ def _parts(function: Callable[..., Any]) -> Parts:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # a class without a constructor of its own
-        return inspect.Signature()
+    own: Any = function.__init__ if inspect.isclass(function) else function
+    # A class without a constructor of its own: versions of Python tell different things of it.
+    return inspect.signature(function) if inspect.isroutine(own) and hasattr(own, "__code__") else inspect.Signature()
 
 
 def _shown(signature: inspect.Signature) -> Iterator[str]:
