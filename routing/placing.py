@@ -43,8 +43,8 @@ def placed_routes(
     routes_NLK = np.zeros((rows.shape[0] * rows.shape[1], len(layer_ids), top_k), dtype=np.uint16)
     for places, record in zip(by_sequence, records, strict=True):
         if record is not None:
-            columns = layer_columns(record, layer_ids, num_experts, top_k)
-            routes_NLK[places[: record.num_rows]] = record.experts[:, columns]
+            wanted = layer_columns(record, layer_ids, num_experts, top_k)
+            routes_NLK[places[: record.num_rows]] = record.experts[:, wanted]
     if routes_NLK.size and int(routes_NLK.max()) >= num_experts:
         raise RouteError("range", "expert id out of range", got=int(routes_NLK.max()), expected=f"0..{num_experts - 1}")
     local_NLK = torch.from_numpy(routes_NLK.astype(np.int64))
