@@ -137,7 +137,7 @@ def case(kind: str, name: str, recomputed: bool) -> dict[str, Any]:
     return {
         "case": [kind, name, recomputed],
         "mine": int(mine.sum()),
-        "logprobs": float((got - own.cut(expected.detach()))[mine].abs().max()),
+        "logprobs": float((got - own.cut(expected))[mine].detach().abs().max()),
         "gradients": max(gaps.values()),
         "routers": max(gap for one, gap in gaps.items() if one.endswith("gate.weight")),
         "alone": [report.replayed, report.matched, report.local_flips],

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 
-from routing import ReplayRefusedError, RouteRecord, token_digest
+from routing import RouteRecord, token_digest
 from routing.flip_bound import FlipBoundError
 from routing.hf import HFReplayer, gate_of, moe_blocks
 from routing.hf_context import replay
@@ -94,7 +94,7 @@ def equal_to_one_process(family: str, name: str, recomputed: str) -> dict[str, A
     }
     routers = [one for one in gaps if one.endswith(("gate.weight", "router.weight"))]
     return {
-        "logprobs": float((got - expected[dist.get_rank()]).abs().max()),
+        "logprobs": float((got - expected[dist.get_rank()]).detach().abs().max()),
         "gradients": max(gaps.values()),
         "routers": len(routers),
         "smallest_router_gradient": min(float(found[one].norm()) for one in routers),
@@ -151,26 +151,13 @@ def one_misplaced_sample_of_one_rank() -> dict[str, Any]:
     return {"error": ""}
 
 
-def refused(model: nn.Module) -> str:
-    try:
-        HFReplayer(model)
-    except ReplayRefusedError as error:
-        return str(error)
-    return ""
-
-
-def what_is_not_proved_is_refused() -> dict[str, Any]:
-    with torch.device("meta"):
-        empty = type(build("qwen3_moe"))(build("qwen3_moe").config)
-    return {"fsdp1": refused(FullyShardedDataParallel(build("qwen3_moe"))), "meta": refused(empty)}
-
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in CASES:
         print(json.dumps({"case": case, **equal_to_one_process(*case)}))
-    for scenario in (recorded_routes_replay, one_misplaced_sample_of_one_rank, what_is_not_proved_is_refused):
+    for scenario in (recorded_routes_replay, one_misplaced_sample_of_one_rank):
         print(json.dumps({"case": scenario.__name__, **scenario()}))
     dist.barrier()
     dist.destroy_process_group()

@@ -63,10 +63,22 @@ def test_every_rank_hears_of_one_ranks_misplaced_sample(found: dict[Any, list[di
     assert all("sample 100" in error and "sample 0" not in error for error in errors)
 
 
-def test_what_is_not_proved_is_refused(found: dict[Any, list[dict[str, Any]]]) -> None:
-    for one in found["what_is_not_proved_is_refused"]:
-        assert "FSDP1" in one["fsdp1"]
-        assert "meta device" in one["meta"]
+class Flattened(nn.Module):
+    """The names that FullyShardedDataParallel makes; it cannot be made without an accelerator."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = inner
+
+
+def test_what_is_not_proved_is_refused() -> None:
+    with pytest.raises(ReplayRefusedError, match="FSDP1"):
+        HFReplayer(Flattened(build("qwen3_moe")))
+    model = build("qwen3_moe")
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with pytest.raises(ReplayRefusedError, match="meta device"):
+        HFReplayer(empty)
 
 
 def test_weights_that_rest_elsewhere_are_refused() -> None:
