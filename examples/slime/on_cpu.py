@@ -133,6 +133,6 @@ if __name__ == "__main__":
     name, source = sys.argv[1:]
     value, metrics, logits, _ = corrected_loss(name, source)
     (gradient,) = torch.autograd.grad(value, logits)
-    told: dict[str, Any] = {"host": name, "loss": float(value), "gradient_norm": float(gradient.norm())}
+    told: dict[str, Any] = {"host": name, "loss": float(value.detach()), "gradient_norm": float(gradient.norm())}
     told |= {key: float(metric) for key, metric in metrics.items() if key.startswith("moe_trm/")}
     print(json.dumps({**told, "routes": sample_routes(name)}))

@@ -61,7 +61,7 @@ def corrected_step(folder: str) -> dict[str, Any]:
     )
     (gradient,) = torch.autograd.grad(loss, log_prob)
     return {
-        "loss": float(loss),
+        "loss": float(loss.detach()),
         "kept_fraction": metrics["rollout_corr/correction/kept_fraction"],
         "weights": [[round(value, 3) for value in row] for row in batch.batch["rollout_is_weights"].tolist()],
         "tokens_with_gradient": (gradient != 0).sum(1).tolist(),

@@ -46,10 +46,14 @@ def inside(host: str, module: str = "") -> dict[str, Any]:
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_slime_and_miles_train_on_the_corrected_loss(host: str) -> None:
-    """Their own policy losses load examples/slime by their own option. One of three answers is dropped by TRM."""
+    """Their own policy losses load examples/slime by their own option. One of three answers is dropped by TRM.
+
+    miles takes Megatron's fused cross entropy, which rounds its gradient to bfloat16.
+    """
     found = inside(host, "slime")
     assert found["loss"] == pytest.approx(found["expected"], abs=1e-6)
-    assert found["gradient_gap"] < 1e-6 < found["gradient"]
+    assert found["gradient_gap"] < (1e-6 if host == "slime" else 2**-8 * found["gradient"])
+    assert found["gradient"] > 0.1
     assert found["metrics"]["moe_trm/kept"] == 2.0
     assert found["routes"] == [3, 2, 2]
 
