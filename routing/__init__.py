@@ -5,6 +5,7 @@ from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError
 from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
+from routing.packed_layout import PackedLayout
 from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 from routing.rows import Rows
 
@@ -13,6 +14,7 @@ __all__ = [
     "Flips",
     "Layout",
     "MisalignedError",
+    "PackedLayout",
     "ReplayProofError",
     "ReplayRefusedError",
     "RouteError",
