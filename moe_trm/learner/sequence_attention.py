@@ -1,17 +1,28 @@
 """Causal attention inside each sequence of a pack, in plain torch. Nothing is as large as the pack squared.
 
-Shape letters: T tokens of a pack, C columns that ask, S columns of a sequence that are seen, N query heads, G key/value
-heads, D head dimension.
+Short sequences of like lengths are rows of one call, padded on the right: one call for each would cost more than what
+it computes. Long ones have a call each.
+
+Shape letters: T tokens of a pack, P places of all calls, B rows of a call, C columns that ask, S columns that are seen,
+N query heads, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+TOGETHER = 256
+"""Tokens of the longest sequences that share a call, with those of the same octave of length.
+
+So calls compute less than twice as many columns as there are tokens, and of these sequences alone.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,21 @@ class AttentionKind:
     sinks: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class _Calls:
+    """The calls that attend a pack.
+
+    Attributes:
+        shapes: rows and columns of each.
+        tokens: `[P]` the token of the pack at each place of all calls; the last one of a sequence fills its row.
+        places: `[T]` the place of each token.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    tokens: np.ndarray
+    places: np.ndarray
+
+
 def attend_within(
     query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], kind: AttentionKind
 ) -> Tensor:
@@ -41,10 +67,21 @@ def attend_within(
         lengths: tokens of its sequences in order, T in all.
         kind: of the layer.
     """
-    key_TND, value_TND = for_all_heads(query_TND.shape[1], key_TGD, value_TGD)
+    calls = _calls(tuple(lengths))
+    tensors = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    together = len(calls.shapes) < len(lengths)
+    if together:
+        tokens_P = torch.from_numpy(calls.tokens).to(query_TND.device)
+        tensors = tuple(values.index_select(0, tokens_P) for values in tensors)
     # One split and one concatenation: slices would each have a gradient as long as the pack.
-    parts = zip(*(values.split(list(lengths)) for values in (query_TND, key_TND, value_TND)), strict=True)
-    return torch.cat([attend(query, key, value, kind) for query, key, value in parts])
+    sizes = [rows * columns for rows, columns in calls.shapes]
+    parts = zip(calls.shapes, *(values.split(sizes) for values in tensors), strict=True)
+    found = torch.cat(
+        [attend(*(values.unflatten(0, shape) for values in part), kind).flatten(0, 1) for shape, *part in parts]
+    )
+    if not together:
+        return found
+    return found.index_select(0, torch.from_numpy(calls.places).to(found.device))
 
 
 def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,32 +93,32 @@ def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 def attend(
-    query_CND: Tensor, key_SND: Tensor, value_SND: Tensor, kind: AttentionKind, before_CS: Tensor | None = None
+    query_BCND: Tensor, key_BSND: Tensor, value_BSND: Tensor, kind: AttentionKind, before_CS: Tensor | None = None
 ) -> Tensor:
-    """Attention over one sequence, `[C, N, D]`.
+    """Attention over the row of each, `[B, C, N, D]`.
 
     Args:
-        query_CND: of the columns that ask.
-        key_SND, value_SND: of the whole sequence.
+        query_BCND: of the columns that ask.
+        key_BSND, value_BSND: of whole rows.
         kind: of the layer.
         before_CS: `[C, S]` int64, how many columns each seen one is before each that asks. None: these are the same
             columns in order.
     """
-    query_NCD, key_NSD, value_NSD = (values.transpose(0, 1) for values in (query_CND, key_SND, value_SND))
-    hidden_CS = _hidden(len(query_CND), before_CS, kind, query_CND.device)
+    query_BNCD, key_BNSD, value_BNSD = (values.transpose(1, 2) for values in (query_BCND, key_BSND, value_BSND))
+    hidden_CS = _hidden(query_BCND.shape[1], before_CS, kind, query_BCND.device)
     if kind.sinks is not None:
-        context_NCD = _with_sinks(query_NCD, key_NSD, value_NSD, hidden_CS, kind, kind.sinks)
+        context_BNCD = _with_sinks(query_BNCD, key_BNSD, value_BNSD, hidden_CS, kind, kind.sinks)
     else:
-        context_NCD = F.scaled_dot_product_attention(
-            query_NCD[None],
-            key_NSD[None],
-            value_NSD[None],
+        context_BNCD = F.scaled_dot_product_attention(
+            query_BNCD,
+            key_BNSD,
+            value_BNSD,
             attn_mask=None if hidden_CS is None else ~hidden_CS,
             dropout_p=kind.dropout,
             is_causal=hidden_CS is None,
             scale=kind.scale,
-        )[0]
-    return context_NCD.transpose(0, 1)
+        )
+    return context_BNCD.transpose(1, 2)
 
 
 def _hidden(columns: int, before_CS: Tensor | None, kind: AttentionKind, device: torch.device) -> Tensor | None:
@@ -97,19 +134,39 @@ def _hidden(columns: int, before_CS: Tensor | None, kind: AttentionKind, device:
 
 
 def _with_sinks(
-    query_NCD: Tensor,
-    key_NSD: Tensor,
-    value_NSD: Tensor,
+    query_BNCD: Tensor,
+    key_BNSD: Tensor,
+    value_BNSD: Tensor,
     hidden_CS: Tensor | None,
     kind: AttentionKind,
     sinks_N: Tensor,
 ) -> Tensor:
     """`w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))`, the softmax in float32."""
-    logits_NCS = (query_NCD @ key_NSD.mT * kind.scale).float()
+    logits_BNCS = (query_BNCD @ key_BNSD.mT * kind.scale).float()
     if hidden_CS is not None:
-        logits_NCS = logits_NCS.masked_fill(hidden_CS, -torch.inf)
-    sinks_NC1 = sinks_N.float()[:, None, None].expand(-1, query_NCD.shape[1], 1)
-    weights_NCS = torch.cat([logits_NCS, sinks_NC1], -1).softmax(-1)[..., :-1].to(value_NSD.dtype)
+        logits_BNCS = logits_BNCS.masked_fill(hidden_CS, -torch.inf)
+    rows, heads, columns, _ = query_BNCD.shape
+    sinks_BNC1 = sinks_N.float()[None, :, None, None].expand(rows, heads, columns, 1)
+    weights_BNCS = torch.cat([logits_BNCS, sinks_BNC1], -1).softmax(-1)[..., :-1].to(value_BNSD.dtype)
     if kind.dropout:
-        weights_NCS = torch.dropout(weights_NCS, kind.dropout, train=True)
-    return weights_NCS @ value_NSD
+        weights_BNCS = torch.dropout(weights_BNCS, kind.dropout, train=True)
+    return weights_BNCS @ value_BNSD
+
+
+@lru_cache(maxsize=32)
+def _calls(lengths: tuple[int, ...]) -> _Calls:
+    starts = np.cumsum(lengths) - np.asarray(lengths)
+    calls: dict[tuple[str, int], list[int]] = {}
+    for number, length in enumerate(lengths):
+        call = ("octave", length.bit_length()) if length <= TOGETHER else ("alone", number)
+        calls.setdefault(call, []).append(number)
+    shapes, tokens, places_T, first = [], list[np.ndarray](), np.zeros(sum(lengths), np.int64), 0
+    for members in calls.values():
+        columns = max(lengths[number] for number in members)
+        shapes.append((len(members), columns))
+        for number in members:
+            start, length = int(starts[number]), lengths[number]
+            tokens.append(start + np.minimum(np.arange(columns), length - 1))
+            places_T[start : start + length] = first + np.arange(length)
+            first += columns
+    return _Calls(tuple(shapes), np.concatenate(tokens), places_T)

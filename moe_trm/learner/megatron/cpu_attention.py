@@ -88,7 +88,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         for length, query_CND, key_RCND, value_RCND in parts:
             positions = [Layout(1, length, group.size(), rank).positions() for rank in range(group.size())]
             before_CS = positions[group.rank()][:, None] - torch.cat(positions)[None, :]
-            contexts.append(attend(query_CND, key_RCND.flatten(0, 1), value_RCND.flatten(0, 1), kind, before_CS))
+            whole = (values.flatten(0, 1)[None] for values in (key_RCND, value_RCND))
+            contexts.append(attend(query_CND[None], *whole, kind, before_CS)[0])
         return torch.cat(contexts).flatten(1)
 
     def kind(self) -> AttentionKind:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_trm.learner import sequence_attention
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within
 
-LENGTHS = (7, 1, 4, 12)
+LENGTHS = (7, 1, 4, 12, 5)
 T, N, G, D = sum(LENGTHS), 4, 2, 6
 SCALE = 0.3
 KINDS = {
@@ -41,9 +42,14 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> T
     return torch.einsum("nts,snd->tnd", logits.softmax(-1)[..., :T], value)
 
 
+@pytest.mark.parametrize("together", [256, 4, 0], ids=["by octave", "short ones by octave", "one by one"])
 @pytest.mark.parametrize("value_dim", [D, D + 2])
 @pytest.mark.parametrize("name", KINDS)
-def test_sequences_see_themselves_alone(name: str, value_dim: int) -> None:
+def test_sequences_see_themselves_alone(
+    name: str, value_dim: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_attention, "TOGETHER", together)
+    sequence_attention._calls.cache_clear()
     ours, theirs = tensors(value_dim), tensors(value_dim)
     got, expected = attend_within(*ours, LENGTHS, KINDS[name]), by_mask(*theirs, KINDS[name])
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-6)
@@ -61,8 +67,9 @@ def test_a_part_of_the_columns_asks_the_whole_sequence(name: str) -> None:
     """As context-parallel ranks do, which hold columns in another order."""
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(12, N, D, generator=generator) for _ in range(3))
+    query, key, value = query[None], key[None], value[None]
     whole = attend(query, key, value, KINDS[name])
     order = torch.randperm(12, generator=generator)
     own = torch.tensor([0, 1, 2, 9, 10, 11])
-    part = attend(query[own], key[order], value[order], KINDS[name], own[:, None] - order[None])
-    torch.testing.assert_close(part, whole[own], atol=1e-6, rtol=1e-6)
+    part = attend(query[:, own], key[:, order], value[:, order], KINDS[name], own[:, None] - order[None])
+    torch.testing.assert_close(part, whole[:, own], atol=1e-6, rtol=1e-6)
