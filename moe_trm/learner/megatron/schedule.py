@@ -100,9 +100,7 @@ class Schedule:
         scoring = cut_scoring(scoring_of(moved), layout)
         inputs = layout.cut_tokens(moved.input_ids), layout.position_ids().to(self._device), None
         pack = packed_parameters(layout, self._device)
-        options: dict[str, Any] = (
-            {"labels": scoring} if pack is None else {"labels": scoring, "packed_seq_params": pack}
-        )
+        options = {"labels": scoring, "packed_seq_params": pack}
         if self._replayer is None:
             check_native(source)
             return model(*inputs, **options), None
