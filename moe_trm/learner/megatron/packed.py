@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from moe_trm.errors import ConfigError
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.models.registry import family_of
 from routing.packed_layout import AnyLayout, PackedLayout
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 
 def packed_parameters(layout: AnyLayout, device: torch.device) -> PackedSeqParams | None:
@@ -23,6 +25,8 @@ def packed_parameters(layout: AnyLayout, device: torch.device) -> PackedSeqParam
     """
     if not isinstance(layout, PackedLayout):
         return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     starts = torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32).to(device, non_blocking=True)
     longest = max(layout.sequences)
     return PackedSeqParams(
