@@ -59,6 +59,7 @@ BENCHMARKS = (
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
+    Benchmark("packed_rows", "Packs against padded rows", "packed_rows"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
     Benchmark("corrections", "Corrections", "corrections"),

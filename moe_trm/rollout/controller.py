@@ -125,7 +125,7 @@ class RolloutController:
         if self._config.task.shuffle_rewards:
             records = _shuffle_rewards(records, seed=self._config.seed, step=step)
         rows = self._rows(records)
-        learner = self._config.learner
+        learner, packed = self._config.learner, self._config.batch.layout == "packed"
         plan = plan_step(
             rows,
             seed=self._config.seed,
@@ -135,13 +135,19 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
+            packed=packed,
         )
         ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
-        metrics = self._metrics(records) | plan_metrics(plan) | ages
+        metrics = self._metrics(records) | self._balance(plan) | ages
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
+        parallel = self._config.learner.parallel
+        packed = self._config.batch.layout == "packed"
+        return plan_metrics(plan, packed=packed, context=parallel.context, tensor=parallel.tensor)
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each rollout server now; none where the engine asks no servers."""

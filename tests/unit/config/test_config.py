@@ -154,6 +154,7 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["observe.sinks=[wandb, wandb]"], "observe.sinks"),
         (["task.eval_sets={a/b: x.jsonl}"], "task.eval_sets"),
         (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
+        (["batch.layout=packed", "learner.fp8=tensorwise", "learner.dtype=bfloat16"], "batch.layout"),
         (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
         (
             ["rollout.group_size=1", "advantage.name=reinforce_plus_plus", "batch.zero_variance=drop"],
