@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_trm import corrections, diagnostics, summable
 from moe_trm.config.schema import Config
+from moe_trm.config.training_rules import may_have_turns
 from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.batch_norm import normalized, weight_sums
 from moe_trm.functions.parameters import Parameter
@@ -55,6 +56,7 @@ class Objective:
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
+        self._has_turns = may_have_turns(config)
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -138,6 +140,7 @@ class Objective:
                     num_sequences=part.mini.num_sequences,
                     num_tokens=part.mini.num_tokens,
                     horizon=chosen.horizon,
+                    sample_tokens=batch.sample_tokens,
                 )
                 for name, (values, keep, coef) in terms.items()
                 if coef
@@ -151,6 +154,7 @@ class Objective:
                     **diagnostics.metrics(evidence),
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
+                    **(diagnostics.by_turn(evidence) if self._has_turns else {}),
                     **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }
