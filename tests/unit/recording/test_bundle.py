@@ -97,7 +97,7 @@ def test_every_cut_and_many_flipped_bits_are_noticed(tmp_path: Path) -> None:
     assert len(reader.read(1)) == len(RECORDS)
 
 
-@pytest.mark.parametrize("change", [{"version": 6}, {"version": 3}, {"format": "something-else"}])
+@pytest.mark.parametrize("change", [{"version": 7}, {"version": 3}, {"format": "something-else"}])
 def test_other_formats_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
     BundleWriter(str(tmp_path)).write(1, RECORDS)
     path = tmp_path / "step-000001.safetensors"
