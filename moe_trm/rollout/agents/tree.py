@@ -127,7 +127,7 @@ class SessionTree:
         found = [
             (len(node.context.text) + len(node.answer.body), -node.children, number, node)
             for number, node in enumerate(self.nodes)
-            if node.context.messages is None and prompt.startswith(node.context.text + node.answer.body)
+            if node.context.messages is None and prompt.startswith(_shown(node))
         ]
         if not found:
             return Context(None, None, prompt, self.template.encode_prompt(prompt))
@@ -184,6 +184,15 @@ def conversation_of(
         turn = node.turn if routes else replace(node.turn, routes=None)
         conversation.add(turn, trained=trained is None or node in trained)
     return conversation
+
+
+def _shown(node: Node) -> str:
+    """Text that a prompt has to begin with to continue the completion `node`.
+
+    One without any text but its end is continued where that is in the prompt: else the same prompt asked again would be
+    taken for its continuation.
+    """
+    return node.context.text + (node.answer.body or node.answer.end)
 
 
 def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: Answer) -> bool:
