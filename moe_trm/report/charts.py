@@ -117,6 +117,10 @@ SECTIONS = (
                    ("merged/k3_kl", "engine and lag"),
                    ("staleness/k3_kl", "staleness"), ("total/k3_kl", "total"), ("total/exact_kl", "total, exact")),
                   log=True),
+            Heat("By turn",
+                 "k3 KL of the engines on each answer of a conversation, the first being 0. A figure that rises with the "
+                 "turn points to routes or ids of the context.",
+                 (("turns/engine_k3/*", "turn "), ("turns/merged_k3/*", "turn ")), least=2),
             Lines("What makes the engine part",
                   "Probe steps: mean absolute log-ratio by numerics (same routes) and by routing (routes alone).",
                   (("probe/numerics_abs_mean", "numerics"), ("probe/routing_abs_mean", "routing")), log=True),

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from moe_trm import corrections, diagnostics, summable
 from moe_trm.config.schema import Config
-from moe_trm.config.training_rules import may_have_turns
 from moe_trm.corrections import Correction, Evidence
 from moe_trm.corrections.batch_norm import normalized, weight_sums
 from moe_trm.functions.parameters import Parameter
@@ -56,7 +55,7 @@ class Objective:
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
-        self._has_turns = may_have_turns(config)
+        self._has_turns = config.rollout.has_turns
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
