@@ -145,8 +145,9 @@ class Producer:
             sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
             # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
             outcome = sample.bound()
-            for row in outcome.rows if self._needs_support else ():
-                recorded_support(row)
+            if self._needs_support:
+                for row in outcome.rows:
+                    recorded_support(row)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))
