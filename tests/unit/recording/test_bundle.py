@@ -67,6 +67,10 @@ def assert_same(one: object, two: object) -> None:
     elif dataclasses.is_dataclass(one):
         for field in dataclasses.fields(one):
             assert_same(getattr(one, field.name), getattr(two, field.name))
+    elif isinstance(one, tuple):
+        assert isinstance(two, tuple)
+        for left, right in zip(one, two, strict=True):
+            assert_same(left, right)
     else:
         assert one == two
 
