@@ -86,8 +86,8 @@ def test_every_sample_is_trained_once_or_reported(name: str, tmp_path: Path, mon
     for reason in set(kind.reasons.values()):
         assert metrics[f"records/rejected/{reason}"] == 2 * list(kind.reasons.values()).count(reason)
     assert metrics["ledger/trained"] == num_sequences == 2 * len(kind.trained) == 8
-    # Four answers of what goes on, two of each other; an agent that forgets answers in two branches.
-    answers = {None: 10, "last": 2 * 9, "trajectory": 2 * 10, "turns": 2 * 10}
+    # Four answers of what goes on, one of what rewards, two of each other; what forgets has them in two branches.
+    answers = {"last": 2 * 8, "trajectory": 2 * 9, "turns": 2 * 9}
     assert metrics["turns/max"] == 4
     assert 0 < metrics["turns/later_token_fraction"] < 1
     assert metrics["reward/tool/mean"] == 2.0
@@ -95,7 +95,7 @@ def test_every_sample_is_trained_once_or_reported(name: str, tmp_path: Path, mon
         assert num_rows == 8
         return
     assert metrics["turns/mean"] == answers[kind.rows] / 8
-    assert num_rows == metrics["agent/rows"] == {"last": 8, "trajectory": 10, "turns": 20}[kind.rows]
+    assert num_rows == metrics["agent/rows"] == {"last": 8, "trajectory": 10, "turns": 18}[kind.rows]
     assert (metrics["agent/left_out_tokens"] > 0) == (kind.rows == "last")
     assert metrics.get("turns/rows_max") == {"last": None, "trajectory": 2, "turns": 4}[kind.rows]
     assert metrics["agent/sessions"] == 2 * len(kind.moods)
