@@ -88,7 +88,7 @@ def check_steps(folder: Path, rows: str) -> list[RolloutRecord]:
 def test_every_branch_is_trained_once_with_its_own_proof(folder: Path) -> None:
     samples = check_steps(folder, "trajectory")
     assert all(len(sample.rows) == len(leaves(sample.session)) for sample in samples)
-    assert max(len(sample.rows) for sample in samples) == 3
+    assert max(len(sample.rows) for sample in samples) >= 3
     # The first row is the whole last branch; the others begin with what an earlier row has.
     assert all(sample.session[-1].row == 0 and sample.session[-1].parent == -1 for sample in samples)
     context = [row for sample in samples for row in sample.rows if row.turn_ids[row.sampled].min() > 0]
