@@ -62,7 +62,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         *(
             ("agent", key, rollout.agent is None, "rollout.agent is not set")
-            for key in ("tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+            for key in ("rows", "tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
@@ -124,7 +124,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             "advantage",
             "name",
             advantage.level == "turn" and not may_have_turns(config),
-            "without rollout.function every sample is one turn, and turn_grpo is grpo",
+            "without rollout.function or rollout.agent every sample is one turn, and turn_grpo is grpo",
         ),
         (
             "correction",

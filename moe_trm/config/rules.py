@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_trm.config import (
+    agent_rules,
     anti_patterns,
     deepspeed_rules,
     engine_rules,
@@ -48,6 +49,7 @@ def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Pr
 
 def _refusals(config: Config) -> list[Problem]:
     return [
+        *agent_rules.refusals(config),
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *server_flags.refusals(config),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
@@ -56,6 +57,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
+            several_rows=several_rows(config),
             waits=config.pipeline.mode != "sync",
             delay_s=config.rollout.bundle_delay_s,
         )
@@ -104,7 +106,7 @@ def agent_sampler(
     host = FunctionHost(rollout.agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
     policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
-    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed)
+    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
 
 
 def limits_of(rollout: RolloutConfig, task: Task) -> Limits:

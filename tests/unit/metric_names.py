@@ -129,6 +129,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "records/dropped/{reason}": [f"records/dropped/{reason}" for reason in ("age", "overlong", "zero_variance")],
         "records/rejected/{reason}": [f"records/rejected/{reason}" for reason in reasons()],
         "reference/{name}_kl": ["reference/k1_kl", "reference/k3_kl"],
+        "rejected_rows/{rejection.reason}": [f"agent/rejected_rows/{reason}" for reason in reasons()],
         "reward/{name}/mean": [f"reward/{WORD}/mean"],
         "rollout/age_share/{age}": [f"rollout/age_share/{NUMBER}"],
         "routing/flips/engine/margin_{least}_{most}": [f"routing/flips/engine/margin_{a}_{b}" for a, b in margins],
@@ -171,6 +172,7 @@ def _measured() -> Iterator[str]:
     yield from (key.partition(":")[0] for key in diagnostics.acceptance(evidence, correction))
     for one in (evidence, _example(split=False)):
         yield from summable.finalize(diagnostics.metrics(one))
+        yield from (key.partition(":")[0] for key in diagnostics.by_turn(one))
     inputs = _inputs(evidence)
     for loss in map(losses.get, losses.names()):
         yield from summable.finalize(loss(inputs).metrics)

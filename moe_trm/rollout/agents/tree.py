@@ -8,8 +8,8 @@ branch at the last node for which that holds, or at the root.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from moe_trm.rollout.agents.messages import Message, returned, same
 from moe_trm.rollout.agents.seam import Answer, Reader, find_seam
@@ -127,7 +127,7 @@ class SessionTree:
         found = [
             (len(node.context.text) + len(node.answer.body), -node.children, number, node)
             for number, node in enumerate(self.nodes)
-            if node.context.messages is None and prompt.startswith(node.context.text + node.answer.body)
+            if node.context.messages is None and prompt.startswith(_shown(node))
         ]
         if not found:
             return Context(None, None, prompt, self.template.encode_prompt(prompt))
@@ -150,10 +150,6 @@ class SessionTree:
         """The last answer of every branch, in the order in which they came."""
         return [node for node in self.nodes if not node.children]
 
-    def left_out(self, leaf: Node) -> int:
-        """Sampled tokens that are not in the branch of `leaf`."""
-        return sum(node.turn.num_sampled for node in self.nodes) - sum(node.turn.num_sampled for node in leaf.path())
-
     def _deepest(self, messages: tuple[Message, ...]) -> Node | None:
         """The node with the longest conversation that `messages` begin with.
 
@@ -167,8 +163,16 @@ class SessionTree:
         return max(found, key=lambda item: item[:3])[3] if found else None
 
 
-def conversation_of(leaf: Node, prompt_id: str) -> Conversation:
+def conversation_of(
+    leaf: Node, prompt_id: str, *, trained: Collection[Node] | None = None, routes: bool = True
+) -> Conversation:
     """The branch of `leaf` as one conversation, whose record goes to the learner.
+
+    Args:
+        leaf: its last answer.
+        prompt_id: of the sample.
+        trained: the answers that the record is about, `leaf` among them; the others are its context. None: all.
+        routes: with the recorded routes.
 
     Raises `RecordRejected` as `Conversation.add` does.
     """
@@ -177,8 +181,18 @@ def conversation_of(leaf: Node, prompt_id: str) -> Conversation:
     for node in nodes:
         if node.parent is not None:
             conversation.append(node.context.added)
-        conversation.add(node.turn)
+        turn = node.turn if routes else replace(node.turn, routes=None)
+        conversation.add(turn, trained=trained is None or node in trained)
     return conversation
+
+
+def _shown(node: Node) -> str:
+    """Text that a prompt has to begin with to continue the completion `node`.
+
+    One without any text but its end is continued where that is in the prompt: else the same prompt asked again would be
+    taken for its continuation.
+    """
+    return node.context.text + (node.answer.body or node.answer.end)
 
 
 def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: Answer) -> bool:
