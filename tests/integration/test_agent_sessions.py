@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import load, make_push
 from tests.integration.test_calculator import check_against_hf
 
@@ -85,6 +87,41 @@ def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_
     assert metrics["agent/branches"] == 2 * SESSIONS
     assert metrics["agent/cut"] == metrics["agent/rewritten"] == metrics["agent/refused"] == 0
     assert len({tuple(np.array(record.tokens).tolist()) for record in records}) > 1
+
+
+def test_a_stop_text_of_several_tokens_ends_an_answer_where_it_is_complete(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """The likeliest tokens are always the same, so what they say is known before it is a stop text."""
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    decode = Tokens(tiny_moe).decode_all
+    greedy = SamplingParams(temperature=1.0, top_k=1, max_new_tokens=24, stop_token_ids=(2,))
+
+    async def work() -> tuple[SampledTurn, list[SampledTurn], list[str]]:
+        engine = SglangEngine(served_config, rollout_server.api_key)
+        try:
+            await engine.start()
+            whole = await engine.turn(tuple(range(40, 60)), greedy)
+            ids = whole.tokens.tolist()
+            texts = [text for end in range(4, 20, 5) if len(text := decode(ids[end - 3 : end])) > 2]
+            stopped = [
+                await engine.turn(tuple(range(40, 60)), replace(greedy, stop_texts=("never said", text)))
+                for text in texts
+            ]
+            return whole, stopped, texts
+        finally:
+            await engine.close()
+
+    whole, stopped, texts = asyncio.run(work())
+    assert texts, "the policy said nothing that has a text"
+    for turn, text in zip(stopped, texts, strict=True):
+        ids = turn.tokens.tolist()
+        assert turn.finish_reason == "stop"
+        assert ids == whole.tokens.tolist()[: len(ids)]
+        assert text in decode(ids)
+        assert text not in decode(ids[:-1])
+        assert turn.routes is not None
+        assert turn.routes.num_rows == 20 + len(ids) - 1
 
 
 def with_template(checkpoint: Path, folder: Path) -> Path:

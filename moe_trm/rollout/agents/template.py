@@ -28,10 +28,11 @@ class Template(Protocol):
     def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """The whole conversation, ready for the policy to answer. Raises `CheckpointError`."""
 
-    def closing(self, options: TemplateOptions) -> str:
+    def closing(self, options: TemplateOptions) -> str | None:
         """The text between an answer and the message after it.
 
-        It is empty where the next message itself ends the answer, and where it is not known.
+        It is empty where the next message itself ends the answer, and where it is not known. None: the template ends
+        the last answer with another token than an earlier one.
         """
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ class ChatTemplate:
         """See `Template.render`."""
         return self._render(messages, options, opens_answer=True)
 
-    def closing(self, options: TemplateOptions) -> str:
+    def closing(self, options: TemplateOptions) -> str | None:
         """See `Template.closing`.
 
         It is what stands behind an answer both at the end and before a message. A template that opens the next answer
@@ -69,7 +70,11 @@ class ChatTemplate:
             # A template that only writes conversations of another form, e.g. with a system message.
             return ""
         pairs = zip(last, between, strict=False)
-        return "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return None if all(len(self._first_token(text)) > len(same) for text in (last, between)) else same
+
+    def _first_token(self, text: str) -> str:
+        return self._tokens.decode_all(self.encode(text)[:1])
 
     def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
         """The text behind the marked answer; empty where the template does not write it as it is."""
@@ -85,19 +90,32 @@ class ChatTemplate:
         return self._tokens.encode(text)
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
-        def write(given: Sequence[Message]) -> str:
-            return self._tokens.render(
-                given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
-            )
+        whole = [_with_thinking(message) for message in messages]
+        # Some templates put arguments together as text, others write a mapping as JSON themselves. And one takes no
+        # reasoning beside content and calls.
+        forms = [form(list(given)) for given in (whole, messages) for form in (list, _all_textual)]
+        refusal: CheckpointError | None = None
+        for number, given in enumerate(forms):
+            if given in forms[:number]:
+                continue
+            try:
+                return self._tokens.render(
+                    given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
+                )
+            except CheckpointError as error:
+                refusal = refusal or error
+        assert refusal is not None, "there is one form at least"
+        raise refusal
 
-        try:
-            return write(messages)
-        except CheckpointError:
-            # Some templates put arguments together as text, others write a mapping as JSON themselves.
-            textual = [_with_textual_arguments(message) for message in messages]
-            if textual == list(messages):
-                raise
-            return write(textual)
+
+def _all_textual(messages: Sequence[Message]) -> list[Message]:
+    return [_with_textual_arguments(message) for message in messages]
+
+
+def _with_thinking(message: Message) -> Message:
+    """The message with its reasoning under the name that gpt-oss's template has for it, too."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else message | {"thinking": reasoning}
 
 
 def _with_textual_arguments(message: Message) -> Message:
