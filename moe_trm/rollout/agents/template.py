@@ -52,9 +52,9 @@ class ChatTemplate:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
-    def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """See `Template.render`."""
-        return self._render(messages, options, opens_answer=True)
+    def render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool = True) -> str:
+        """See `Template.render`. Without `opens_answer` the text ends behind the last message."""
+        return self._render(messages, options, opens_answer=opens_answer)
 
     def closing(self, options: TemplateOptions) -> str | None:
         """See `Template.closing`.
@@ -69,12 +69,14 @@ class ChatTemplate:
         except CheckpointError:
             # A template that only writes conversations of another form, e.g. with a system message.
             return ""
+        return self.shared(last, between)
+
+    def shared(self, last: str, between: str) -> str | None:
+        """The beginning that two texts behind an answer share; None where they begin with different tokens."""
         pairs = zip(last, between, strict=False)
         same = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return None if all(len(self._first_token(text)) > len(same) for text in (last, between)) else same
-
-    def _first_token(self, text: str) -> str:
-        return self._tokens.decode_all(self.encode(text)[:1])
+        first_tokens = [self.decode(self.encode(text)[:1]) for text in (last, between)]
+        return None if all(len(token) > len(same) for token in first_tokens) else same
 
     def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
         """The text behind the marked answer; empty where the template does not write it as it is."""
@@ -84,6 +86,10 @@ class ChatTemplate:
     def encode(self, text: str) -> tuple[int, ...]:
         """See `Template.encode`."""
         return self._tokens.encode_plain(text) if text else ()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids as text, special tokens included."""
+        return self._tokens.decode_all(token_ids)
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """See `Template.encode_prompt`."""
