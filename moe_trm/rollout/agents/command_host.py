@@ -10,6 +10,7 @@ The program finds the policy in its environment, under the names that OpenAI's c
 | `MOE_TRM_PROMPT` | a JSON file with the prompt's row: `prompt_id`, `text`, `messages`, `answer`, `extra` |
 | `MOE_TRM_REWARD` | a file that may get the reward: a JSON number, or an object of named numbers |
 | `TMPDIR` | a folder that is removed after the sample |
+| `PATH` | begins with the folder of the run's own Python, so that `python` is that one |
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,7 +62,7 @@ class CommandHost:
 
     async def start(self) -> None:
         """Look for the program. Raises `ConfigError`."""
-        if shutil.which(self._command[0]) is None:
+        if shutil.which(self._command[0], path=search_path()) is None:
             raise ConfigError(
                 "the agent's program cannot be found",
                 where=KEY,
@@ -123,7 +125,13 @@ def environment_of(base_url: str, api_key: str, folder: Path) -> dict[str, str]:
         PROMPT_VARIABLE: str(folder / "prompt.json"),
         "MOE_TRM_REWARD": str(folder / "reward.json"),
         "TMPDIR": str(folder / "tmp"),
+        "PATH": search_path(),
     }
+
+
+def search_path() -> str:
+    """Where programs are looked for: beside the run's own Python first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def read_reward_file(path: Path) -> Any:

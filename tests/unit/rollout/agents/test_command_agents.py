@@ -212,6 +212,19 @@ def test_the_end_of_a_run_ends_its_commands() -> None:
     assert asyncio.run(asyncio.wait_for(go(), 60)) == "the run is over the run is over"
 
 
+def test_python_is_the_one_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = f"import sys; open({str(tmp_path / 'seen')!r}, 'w').write(sys.executable)"
+
+    async def go() -> None:
+        host = CommandHost(["python", "-c", program], limit_s=60, most_at_once=1, max_output_bytes=1000)
+        await host.start()
+        await host.call({"base_url": "", "api_key": "", "prompt": {}}, lambda: None)  # type: ignore[arg-type,return-value]
+
+    asyncio.run(go())
+    assert Path((tmp_path / "seen").read_text()).parent == Path(sys.executable).parent
+
+
 def test_a_program_that_is_not_there_is_refused_at_launch() -> None:
     host = CommandHost(["no-such-program", "x"], limit_s=1, most_at_once=1, max_output_bytes=1)
     with pytest.raises(ConfigError, match="cannot be found"):
