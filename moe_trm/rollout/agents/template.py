@@ -119,9 +119,13 @@ def _all_textual(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_thinking(message: Message) -> Message:
-    """The message with its reasoning under the name that gpt-oss's template has for it, too."""
-    reasoning = message.get("reasoning_content")
-    return message if reasoning is None else message | {"thinking": reasoning}
+    """The message with its reasoning under the name that gpt-oss's template has for it, too.
+
+    That one writes reasoning before calls only, and some copies of it write an answer with reasoning as reasoning.
+    """
+    if "reasoning_content" not in message or "tool_calls" not in message:
+        return message
+    return message | {"thinking": message["reasoning_content"]}
 
 
 def _with_textual_arguments(message: Message) -> Message:
