@@ -148,8 +148,7 @@ async def own_endpoint(bench: Bench, seed: int) -> int:
         "temperature": PARAMS.temperature,
         "top_p": PARAMS.top_p,
         "top_k": PARAMS.top_k,
-        "ignore_eos": True,
-        "logprobs": 1,
+        "logprobs": 0,
     }
     addresses = [(f"{bench.server.url}/v1", KEY)] * bench.sessions
     return await _asked(bench, seed, addresses, {"model": "default", **fields})
@@ -163,7 +162,7 @@ async def door(bench: Bench, seed: int, *, bare: bool) -> int:
     try:
         opened = [server.open(LiveSession(policy, PARAMS, bare=bare)) for _ in range(bench.sessions)]
         addresses = [(address.base_url, address.api_key) for address in opened]
-        return await _asked(bench, seed, addresses, {"model": MODEL, "logprobs": 1})
+        return await _asked(bench, seed, addresses, {"model": MODEL, "logprobs": 0})
     finally:
         await server.close()
 
