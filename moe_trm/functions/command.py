@@ -78,10 +78,12 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], output:
             start_new_session=True,
         )
     except OSError as error:
-        await output.close()
-        raise FunctionFailed("crash", f"it cannot be started: {error}") from error
+        refusal = FunctionFailed("crash", f"it cannot be started: {error}")
+        refusal.__cause__ = error
     finally:
         os.close(writing)
+    await output.close()
+    raise refusal
 
 
 async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
@@ -153,6 +155,7 @@ class _Output(asyncio.Protocol):
             return
         await asyncio.wait({self._closed}, timeout=1.0)
         self._pipe.close()
+        await self._closed
 
     def last_words(self) -> str:
         """The end of the output, for an error."""

@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from moe_trm.functions import command
 from moe_trm.functions.command import marked, run_command
 from moe_trm.functions.process import FunctionFailed
 
@@ -63,39 +63,48 @@ def test_a_signal_and_a_program_that_is_not_there_are_crashes(tmp_path: Path) ->
     assert run("", tmp_path, program=[str(script)]).startswith("crash: it cannot be started:")
 
 
+def test_a_command_that_takes_too_long(tmp_path: Path) -> None:
+    assert run("import time; time.sleep(1000)", tmp_path, limit_s=0.2) == (
+        "timeout: nothing within 0.2 s; it printed nothing"
+    )
+
+
+def given_up(code: str, folder: Path) -> None:
+    """Run a command until it has made the file `begun`, and give it up."""
+    mark = f"TEST_MARK={folder}"
+
+    async def go() -> None:
+        running = asyncio.ensure_future(
+            run_command(
+                [*PYTHON, code],
+                {"TEST_MARK": str(folder), "FOLDER": str(folder)},
+                mark=mark,
+                limit_s=1000.0,
+                max_output_bytes=1000,
+            )
+        )
+        while not (folder / "begun").exists() and not running.done():
+            await asyncio.sleep(0.02)
+        assert marked(mark)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(go(), 300))
+    assert marked(mark) == [], "something of the command is left"
+
+
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path, detached: bool) -> None:
     """None of them minds SIGTERM, and one may leave the process group."""
-    code = (
+    given_up(
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.fork() == 0:\n" + ("    os.setsid()\n" if detached else "") + "    if os.fork() == 0:\n"
         "        open(os.environ['FOLDER'] + '/begun', 'w')\n"
-        "print('waiting', flush=True)\n"
-        "while True: time.sleep(1)\n"
+        "while True: time.sleep(1)\n",
+        tmp_path,
     )
-    said = run(code, tmp_path, limit_s=2.0)
-    assert said.startswith("timeout: nothing within 2 s; its last words: waiting")
-    assert (tmp_path / "begun").exists()
-
-
-def test_children_that_outlive_a_command_are_ended_and_hold_nothing_up(tmp_path: Path) -> None:
-    """They have its output open."""
-    code = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nprint('done')"
-    assert run(code, tmp_path) == ""
-
-
-def test_a_command_that_is_asked_to_end_can_tidy_up(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys, time\n"
-        "def leave(*_):\n"
-        "    open(os.environ['FOLDER'] + '/tidy', 'w')\n"
-        "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\n"
-        "while True: time.sleep(1)\n"
-    )
-    assert run(code, tmp_path, limit_s=3.0).startswith("timeout")
-    assert (tmp_path / "tidy").exists()
 
 
 def test_a_flood_of_output_ends_a_command_before_its_time(tmp_path: Path) -> None:
@@ -103,32 +112,6 @@ def test_a_flood_of_output_ends_a_command_before_its_time(tmp_path: Path) -> Non
     said = run(code, tmp_path, limit_s=250.0, most=200_000)
     assert said.startswith("output: more than 200000 bytes of output; its last words:")
     assert len(said) < 2200
-
-
-def test_a_command_that_is_given_up_is_ended(tmp_path: Path) -> None:
-    mark = f"TEST_MARK={tmp_path}"
-    code = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork()\ntime.sleep(1000)"
-
-    async def go() -> None:
-        running = asyncio.ensure_future(
-            run_command(
-                [*PYTHON, code],
-                {"TEST_MARK": str(tmp_path)},
-                mark=mark,
-                limit_s=1000.0,
-                max_output_bytes=1000,
-            )
-        )
-        until = time.monotonic() + 60
-        while len(marked(mark)) < 2 and time.monotonic() < until:
-            await asyncio.sleep(0.02)
-        assert len(marked(mark)) == 2
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(go())
-    assert marked(mark) == []
 
 
 def test_nothing_else_is_ended(tmp_path: Path) -> None:
