@@ -15,7 +15,6 @@ from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import refusals
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.functions.command import marked
 from moe_trm.functions.host import FunctionHost
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
@@ -171,7 +170,6 @@ def test_a_command_finds_the_policy_under_the_names_that_clients_read(
         "extra": {"mood": "looks around"},
     }
     assert not Path(seen["TMPDIR"]).exists()
-    assert not marked(f"MOE_TRM_PROMPT={seen['MOE_TRM_PROMPT']}")
 
 
 def test_no_more_commands_run_than_allowed(tmp_path: Path) -> None:
