@@ -86,15 +86,15 @@ def _outcome(
 ) -> Situation:
     asked = [_user("what?")]
     try:
-        before = template.render(asked, options)
+        begun, before = template.render(asked, options, opens_answer=False), template.render(asked, options)
         answered = template.render([*asked, answer], options, opens_answer=False)
         behind = template.render([*asked, answer, message], options)
     except CheckpointError as error:
         return Situation(name, f"the template cannot write it ({error.got or error.what})")
     if not answered.startswith(before):
-        return Situation(
-            name, "the template opens an answer otherwise than it writes it later: " + _change(before, answered)
-        )
+        opens = answered.startswith(begun)
+        fact = "opens an answer otherwise than it writes it later" if opens else "changes what came before"
+        return Situation(name, f"the template {fact}: {_change(before, answered)}")
     if "reasoning_content" in answer and THOUGHT not in answered:
         return Situation(name, "the template never writes the reasoning of an answer")
     place = answered.rfind(ANSWER)

@@ -32,7 +32,7 @@ AGENT = """
 import json, os, signal, sys, time, urllib.request
 
 prompt = json.load(open(os.environ["MOE_TRM_PROMPT"]))
-mood, history = prompt["extra"]["mood"], prompt["messages"]
+mood, history = prompt["extra"]["mood"], list(prompt["messages"])
 base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
 
 def say():

@@ -37,10 +37,10 @@ def test_a_verdict_on_a_template_is_what_sessions_do(name: str) -> None:
     ("name", "situation", "why"),
     [
         ("chatml", "the user's next message behind thinking", "removes earlier thinking: "),
-        ("glm45", "the user's next message behind thinking", "'<think>the-thought"),
+        ("glm45", "the user's next message behind thinking", "<think>the-thought"),
         ("thinking", "the user's next message", "opens an answer otherwise than it writes it later: "),
         ("harmony", "the user's next message", "ends the last answer otherwise"),
-        ("rewriting", "the user's next message", "'1 messages so far"),
+        ("rewriting", "the user's next message", "changes what came before: '<|im_start|>system\\n1 messages so far"),
         ("mixtral", "the user's next message behind thinking", "never writes the reasoning"),
         ("mixtral", "texts between answers", "the tokenizer reads them as other text"),
     ],
