@@ -17,7 +17,7 @@ OUTSIDE = {
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "examples/calculator/README.md": "examples/calculator.md",
     "examples/agent/README.md": "examples/agent.md",
-    "examples/pydantic_ai/README.md": "examples/pydantic_ai.md",
+    "examples/openai_agents/README.md": "examples/openai_agents.md",
     "examples/terminal/README.md": "examples/terminal.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
 }

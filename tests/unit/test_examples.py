@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
 AGENT = REPOSITORY / "examples" / "agent" / "agent.py"
 TERMINAL = REPOSITORY / "examples" / "terminal" / "agent.py"
-PARSER = REPOSITORY / "examples" / "pydantic_ai" / "parser.py"
+PARSER = REPOSITORY / "examples" / "openai_agents" / "parser.py"
 OWN_METHODS = REPOSITORY / "examples" / "own_methods" / "methods.py"
 PAGE = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
 

@@ -94,12 +94,14 @@ def test_the_terminal_solves_sums(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_framework_in_a_virtual_environment_of_its_own_solves_sums(tmp_path: Path) -> None:
     """As the README installs it, without anything of MoE-TRM beside it."""
-    python = fresh_environment(tmp_path / "venv", "pydantic-ai-slim[openai]")
+    page = (EXAMPLES / "openai_agents" / "README.md").read_text(encoding="utf-8")
+    [requirement] = re.findall(r'^pip install "(.*)"$', page, re.MULTILINE)
+    python = fresh_environment(tmp_path / "venv", requirement)
     make_checkpoint(tmp_path / "plain", seed=0, shape=SHAPE)
     checkpoint = tmp_path / "chat"
-    load_function(f"{EXAMPLES / 'pydantic_ai' / 'start.py'}:write", key="test")(tmp_path / "plain", checkpoint)
-    command = [str(python), str(EXAMPLES / "pydantic_ai" / "agent.py")]
-    records, metrics = samples(command, checkpoint, f"{EXAMPLES / 'pydantic_ai' / 'parser.py'}:calls")
+    load_function(f"{EXAMPLES / 'openai_agents' / 'start.py'}:write", key="test")(tmp_path / "plain", checkpoint)
+    command = [str(python), str(EXAMPLES / "openai_agents" / "agent.py")]
+    records, metrics = samples(command, checkpoint, f"{EXAMPLES / 'openai_agents' / 'parser.py'}:calls")
     check(records, metrics, Tokens(checkpoint))
 
 

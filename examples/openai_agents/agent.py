@@ -1,4 +1,4 @@
-"""The calculator of ../calculator as a tool of a pydantic-ai agent, which knows nothing of MoE-TRM.
+"""The calculator of ../calculator as a tool of an agent of openai-agents, which knows nothing of MoE-TRM.
 
     672+39=                                    the user
     2+9=   [11]   ,7+3+1=   [11]   ,6+0+1=   [7]   #711
@@ -15,14 +15,14 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic_ai import Agent, UnexpectedModelBehavior
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
 
-agent = Agent(model_settings={"stop_sequences": ["="]})
+# Traces would go to OpenAI.
+set_tracing_disabled(True)
 
 
-@agent.tool_plain
+@function_tool
 def calculator(expression: str) -> str:
     """The value of a sum. A negative one is written the way the model borrows: its last digit, and a `b`."""
     value = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
@@ -31,12 +31,14 @@ def calculator(expression: str) -> str:
 
 async def run(base_url: str, api_key: str, prompt: Any) -> None:
     """One sample. It returns nothing, so `task.reward` judges the last answer."""
-    model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
-    try:
-        await agent.run(prompt.text, model=model)
-    except UnexpectedModelBehavior:
-        # The policy said nothing at all, or called no tool that there is. The reward says so.
-        return
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        agent = Agent(
+            name="sums",
+            tools=[calculator],
+            model=OpenAIChatCompletionsModel(model="policy", openai_client=client),
+            model_settings=ModelSettings(extra_args={"stop": ["="]}),
+        )
+        await Runner.run(agent, prompt.text)
 
 
 if __name__ == "__main__":
