@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 set_tracing_disabled(True)
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def calculator(expression: str) -> str:
     """The value of a sum. A negative one is written the way the model borrows: its last digit, and a `b`."""
     value = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))

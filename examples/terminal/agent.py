@@ -46,9 +46,9 @@ class Terminal:
             cwd=os.environ.get("TMPDIR"),
             start_new_session=True,
         )
-        self.type(PROFILE)
+        self.run(PROFILE)
 
-    def type(self, command: str) -> str:
+    def run(self, command: str) -> str:
         """The output of a command. Raises `TimeoutError`, and `EOFError` where the shell has ended."""
         assert self._shell.stdin is not None
         assert self._shell.stdout is not None
@@ -88,7 +88,7 @@ def main() -> None:
             if (said.model_extra or {}).get("matched_stop") != "=":
                 return
             command = COMMAND.search(said.text)
-            text += f"{said.text}={terminal.type(f'calc {command[1]}') if command else '?'}"
+            text += f"{said.text}={terminal.run(f'calc {command[1]}') if command else '?'}"
 
 
 if __name__ == "__main__":

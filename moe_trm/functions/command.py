@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from moe_trm.functions.process import FunctionFailed
 
@@ -47,7 +48,8 @@ async def run_command(
         raise
     ended = asyncio.ensure_future(process.wait())
     try:
-        await asyncio.wait({ended, output.flooded}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {ended, output.flooded}
+        await asyncio.wait(either, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         in_time = ended.done()
     finally:
         await _end(process, mark)

@@ -71,13 +71,13 @@ def test_the_terminal_calculates_as_the_rollout_function_does(tmp_path: Path, mo
     calculate = load_function(f"{CALCULATOR}:calculate", key="test")
     with load_function(f"{TERMINAL}:Terminal", key="test")() as terminal:
         for text in ("2+9", "7+3+1", "2-7", "2-7-1", "12+34", "0-10", "5-25"):
-            assert terminal.type(f"calc {text}") == calculate(f"{text}=")
-        assert "secret" not in terminal.type("env")
-        assert terminal.type("pwd") == str(tmp_path)
-        terminal.type("x=3")
-        assert terminal.type("echo $x; no-such-command").startswith("3\n")
+            assert terminal.run(f"calc {text}") == calculate(f"{text}=")
+        assert "secret" not in terminal.run("env")
+        assert terminal.run("pwd") == str(tmp_path)
+        terminal.run("x=3")
+        assert terminal.run("echo $x; no-such-command").startswith("3\n")
         with pytest.raises(EOFError):
-            terminal.type("exit")
+            terminal.run("exit")
 
 
 def test_the_parser_of_the_frameworks_example() -> None:
