@@ -97,31 +97,35 @@ def test_a_stop_text_of_several_tokens_ends_an_answer_where_it_is_complete(
     decode = Tokens(tiny_moe).decode_all
     greedy = SamplingParams(temperature=1.0, top_k=1, max_new_tokens=24, stop_token_ids=(2,))
 
-    async def work() -> tuple[SampledTurn, list[SampledTurn], list[str]]:
+    async def work() -> list[tuple[str, SampledTurn, SampledTurn]]:
+        """A text of two tokens, the answer that has it, and the answer with it as a stop text."""
         engine = SglangEngine(served_config, rollout_server.api_key)
         try:
             await engine.start()
-            whole = await engine.turn(tuple(range(40, 60)), greedy)
-            ids = whole.tokens.tolist()
-            texts = [text for end in range(4, 20, 5) if len(text := decode(ids[end - 3 : end])) > 2]
-            stopped = [
-                await engine.turn(tuple(range(40, 60)), replace(greedy, stop_texts=("never said", text)))
-                for text in texts
-            ]
-            return whole, stopped, texts
+            contexts = [tuple(range(first, first + 20)) for first in range(10, 70, 4)]
+            answers = await asyncio.gather(*(engine.turn(context, greedy) for context in contexts))
+            found = []
+            for context, whole in zip(contexts, answers, strict=True):
+                ids = whole.tokens.tolist()
+                # Half of this policy's ids have no text.
+                texts = [text for end in range(3, len(ids)) if len(text := decode(ids[end - 2 : end])) == 2]
+                if texts:
+                    params = replace(greedy, stop_texts=("never said", texts[-1]))
+                    found.append((texts[-1], whole, await engine.turn(context, params)))
+            return found
         finally:
             await engine.close()
 
-    whole, stopped, texts = asyncio.run(work())
-    assert texts, "the policy said nothing that has a text"
-    for turn, text in zip(stopped, texts, strict=True):
-        ids = turn.tokens.tolist()
-        assert turn.finish_reason == "stop"
+    found = asyncio.run(work())
+    assert found, "the policy said nothing that has a text"
+    for text, whole, stopped in found:
+        ids = stopped.tokens.tolist()
+        assert stopped.finish_reason == "stop"
         assert ids == whole.tokens.tolist()[: len(ids)]
         assert text in decode(ids)
         assert text not in decode(ids[:-1])
-        assert turn.routes is not None
-        assert turn.routes.num_rows == 20 + len(ids) - 1
+        assert stopped.routes is not None
+        assert stopped.routes.num_rows == 20 + len(ids) - 1
 
 
 def with_template(checkpoint: Path, folder: Path) -> Path:
