@@ -58,6 +58,7 @@ BENCHMARKS = (
     ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
+    Benchmark("agent_door", "The address of agents", "agent_door"),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
     Benchmark("packed_rows", "Packs against padded rows", "packed_rows"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),

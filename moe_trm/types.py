@@ -24,7 +24,8 @@ from routing.row_ids import row_id
 class SamplingParams:
     """Sampling settings of the behaviour policy.
 
-    `top_k` is always finite: the engine needs that to return its sampling mask.
+    `top_k` is always finite: the engine needs that to return its sampling mask. A text of `stop_texts` ends an answer
+    as soon as the text of the sampled ids has it; the ids stay as they were sampled.
     """
 
     temperature: float = 1.0
@@ -33,6 +34,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

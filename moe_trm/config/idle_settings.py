@@ -64,6 +64,10 @@ def idle_settings(config: Config) -> Iterator[str]:
             ("agent", key, rollout.agent is None, "rollout.agent is not set")
             for key in ("rows", "tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
         ),
+        *(
+            ("agent", key, not isinstance(rollout.agent, tuple), "rollout.agent is no command line")
+            for key in ("max_commands", "max_output_bytes")
+        ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
         ("sync", "verify", not traits.has_weights, f"{engine} serves no weights"),

@@ -10,8 +10,10 @@ from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
+from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
+from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
@@ -103,10 +105,24 @@ def agent_sampler(
     rollout, agent = config.rollout, config.agent
     assert rollout.agent is not None, "the caller has looked"
     reader = build_reader(agent.tool_parser, agent.reasoning_parser)
-    host = FunctionHost(rollout.agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
     policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
+    host = agent_host(config)
     return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
+
+
+def agent_host(config: Config) -> AgentHost:
+    """Where `rollout.agent` runs, not started."""
+    rollout, agent = config.rollout, config.rollout.agent
+    if isinstance(agent, tuple):
+        return CommandHost(
+            agent,
+            limit_s=rollout.function_timeout_s,
+            most_at_once=config.agent.max_commands,
+            max_output_bytes=config.agent.max_output_bytes,
+        )
+    assert agent is not None, "the caller has looked"
+    return FunctionHost(agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
 
 
 def limits_of(rollout: RolloutConfig, task: Task) -> Limits:

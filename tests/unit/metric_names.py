@@ -92,6 +92,8 @@ def reasons() -> frozenset[str]:
     calls = {
         f"{whose}_{how}" for whose in ("reward", "rollout") for how in ("error", "timeout", "crash", "type", "nan")
     }
+    # More reasons of `FunctionFailed`, which only a command line has.
+    calls.add("rollout_output")
     routes = {f"route_{reason}" for reason in _first_arguments("RouteError")}
     return frozenset({*_first_arguments("RecordRejected"), "logprob_value", *calls, *routes})
 

@@ -96,9 +96,10 @@ class RolloutConfig(Section):
     function: str | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
     several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
-    agent: str | None = None
+    agent: str | tuple[str, ...] | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that is given an address
-    of OpenAI's interface and makes a sample with its client (docs/agents.md); none: no agent."""
+    of OpenAI's interface and makes a sample with its client (docs/agents.md). A list, e.g. `[python, my_agent.py]`: a
+    command line that is started for every sample, with the address in its environment. None: no agent."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that one call of `rollout.function` or `rollout.agent` may take, waiting for the engine included. After
     that its sample is rejected (`rollout_timeout`)."""

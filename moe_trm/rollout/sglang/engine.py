@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -213,18 +214,23 @@ class SglangEngine:
 
         The server refuses masks together with `n > 1`, hence one request each.
         """
+        sampling: dict[str, object] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "max_new_tokens": params.max_new_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+        }
         request: dict[str, object] = {
             "input_ids": list(token_ids),
-            "sampling_params": {
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "min_p": params.min_p,
-                "max_new_tokens": params.max_new_tokens,
-                "stop_token_ids": list(params.stop_token_ids),
-            },
+            "sampling_params": sampling,
             "return_logprob": True,
         }
+        if params.stop_texts:
+            # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
+            # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).
+            sampling["stop_regex"] = [re.escape(text) for text in params.stop_texts]
         if bare:
             return request
         if self._wanted.routes:
