@@ -98,7 +98,7 @@ established published form.""",
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
 deviation; `opo` when lengths differ much; `opob` for old samples; `otb` for a baseline of each token; `turn_grpo`
-for one of each turn; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
+for one of each turn; `reinforce_plus_plus` or `remax` without groups; `pass_at_k` for best-of-k objectives.""",
 }
 
 

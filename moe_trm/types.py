@@ -84,6 +84,7 @@ class RolloutRecord:
         finish_reason: `stop`, `length` or `abort`.
         reward: set by the task; None until then.
         reward_parts: terms of the reward's weighted sum, by name; empty when the reward is one number.
+        baseline: reward of the greedy answer to the same prompt; None where none was asked for.
     """
 
     sample_id: int
@@ -100,6 +101,7 @@ class RolloutRecord:
     finish_reason: str
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    baseline: float | None = None
 
     @property
     def num_tokens(self) -> int:

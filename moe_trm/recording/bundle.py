@@ -45,6 +45,8 @@ class Header(CheckedHeader, kw_only=True):
     route_groups: list[list[int]]
     """Numbers of the records with routes, those of one prompt together: their routes are encoded as one group."""
     reward_parts: list[dict[str, float]] = msgspec.field(default_factory=list)
+    baselines: list[float | None] = msgspec.field(default_factory=list)
+    """Rewards of greedy answers to the records' prompts; empty where none was asked for."""
 
 
 class BundleWriter:
@@ -70,6 +72,7 @@ class BundleWriter:
             self._begun = True
         groups = _route_groups(records)
         arrays = _pack(records, groups)
+        baselines = [record.baseline for record in records]
         header = Header(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -80,6 +83,7 @@ class BundleWriter:
             finish_reasons=[record.finish_reason for record in records],
             mask_kinds=[_mask_kind(record) for record in records],
             reward_parts=[dict(record.reward_parts) for record in records],
+            baselines=baselines if any(value is not None for value in baselines) else [],
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
             route_groups=groups,
@@ -230,6 +234,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 finish_reason=header.finish_reasons[number],
                 reward=None if np.isnan(reward) else reward,
                 reward_parts=header.reward_parts[number] if header.reward_parts else {},
+                baseline=header.baselines[number] if header.baselines else None,
             )
         )
     return [record.bound() for record in records] if header.version == TOKENS_ALONE else records

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array, opob
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.token_advantages import score_energy, token_advantages
 from moe_trm.config.schema import Config
@@ -222,6 +222,7 @@ class RolloutController:
             num_tokens,
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
+            baselines=baselines_of(records) if ADVANTAGES[settings.name].reads_greedy else None,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:

@@ -16,7 +16,8 @@ class AdvantageConfig(Section):
     name: AdvantageName = "grpo"
     """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the
     same for each named reward by itself, weighted by `task.reward_weights` afterwards. `otb`: a baseline for each
-    token, from the recorded distributions. `turn_grpo`: a baseline for each turn. The others are described in
+    token, from the recorded distributions. `turn_grpo`: a baseline for each turn. `remax`: the reward minus that of a
+    greedy answer to the same prompt, which is asked for beside the samples. The others are described in
     docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`, `turn_grpo`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
