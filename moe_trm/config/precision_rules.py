@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LearnerConfig
+from moe_trm.config.schema import Config, LearnerConfig, RolloutConfig
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 """The correction to begin with where the rollout is a policy of its own."""
@@ -22,6 +22,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
     yield from _fp8(config.learner)
+    yield from _deterministic(rollout)
     if rollout.quantization is not None and rollout.fake_quantization is not None:
         yield Problem(
             "rollout.fake_quantization",
@@ -46,6 +47,26 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"true with rollout.quantization={rollout.quantization}",
             expected="false",
             fix="set sync.verify=false; whether pushes arrive then shows in engine/k3_kl alone",
+        )
+
+
+def _deterministic(rollout: RolloutConfig) -> Iterator[Problem]:
+    if not rollout.server.deterministic:
+        return
+    if rollout.server.device == "cpu" and rollout.starts_server:
+        yield Problem(
+            "rollout.server.deterministic",
+            "SGLang's deterministic kernels need CUDA",
+            got="true with rollout.server.device=cpu",
+            expected="false on a CPU",
+            fix="set rollout.server.deterministic=false, or rollout.url to a server that runs elsewhere",
+        )
+    if rollout.min_p > 0:
+        yield Problem(
+            "rollout.min_p",
+            "SGLang does not sample with a seed and a bound on the probability",
+            got=f"{rollout.min_p} with rollout.server.deterministic=true",
+            expected="0",
         )
 
 
@@ -98,6 +119,8 @@ def surprises(config: Config) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
     yield from _rounded_rollouts(config)
+    if rollout.server.fp32_head and rollout.server.dtype == "float32":
+        yield "rollout.server.fp32_head has no effect: rollout.server.dtype=float32 computes everything so"
     if rollout.fake_quantization_block is not None and rollout.fake_quantization is None:
         yield "rollout.fake_quantization_block has no effect: rollout.fake_quantization is not set"
     if learner.fp8 == "delayed":

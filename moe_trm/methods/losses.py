@@ -36,6 +36,7 @@ class LossEntry:
 
 LOSSES: Mapping[str, LossEntry] = MappingProxyType(
     {
+        "acr_clip": LossEntry("acr_clip"),
         "aspo": LossEntry("aspo"),
         "capped_ratio": LossEntry("capped_ratio", ratio="total"),
         "cispo": LossEntry("cispo"),

@@ -22,6 +22,15 @@ class ServerConfig(Section):
     """Where the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
+    fp32_head: bool = False
+    """Compute logits in float32 from the last hidden states and the output weight, as the learner always does, and
+    everything before them in `rollout.server.dtype`. Weights are pushed and proved as without it. It costs a float32
+    product over the vocabulary for each sampled token."""
+    deterministic: bool = False
+    """Batch-invariant kernels and a seed for each answer, so that the same prompts, weights and `seed` are sampled
+    alike whatever else the server is doing (SGLang's deterministic inference). Slower. Needs CUDA, and
+    `rollout.min_p=0`. Answers of a rollout function or an agent take their seeds in the order in which they are asked
+    for."""
     max_total_tokens: Positive = 65536
     """KV cache size in tokens. Always set: the engine's own default may take all memory."""
     max_running_requests: Positive = 128
