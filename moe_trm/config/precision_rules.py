@@ -23,6 +23,7 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
     yield from _fp8(config.learner)
     yield from _deterministic(rollout)
+    yield from _round_like_rollout(config)
     if rollout.quantization is not None and rollout.fake_quantization is not None:
         yield Problem(
             "rollout.fake_quantization",
@@ -67,6 +68,31 @@ def _deterministic(rollout: RolloutConfig) -> Iterator[Problem]:
             "SGLang does not sample with a seed and a bound on the probability",
             got=f"{rollout.min_p} with rollout.server.deterministic=true",
             expected="0",
+        )
+
+
+def _round_like_rollout(config: Config) -> Iterator[Problem]:
+    rollout, key = config.rollout, "learner.round_like_rollout"
+    if not config.learner.round_like_rollout:
+        return
+    if rollout.quantization is not None:
+        yield Problem(
+            key,
+            "the learner cannot repeat what the engine does to the weights it was sent",
+            got=f"true with rollout.quantization={rollout.quantization}",
+            expected="rollout.fake_quantization, which the learner does itself",
+        )
+    if config.learner.backend == "deepspeed" and config.learner.deepspeed.zero_stage == 3:
+        yield Problem(
+            key,
+            "ranks hold parts of output channels, and gather them anew in each pass",
+            got="true with learner.deepspeed.zero_stage=3",
+            expected="stage 1 or 2",
+        )
+    elif (reason := unrepeatable(config)) is not None:
+        setting, _, why = reason.partition(": ")
+        yield Problem(
+            key, why, got=f"true with rollout.fake_quantization={rollout.fake_quantization}", expected=setting
         )
 
 
@@ -119,6 +145,12 @@ def surprises(config: Config) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
     yield from _rounded_rollouts(config)
+    narrows = learner.dtype == "float32" != rollout.server.dtype
+    if learner.round_like_rollout and rollout.fake_quantization is None and not narrows:
+        yield (
+            "learner.round_like_rollout has no effect: a push of this run rounds nothing "
+            f"(rollout.server.dtype={rollout.server.dtype}, no rollout.fake_quantization)"
+        )
     if rollout.server.fp32_head and rollout.server.dtype == "float32":
         yield "rollout.server.fp32_head has no effect: rollout.server.dtype=float32 computes everything so"
     if rollout.fake_quantization_block is not None and rollout.fake_quantization is None:
@@ -160,7 +192,7 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
         f"{setting}: the rollout is a behaviour policy of its own, with rounded weights; engine/* measures it against "
         "the learner's policy"
     )
-    if not config.correction.rules and config.correction.preset is None:
+    if not config.correction.rules and config.correction.preset is None and not config.learner.round_like_rollout:
         yield (
             f"{setting} without a correction trains on another policy's samples as if they were the learner's own: "
             f"try {CORRECTION}"

@@ -6,17 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.rounding import Rounding
-
-
-def rounding_of(config: Config) -> Rounding:
-    """Rounding of the weights in every push of this run."""
-    rollout = config.rollout
-    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block)
 
 
 class Pusher(Protocol):

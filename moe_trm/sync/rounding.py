@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trm.config.schema import Config
 from moe_trm.methods.weight_formats import LARGEST, WeightFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,3 +102,14 @@ def _to_grid(weight: Tensor, largest: Tensor, to: WeightFormat) -> Tensor:
     on_grid = weight / scale
     on_grid = on_grid.to(torch.float8_e4m3fn).float() if to == "fp8_e4m3" else on_grid.round()
     return on_grid * scale
+
+
+def rounding_of(config: Config) -> Rounding:
+    """Rounding of the weights in every push of this run."""
+    rollout = config.rollout
+    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block)
+
+
+def computes_in(config: Config) -> Rounding | None:
+    """Rounding of the weights in every pass of the learner; None: passes use them as they are."""
+    return rounding_of(config) if config.learner.round_like_rollout else None

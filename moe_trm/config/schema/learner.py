@@ -150,6 +150,11 @@ class LearnerConfig(Section):
     (`selective`), or those of every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    round_like_rollout: bool = False
+    """Every pass computes with the weights as a push rounds them: `rollout.fake_quantization`, then the cast to
+    `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So
+    the rollout's policy is the learner's, and its rounding is no mismatch (QaRL). Each pass takes two copies of the
+    weights through host memory."""
     freeze_router: bool = False
     """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
     (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""

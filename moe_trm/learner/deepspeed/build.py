@@ -26,6 +26,7 @@ from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import family_of
+from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
 
 
@@ -60,7 +61,9 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         optimizer,
         replayer,
         HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
-        (PartitionSnapshots if partitioned else Snapshots)([policy], inputs_first=family_of(hf, folder) is GPT_OSS),
+        (PartitionSnapshots if partitioned else Snapshots)(
+            [policy], inputs_first=family_of(hf, folder) is GPT_OSS, computes_in=computes_in(config)
+        ),
         TrainingState(policy.causal, engine, optimizer),
         temperature=config.rollout.temperature,
         device=device,

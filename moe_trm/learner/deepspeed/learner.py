@@ -71,7 +71,7 @@ class DeepSpeedLearner(LearnerBase):
         """See `Learner.score`."""
         self._engine.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
-        with self._snapshots.using(weights):
+        with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
@@ -91,16 +91,18 @@ class DeepSpeedLearner(LearnerBase):
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()
-        for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
-            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            current = self._forward(batch, source, scoring_of)
-            value = objective(index, current)
-            if not value.requires_grad:
-                # A batch without scored tokens still runs backward: the other ranks wait for its part of the reduction.
-                value = value + 0.0 * current.logprobs.sum()
-            # ZeRO averages gradients over the ranks; the objective already carries its denominators.
-            self._engine.backward(value * self.data_size, scale_wrt_gas=False)
-        self._verify(batches, sources, partial(self._look, batches))
+        with self._snapshots.computing():
+            for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
+                self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+                current = self._forward(batch, source, scoring_of)
+                value = objective(index, current)
+                if not value.requires_grad:
+                    # A batch without scored tokens still runs backward: the other ranks wait for its part of the
+                    # reduction.
+                    value = value + 0.0 * current.logprobs.sum()
+                # ZeRO averages gradients over the ranks; the objective already carries its denominators.
+                self._engine.backward(value * self.data_size, scale_wrt_gas=False)
+            self._verify(batches, sources, partial(self._look, batches))
         return self._optimizer.step(lr_scale)
 
     @torch.no_grad()

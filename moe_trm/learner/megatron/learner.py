@@ -25,6 +25,7 @@ from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.megatron import MegatronReplayer
 from routing.megatron_checks import all_moe_layer_ids
@@ -46,6 +47,7 @@ class MegatronLearner(LearnerBase):
         parts: cuts micro-batches for this rank.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model lives.
+        computes_in: rounding of the weights in every pass; None: passes use them as they are.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class MegatronLearner(LearnerBase):
         *,
         temperature: float,
         device: torch.device,
+        computes_in: Rounding | None = None,
     ) -> None:
         super().__init__(
             replayer,
             exporter,
-            Snapshots(chunks),
+            Snapshots(chunks, computes_in=computes_in),
             training,
             DataGroup(parallel_state.get_data_parallel_group(), device),
             leads=parts.leads,
@@ -87,7 +90,7 @@ class MegatronLearner(LearnerBase):
         for chunk in self._wrapped:
             chunk.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
-        with self._snapshots.using(weights):
+        with self._snapshots.computing(weights):
             planes, recorded = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
@@ -114,14 +117,15 @@ class MegatronLearner(LearnerBase):
         for chunk in self._wrapped:
             chunk.train()
         self._optimizer.zero_grad()
-        planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
-        if not self._parts.on_last_stage:
-            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of
-            # them.
-            with torch.no_grad():
-                for index, scored in enumerate(planes):
-                    loss(index, scored)
-        self._verify(batches, sources, partial(self._look, batches))
+        with self._snapshots.computing():
+            planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
+            if not self._parts.on_last_stage:
+                # The gradient came from the last stage; what an objective counts and remembers has to be the same on
+                # all of them.
+                with torch.no_grad():
+                    for index, scored in enumerate(planes):
+                        loss(index, scored)
+            self._verify(batches, sources, partial(self._look, batches))
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
