@@ -44,13 +44,14 @@ class UpdateResult:
     """Result of one optimizer step.
 
     It has the gradient norm before clipping, the learning rate used, whether the step was applied (finite gradients),
-    and the loss scale where the dtype needs one.
+    the loss scale where the dtype needs one, and the cosine to the gradient before, where it is measured.
     """
 
     grad_norm: float
     lr: float
     applied: bool
     loss_scale: int | None = None
+    cosine: float | None = None
 
 
 class Learner(Resumable, Protocol):

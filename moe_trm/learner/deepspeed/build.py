@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config
+from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
@@ -55,7 +56,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
-    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale)
+    alignment = alignment_of(config.optimizer.alignment_limit)
+    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale, alignment)
     return DeepSpeedLearner(
         engine,
         optimizer,
