@@ -14,6 +14,7 @@ from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import explained_variance
+from moe_trm.batch.zero_variance import entropy_shaped
 from moe_trm.diagnostics import (
     acceptance,
     bounds,
@@ -117,7 +118,7 @@ def page() -> str:
         "## Advantages\n",
         WHEN["advantages"] + "\n",
         f"Usable by name: {', '.join(f'`{name}`' for name in ADVANTAGES)}.\n",
-        *_functions("", _of_module(advantages) + _of_module(token_advantages)),
+        *_functions("", _of_module(advantages) + _of_module(token_advantages) + [entropy_shaped]),
         *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL, kl.rollout_kl]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
         *_functions("Diagnostics", [metrics, acceptance, gradient_power, gradient_noise, explained_variance]),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
-from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 from moe_trm.methods.presets import PRESETS
 
@@ -17,7 +17,6 @@ def refusals(config: Config) -> list[Problem]:
     """Why these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_advantage(config),
         *_corrections(config),
         *_kl(config),
         *_optimizer(config),
@@ -73,33 +72,6 @@ def _batch(config: Config) -> Iterator[Problem]:
             "one sample per prompt has no variance: every group would be dropped",
             got="drop with rollout.group_size=1",
             expected="keep, or rollout.group_size of at least 2",
-        )
-
-
-def _advantage(config: Config) -> Iterator[Problem]:
-    name = config.advantage.name
-    if ADVANTAGES[name].reads_support and not config.keeps_masks:
-        yield Problem(
-            "sampling_mask.mode",
-            f"advantage.name={name} reads the distribution that each token was drawn from, "
-            "which is recorded with the sampling mask",
-            got="off",
-            expected="keep",
-            fix="set sampling_mask.mode=keep, or choose another advantage.name",
-        )
-    if ADVANTAGES[name].reads_ratios and config.pipeline.recovery in ("interpolate", "bypass"):
-        yield Problem(
-            "advantage.name",
-            "the ratio of policy to rollout is not known before the update",
-            got=f"{name} with pipeline.behavior={config.pipeline.recovery}",
-            expected="pipeline.behavior=snapshot or merged",
-        )
-    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and config.kl.coef and config.kl.where == "reward":
-        yield Problem(
-            "kl.where",
-            f"{name} compares rewards as they are, and the KL would lower them afterwards",
-            got=f"reward with advantage.name={name}",
-            expected="loss",
         )
 
 

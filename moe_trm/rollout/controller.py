@@ -18,6 +18,7 @@ from moe_trm.batch.filters import without_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.token_advantages import score_energy, token_advantages
+from moe_trm.batch.zero_variance import shaped
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
@@ -188,7 +189,8 @@ class RolloutController:
         settings = self._config.advantage
         if settings.name not in BY_TOKEN:
             advantages = without_overlong(records, self._advantages(records), self._config.batch)
-            return [TrainRow(record, float(value)) for record, value in zip(records, advantages, strict=True)]
+            rows = [TrainRow(record, float(value)) for record, value in zip(records, advantages, strict=True)]
+            return shaped(rows, settings.zero_variance_scale, self._config.batch)
         found = token_advantages(
             settings.name,
             records,

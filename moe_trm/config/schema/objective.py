@@ -25,6 +25,11 @@ class AdvantageConfig(Section):
     """Advantage of a sample that is alone in its group because the others were rejected. `zero`: it has nothing to be
     compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo`, `gdpo`, `otb` and
     `turn_grpo`, else `zero`."""
+    zero_variance_scale: Annotated[float, Field(ge=0)] = 0.0
+    """Advantage per nat of entropy in groups whose samples all have the same reward, and so no other advantage
+    (RL-ZVP): all right (reward above 0), a token gets this times its entropy; all wrong, minus this times what its
+    entropy lacks to the highest of its row. Reads the recorded distributions (`sampling_mask.mode=keep`). 0: such
+    groups train without effect. Try 0.1."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """`turn_grpo`: the return of a turn is the reward times this for each turn that follows. 1: every turn has the
     whole reward."""
