@@ -165,6 +165,9 @@ def surprises(config: Config) -> Iterator[str]:
             f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, "
             "which the rollout does not share; rollout.quantization=fp8 rounds there too"
         )
+    noise = [key for key in ("norm_noise_end", "norm_noise_stages") if key in rollout.model_fields_set]
+    if noise and not rollout.norm_noise:
+        yield f"{', '.join(f'rollout.{key}' for key in noise)} has no effect: rollout.norm_noise=0"
     idle = [
         ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
         ("fp8_bfloat16_layers", learner.fp8 == "none", "learner.fp8=none"),
@@ -186,10 +189,12 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.rounds_weights is None:
         return
-    key = "quantization" if rollout.quantization is not None else "fake_quantization"
-    setting = f"rollout.{key}={rollout.rounds_weights}"
+    setting = f"rollout.norm_noise={rollout.norm_noise}"
+    for key in ("fake_quantization", "quantization"):
+        if (value := getattr(rollout, key)) is not None:
+            setting = f"rollout.{key}={value}"
     yield (
-        f"{setting}: the rollout is a behaviour policy of its own, with rounded weights; engine/* measures it against "
+        f"{setting}: the rollout is a behaviour policy of its own, with other weights; engine/* measures it against "
         "the learner's policy"
     )
     if not config.correction.rules and config.correction.preset is None and not config.learner.round_like_rollout:
@@ -204,3 +209,5 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
         )
     if config.probe.every and (reason := unrepeatable(config)) is not None:
         yield f"probe/quantization_k3_kl is not measured: {reason}"
+    elif config.probe.every and rollout.norm_noise and rollout.fake_quantization is not None:
+        yield "probe/quantization_k3_kl is not measured: rollout.norm_noise is not repeated by the learner"

@@ -42,7 +42,9 @@ class DiskPusher:
 
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
-        self._rollouts.push(version, self._learner.export_shard(directory, self._rounding), directory=directory)
+        self._rollouts.push(
+            version, self._learner.export_shard(directory, self._rounding.at(version)), directory=directory
+        )
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
@@ -68,12 +70,13 @@ class BroadcastPusher:
         self._connected = False
 
     def push(self, version: int) -> None:
-        entries = announce(self._learner.owned_tensors(), self._rounding)
+        rounding = self._rounding.at(version)
+        entries = announce(self._learner.owned_tensors(), rounding)
         with self._rollouts.pushing(version, entries, meeting=self._sender.meeting):
             if not self._connected:
                 self._sender.connect()
                 self._connected = True
-            self._sender.send(self._learner.owned_tensors(), self._rounding)
+            self._sender.send(self._learner.owned_tensors(), rounding)
 
     def close(self) -> None:
         """The engine dissolves its groups when the controller closes."""

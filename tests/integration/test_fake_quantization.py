@@ -61,3 +61,24 @@ def test_a_learner_that_rounds_like_the_rollout_has_no_mismatch_left(
         assert rounded["update/first_nonzero_fraction"] == 0
         assert rounded["optimizer/grad_norm"] > 0
         assert rounded["replay/applied_fraction"] == 1.0
+
+
+def test_noise_on_norms_reaches_the_server_and_only_from_its_first_stage_on(
+    tmp_path: Path, brief_checkpoint: Path, attached: list[str]
+) -> None:
+    """Of two steps the first is sampled without noise; both pushes are proved by the engine's checksums."""
+    overrides = [
+        "name=noisy",
+        "learner.parallel.expert=1",
+        "rollout.norm_noise=0.05",
+        "rollout.norm_noise_stages=1",
+        "sync.verify=true",
+        "replay.mode=R3",
+        "probe.every=1",
+        *attached,
+    ]
+    assert run_job(write_config(tmp_path, brief_checkpoint), overrides) == 0
+    first, second = metrics_of(tmp_path / "runs" / "noisy")[1:]
+    assert first["engine/k3_kl"] < 1e-9
+    assert second["engine/k3_kl"] > 1e-6
+    assert second["replay/applied_fraction"] == 1.0

@@ -87,6 +87,14 @@ class RolloutConfig(Section):
     steps say how much of the mismatch the rounding makes (`probe/quantization_k3_kl`). None: weights as they are."""
     fake_quantization_block: Positive | None = None
     """Side of the blocks of weights that share a scale, e.g. 128. None: one scale for each output channel."""
+    norm_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the noise on both norms of each block in pushed weights, at its first stage: rollouts
+    explore more, and are from a policy of their own (QeRL). Evaluations are of the noisy policy; exported checkpoints
+    have none. 0: no noise. Try 0.01."""
+    norm_noise_end: Annotated[float, Field(gt=0)] = 1e-4
+    """The same at the last stage; it falls geometrically in between."""
+    norm_noise_stages: Positive = 10
+    """Stages of `rollout.norm_noise`. With one interval without noise before them they share the run evenly."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8
@@ -159,8 +167,8 @@ class RolloutConfig(Section):
 
     @property
     def rounds_weights(self) -> str | None:
-        """Format to which the engine's weights are rounded on purpose; None: they are not."""
-        return self.quantization or self.fake_quantization
+        """Format to which the engine's weights are rounded on purpose, or `noise`; None: they are the learner's."""
+        return self.quantization or self.fake_quantization or ("noise" if self.norm_noise else None)
 
     @property
     def starts_server(self) -> bool:
