@@ -42,9 +42,8 @@ class DiskPusher:
 
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
-        self._rollouts.push(
-            version, self._learner.export_shard(directory, self._rounding.at(version)), directory=directory
-        )
+        entries = self._learner.export_shard(directory, self._rounding.at(version))
+        self._rollouts.push(version, entries, directory=directory)
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
