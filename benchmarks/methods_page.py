@@ -78,7 +78,10 @@ TOKENS = "element-wise on the micro-batch; nothing is sent between ranks."
 ROWS = "one sum or maximum over each row of the micro-batch; nothing is sent between ranks."
 GATHERED = "a few numbers of each sampled token are gathered from all ranks once for each update"
 AGAIN = "; every update of a step but the first needs one more forward pass without gradient."
-ENTROPY = " The entropy takes one more pass of the output layer over the vocabulary."
+NEEDED = {
+    "entropy": " The entropy takes one more pass of the output layer over the vocabulary.",
+    "routers": " Routers compute their logits twice, and the anchor's scores are kept in the meantime.",
+}
 
 WIDTH = 118
 WHEN = {
@@ -148,7 +151,7 @@ def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
     facts.append("contains no ratio" if objective.holds == "none" else f"contains `{_held(objective)}`")
-    cost = _cost(objective.scope, moves=True) + (ENTROPY if "entropy" in objective.needs else "")
+    cost = _cost(objective.scope, moves=True) + "".join(NEEDED.get(need, "") for need in objective.needs)
     return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
 
 

@@ -51,7 +51,10 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
+    reference, anchors = (
+        Reference(config, learner),
+        Anchors(config, mode, whole=objective.whole, watches=objective.watches_routers),
+    )
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step

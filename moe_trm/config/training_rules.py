@@ -66,6 +66,8 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
             expected=f"a divisor of {config.rollout.prompts_per_step}",
         )
+    if "routers" in needs(config.loss.name):
+        yield from _routers(config)
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
@@ -73,6 +75,38 @@ def _batch(config: Config) -> Iterator[Problem]:
             got="drop with rollout.group_size=1",
             expected="keep, or rollout.group_size of at least 2",
         )
+
+
+def _routers(config: Config) -> Iterator[Problem]:
+    """What a loss needs that compares the routers' scores of two passes."""
+    name, learner = config.loss.name, config.learner
+    needed = [
+        ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
+        (
+            "replay.missing",
+            config.replay.missing == "reject",
+            "native",
+            "tokens without routes have other experts in each pass",
+            "reject",
+        ),
+        (
+            "pipeline.behavior",
+            config.pipeline.recovery not in ("interpolate", "bypass"),
+            config.pipeline.recovery,
+            "the routers are compared with those of the anchor, and no pass is made for it",
+            "snapshot or merged",
+        ),
+        (
+            "learner.parallel.pipeline",
+            learner.backend != "megatron" or learner.parallel.pipeline == 1,
+            str(learner.parallel.pipeline),
+            "the last stage makes the loss before it could hear of the other stages' routers",
+            "1",
+        ),
+    ]
+    for key, fits, got, why, expected in needed:
+        if not fits:
+            yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
 
 
 def _corrections(config: Config) -> Iterator[Problem]:

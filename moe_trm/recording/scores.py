@@ -45,6 +45,7 @@ class ScoredBatch:
         reference_logprobs: under the frozen reference, with a KL term; None without.
         exact_kl, anchor_exact_kl: KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
         entropy: of the policy, where an update computed it.
+        router_shift: of the routers' scores since the anchor, where an update measured it.
     """
 
     mask: Tensor
@@ -62,6 +63,7 @@ class ScoredBatch:
     exact_kl: Tensor | None = None
     anchor_exact_kl: Tensor | None = None
     entropy: Tensor | None = None
+    router_shift: Tensor | None = None
 
 
 @dataclass(frozen=True)

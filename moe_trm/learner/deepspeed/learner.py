@@ -123,4 +123,12 @@ class DeepSpeedLearner(LearnerBase):
         ) as this_pass:
             planes_PBR = self._engine(moved.input_ids, scoring)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
-        return replace(scoring.scores(planes_PBR), recorded=recorded)
+        scores = replace(scoring.scores(planes_PBR), recorded=recorded)
+        if this_pass.watch is None:
+            return scores
+        shift = this_pass.watch.shift()
+        return replace(
+            scores,
+            router=this_pass.watch.scores(),
+            router_shift=None if shift is None else shift.view(moved.mask.shape) * moved.mask,
+        )

@@ -91,12 +91,12 @@ class MegatronLearner(LearnerBase):
             chunk.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
-            planes, recorded = self._schedule.run(batches, sources, scoring_of)
+            planes, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
         return [
-            replace(scoring_of(batch).scores(scored), recorded=routes)
-            for batch, scored, routes in zip(batches, planes, recorded, strict=True)
+            replace(scoring_of(batch).scores(scored), recorded=routed.recorded, router=routed.scores)
+            for batch, scored, routed in zip(batches, planes, kept, strict=True)
         ]
 
     def update(
@@ -111,8 +111,9 @@ class MegatronLearner(LearnerBase):
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
 
-        def loss(index: int, planes_PBR: Tensor) -> Tensor:
-            return objective(index, scoring_of(batches[index]).scores(planes_PBR))
+        def loss(index: int, planes_PBR: Tensor, router_shift: Tensor | None = None) -> Tensor:
+            scores = scoring_of(batches[index]).scores(planes_PBR)
+            return objective(index, replace(scores, router_shift=router_shift))
 
         for chunk in self._wrapped:
             chunk.train()
@@ -132,7 +133,8 @@ class MegatronLearner(LearnerBase):
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
-        return self._schedule.run(batches, sources, partial(Scoring.of, temperature=self._temperature))[1]
+        _, kept = self._schedule.run(batches, sources, partial(Scoring.of, temperature=self._temperature))
+        return [routed.recorded for routed in kept]
 
     def sum_over_slices(self, values: Tensor) -> Tensor:
         """See `Learner.sum_over_slices`."""
