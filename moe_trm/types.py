@@ -23,7 +23,8 @@ from routing import RouteRecord, sample_origin, token_digest
 class SamplingParams:
     """Sampling settings of the behaviour policy.
 
-    `top_k` is always finite: the engine needs that to return its sampling mask.
+    `top_k` is always finite: the engine needs that to return its sampling mask. `seed` draws this one answer, where the
+    server samples deterministically; None: the server draws by itself.
     """
 
     temperature: float = 1.0
@@ -32,6 +33,7 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,16 @@ class Snapshots:
         return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
     @torch.no_grad()
+    def _rounded(self, values: Sequence[Tensor], rounding: Rounding) -> list[Tensor]:
+        """Copies of parameters as the engine has them after such a push, and the buffers as they are."""
+        names = [name for module in self._modules for name, _ in module.named_parameters()]
+        rounded = [
+            value.clone().copy_(rounding.held(name, value, inputs_first=self._inputs_first))
+            for name, value in zip(names, values, strict=False)
+        ]
+        return [*rounded, *values[len(names) :]]
+
+    @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:
         for tensor, value in zip(self._tensors(), values, strict=True):
             tensor.copy_(value)

@@ -123,7 +123,7 @@ def evaluate(golden: Golden, fx: WorkedExample, current: Tensor) -> Tensor:
         rewards=(fx.signs > 0).double(),
         group_ids=torch.tensor([0, 0, 1, 1]),
         entropy=torch.ones(4, 5),
-        router_shift=torch.full((4, 5), 0.1),
+        router_shift=torch.zeros(4, 5),
         turn_ids=torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [0] * 5, [0] * 5]),
     )
     objective = losses.get(golden.name)
