@@ -21,7 +21,7 @@ from tests.integration.learner_support.work import NUM_BATCHES, global_batch
 RUNS = (
     "backend=megatron:expert=2",
     "backend=megatron:expert=2:recompute=full",
-    "backend=megatron:tensor=2",
+    "backend=megatron:tensor=2:expert=2",
     "backend=megatron:context=2",
     "backend=deepspeed:stage=1",
     "backend=deepspeed:stage=2:recompute=full",
@@ -81,7 +81,7 @@ def test_the_shift_is_that_of_the_exact_scores(finished: Ranks, checkpoint: Path
 
 
 def test_ranks_with_the_same_rows_are_told_the_same(finished: Ranks) -> None:
-    for run in ("backend=megatron:tensor=2", "backend=megatron:context=2"):
+    for run in ("backend=megatron:tensor=2:expert=2", "backend=megatron:context=2"):
         first, second = (finished.saved(run, "shifts", rank) for rank in range(2))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -67,7 +67,10 @@ class GuardedOptimizer(Steps):
         lr = lr_scale * self.lr
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
-        cosine = None if self._alignment is None else self._alignment.apply(self._gradients(), _inner)
+        cosine = None
+        if self._alignment is not None:
+            cosine = self._alignment.apply(self._gradients(), _inner)
+            self._measure_again()
         self._engine.step()
         norm, applied = float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
         return self.finish(norm, lr, applied=applied, cosine=cosine)
@@ -76,8 +79,20 @@ class GuardedOptimizer(Steps):
         """This rank's share of the gradient, reduced, which the optimizer is about to use."""
         zero = self._engine.optimizer
         if zero.cpu_offload:
+            from deepspeed.accelerator import get_accelerator
+
+            # Gradients travel to the host beside the computation.
+            get_accelerator().synchronize()
             return [partition.grad for partition in zero.single_partition_of_fp32_groups]
         return [gradient for index in range(len(zero.bit16_groups)) for gradient in zero.averaged_gradients[index]]
+
+    def _measure_again(self) -> None:
+        """Norms by which an offloaded step is clipped: DeepSpeed took them when the gradients arrived."""
+        zero = self._engine.optimizer
+        for number in zero.norm_for_param_grads if zero.cpu_offload else ():
+            group, _, start, length = zero.grad_position[number]
+            gradient = zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, length)
+            zero.norm_for_param_grads[number] = gradient.norm()
 
 
 def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

@@ -74,7 +74,9 @@ def test_still_routers_leave_ppo() -> None:
     still = replace(inputs, router_shift=torch.zeros(ROWS, TOKENS))
     same, plain = losses.get("rspo")(still), losses.get("ppo_clip")(inputs)
     torch.testing.assert_close(same.values, plain.values)
-    torch.testing.assert_close(*[torch.autograd.grad(one.values.sum(), leaf, retain_graph=True)[0] for one in (same, plain)])
+    torch.testing.assert_close(
+        *[torch.autograd.grad(one.values.sum(), leaf, retain_graph=True)[0] for one in (same, plain)]
+    )
 
 
 def test_a_moved_token_reaches_no_other() -> None:
