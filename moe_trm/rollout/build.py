@@ -10,6 +10,7 @@ from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
@@ -19,6 +20,7 @@ from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -38,6 +40,7 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     try:
         await task.start()
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
+        sampler = with_baseline(config, engine, sampler, params)
         await engine.start()
     except MoeTrmError:
         if sampler is not None:
@@ -86,6 +89,15 @@ async def build_sampler(
     functions = function_sampler(config, engine, task, params, keep_changed=keep_changed)
     await functions.start()
     return functions
+
+
+def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, params: SamplingParams) -> Sampler:
+    """`sampler`, with the reward of a greedy answer in every sample where the advantage reads one."""
+    if not ADVANTAGES[config.advantage.name].reads_greedy:
+        return sampler
+    if not engine.traits.samples_live:
+        return RecordedBaseline(sampler)
+    return GreedyBaseline(sampler, params, config.rollout.group_size)
 
 
 def function_sampler(

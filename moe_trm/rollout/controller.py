@@ -15,10 +15,11 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array, opob
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.token_advantages import score_energy, token_advantages
 from moe_trm.batch.train_rows import num_sampled, train_rows
+from moe_trm.batch.zero_variance import shaped
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
@@ -198,7 +199,8 @@ class RolloutController:
         if settings.name not in BY_TOKEN:
             advantages = without_overlong(samples, self._advantages(samples), self._config.batch)
             both = zip(samples, advantages, strict=True)
-            return [row for sample, value in both for row in train_rows(sample, float(value))]
+            rows = [row for sample, value in both for row in train_rows(sample, float(value))]
+            return shaped(rows, settings.zero_variance_scale, self._config.batch)
         found = token_advantages(
             settings.name,
             samples,
@@ -233,6 +235,7 @@ class RolloutController:
             num_tokens,
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
+            baselines=baselines_of(records) if ADVANTAGES[settings.name].reads_greedy else None,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:

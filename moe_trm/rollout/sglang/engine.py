@@ -22,6 +22,7 @@ from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.sglang.seeds import Seeds
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
@@ -80,6 +81,7 @@ class SglangEngine:
         self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
+        self._seeds = Seeds(config.seed if server.deterministic else None)
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
@@ -99,6 +101,7 @@ class SglangEngine:
         """
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
+            params = replace(params, seed=self._seeds.of_sample(sample_id))
             conversation.add(await self.turn(prompt.token_ids, params))
             return conversation.record(
                 sample_id=sample_id, group_id=group_id, keep_changed=self._wanted.missing == "native"
@@ -113,6 +116,7 @@ class SglangEngine:
         the version that sampled it.
         """
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
+        params = params if params.seed is not None else replace(params, seed=self._seeds.next())
         so_far: SampledTurn | None = None
         refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
         for _ in range(params.max_new_tokens + REISSUES):
@@ -221,6 +225,7 @@ class SglangEngine:
             "min_p": params.min_p,
             "max_new_tokens": params.max_new_tokens,
             "stop_token_ids": list(params.stop_token_ids),
+            **({} if params.seed is None else {"sampling_seed": params.seed}),
         }
         request: dict[str, object] = {
             "input_ids": list(token_ids),
