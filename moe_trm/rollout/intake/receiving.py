@@ -21,13 +21,13 @@ class Room:
     """Bytes for bodies that are being received and read. Whoever came first enters first."""
 
     def __init__(self, size: int = ROOM_BYTES) -> None:
-        self._size, self._door, self._left = size, asyncio.Lock(), asyncio.Event()
+        self.size, self._door, self._left = size, asyncio.Lock(), asyncio.Event()
         self.taken = self.most_taken = 0
 
     async def enter(self, size: int) -> None:
         """Return when there is room for `size` bytes, or nobody else in it."""
         async with self._door:
-            while self.taken and self.taken + size > self._size:
+            while self.taken and self.taken + size > self.size:
                 self._left.clear()
                 await self._left.wait()
             self.taken += size
@@ -71,7 +71,8 @@ class Reception(EngineHttp):
             async with self._session.request(method, self.url + path, data=data) as response:
                 limit.reschedule(None)
                 # A body of unknown size gets all the room.
-                size = response.content_length or ROOM_BYTES
+                known = response.content_length
+                size = self._room.size if known is None else known
                 await self._room.enter(size)
                 self._held = size
                 limit.reschedule(now() + timeout_s)
