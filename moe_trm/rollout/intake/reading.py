@@ -32,7 +32,7 @@ class Reading:
     written: tuple[str, str] | None = None
 
 
-def read(body: bytes, question: Question, model: ServedModel, tokens: Tokens | None) -> Reading:
+def read(body: bytes | memoryview, question: Question, model: ServedModel, tokens: Tokens | None) -> Reading:
     """Parse and check one answer of SGLang's `/generate`.
 
     Raises `RecordRejected` as `parse_turn` and `Conversation.record` do.

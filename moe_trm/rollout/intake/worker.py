@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-import aiohttp
 import msgspec
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected
@@ -60,11 +59,7 @@ class Intake:
         self._hello, self._writer, self._send = hello, writer, send
         self._tokens = Tokens(hello.tokenizer) if hello.tokenizer else None
         key = {"Authorization": f"Bearer {hello.api_key}"} if hello.api_key else {}
-        self._session = aiohttp.ClientSession(
-            headers={**key, "Content-Type": "application/json"},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
+        self._headers = {"Content-Type": "application/json", **key}
         self._room = Room()
         self._asking: dict[int, asyncio.Task[None]] = {}
         self.turns = 0
@@ -87,10 +82,10 @@ class Intake:
     async def _answer(self, ask: Ask) -> None:
         hello = self._hello
         reception = Reception(
-            ask.url, self._session, self._room, timeout_s=hello.timeout_s, max_attempts=hello.max_attempts
+            ask.url, self._headers, self._room, timeout_s=hello.timeout_s, max_attempts=hello.max_attempts
         )
         try:
-            body = await reception.request("POST", "/generate", ask.question.request)
+            body = await reception.answer("/generate", ask.question.request)
             self._send(self._parsed(ask, body))
         except RecordRejected as rejection:
             self._send(Rejected(ask.number, rejection.reason, *_parts(rejection)))
@@ -104,7 +99,7 @@ class Intake:
         finally:
             reception.leave()
 
-    def _parsed(self, ask: Ask, body: bytes) -> Parsed:
+    def _parsed(self, ask: Ask, body: memoryview) -> Parsed:
         reading = read(body, ask.question, self._hello.model, self._tokens)
         value, *buffers = wire.encode(reading.value)
         return Parsed(

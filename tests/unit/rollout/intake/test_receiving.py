@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -81,13 +80,14 @@ def received(app: Bodies, room: Room, *, timeout_s: float = 100.0) -> int:
     async def run() -> int:
         await app.start()
         try:
-            async with aiohttp.ClientSession() as session:
-                reception = Reception(app.url, session, room, timeout_s=timeout_s, max_attempts=2)
-                try:
-                    return len(await reception.request("POST", "/generate", {}))
-                finally:
-                    assert room.taken in (app.size, 0) or app.chunked
-                    reception.leave()
+            reception = Reception(app.url, {}, room, timeout_s=timeout_s, max_attempts=2)
+            try:
+                body = await reception.answer("/generate", {})
+                assert bytes(body) == b"x" * app.size
+                return len(body)
+            finally:
+                assert room.taken in (app.size, 0) or app.chunked
+                reception.leave()
         finally:
             await app.stop()
 
