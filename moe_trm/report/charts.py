@@ -267,7 +267,7 @@ SECTIONS = (
                   "answers whose routes a server short of cache computed again.",
                   (("rollout/servers", "servers"), ("rollout/losses", "losses"), ("rollout/recoveries", "recoveries"),
                    ("rollout/reissued", "asked again"), ("rollout/retracted", "retracted")), floor=True),
-            Lines("Intake processes", "Running and answering late; since the start: replaced, and answers asked for again.",
+            Lines("Intake processes", "Running and answering late; since the start: replaced, and answers asked again.",
                   (("rollout/intakes", "running"), ("rollout/intakes_busy", "busy"),
                    ("rollout/intake_losses", "replaced"), ("rollout/intake_reissued", "asked again")), floor=True),
             Lines("Batches", "Share of padding, and how much longer the fullest rank is than the mean.",

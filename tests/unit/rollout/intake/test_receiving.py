@@ -126,3 +126,53 @@ def test_a_server_that_says_nothing_is_slow() -> None:
 
     with pytest.raises(EngineSlow):
         received(Silent(1), Room(100), timeout_s=0.2)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (OK + b"Content-Length: 3\r\n\r\nabc", b"abc"),
+        (OK + b"content-length:3\r\nX: y\r\n\r\nabcdef", b"abc"),
+        (OK + b"\r\nuntil the end", b"until the end"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n", b"abc"),
+        (OK + b"Transfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n3\r\nabc\r\n0\r\n\r\n", b"abc"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nxy\r\nab", "no chunk"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", "ended after"),
+        (OK + b"Content-Length: 4\r\n\r\nabc", "ended after 3 of 4 bytes"),
+        (OK + b"Content-Length: -4\r\n\r\nabc", "no HTTP answer"),
+        (OK + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", "encoded: gzip"),
+        (b"SSH-2.0-x\r\n\r\n", "no HTTP answer"),
+        (b"HTTP/1.1 huh\r\n\r\n", "no HTTP answer"),
+        (OK + b"x" * 300_000, "too long"),
+        (OK, "closed the connection"),
+        (b"", "closed the connection"),
+    ],
+)
+def test_what_is_http_is_read_and_what_is_not_is_refused(raw: bytes, expected: bytes | str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(raw)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> bytes:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        room = Room(100)
+        reception = Reception(url, {}, room, timeout_s=100.0, max_attempts=1)
+        try:
+            return bytes(await reception.answer("/generate", {}))
+        finally:
+            reception.leave()
+            assert room.taken == 0
+            server.close()
+
+    if isinstance(expected, bytes):
+        assert asyncio.run(run()) == expected
+    else:
+        with pytest.raises(EngineLost, match="not reachable") as caught:
+            asyncio.run(run())
+        assert expected in str(caught.value)
