@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,7 +84,9 @@ def test_records_and_rejections_are_those_of_a_run_without_intakes(tmp_path: Pat
     async def outcomes(server: ScriptedServer) -> list[list[object]]:
         found = []
         for processes in (0, 2):
-            engine = await engine_of(tmp_path, server.url, processes, sampling_mask={"violation": violation})
+            engine = await engine_of(
+                tmp_path, server.url, processes, sampling_mask={"mode": "keep", "violation": violation}
+            )
             try:
                 samples = await sampled(engine, PROMPTS)
                 turns = [await engine.turn(PROMPTS[20].token_ids, PARAMS, bare=bare) for bare in (False, True)]
@@ -184,7 +187,7 @@ def test_under_random_deaths_every_sample_comes_once_and_is_the_same(tmp_path: P
             assert metrics["rollout/intake_reissued"] >= 1
             assert metrics["rollout/reissued"] == 0
             assert metrics["rollout/intake_bytes"] > 0
-            del done
+            del done, some
             while engine.metrics()["rollout/intake_bytes"]:
                 await asyncio.sleep(0.05)
         finally:
@@ -203,7 +206,8 @@ def test_an_answer_that_ends_every_process_is_rejected_and_the_others_are_not(tm
             ask = asyncio.ensure_future(engine.generate(PROMPTS[20], PARAMS, sample_id=0, group_id=0))
             while not ask.done():
                 if pool._running and pool._running[0].num_open:
-                    os.kill(pool.process_ids[0], signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(pool.process_ids[0], signal.SIGKILL)
                 await asyncio.sleep(0.05)
             with pytest.raises(RecordRejected) as caught:
                 await ask
