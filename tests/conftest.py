@@ -29,6 +29,7 @@ GROUPS = {
     "integration/test_replay_fsdp.py": "tests/integration/test_replay_layouts.py",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
+    "integration/test_intake_server.py": "tiny server",
     "integration/test_interrupted_samples.py": "tiny server",
     "integration/test_retraction.py": "tiny server",
     "integration/test_sampling_mask_engine.py": "tiny server",

@@ -31,7 +31,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
-            for key in ("urls", "url", "router")
+            for key in ("urls", "url", "router", "intake_processes")
         ),
         ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),

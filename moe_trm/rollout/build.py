@@ -21,6 +21,7 @@ from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
+from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -78,6 +79,9 @@ async def build_sampler(
     Raises `ConfigError` when the function cannot be loaded.
     """
     rollout = config.rollout
+    if not rollout.has_turns and rollout.intake_processes and isinstance(engine, SglangEngine):
+        engine.write_text(config.model.checkpoint)
+        return WrittenTurn(engine, task, params)
     if not rollout.has_turns:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:

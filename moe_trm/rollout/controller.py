@@ -7,7 +7,7 @@ pass through a rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -293,12 +293,17 @@ def _shuffle_rewards(records: Sequence[RolloutRecord], *, seed: int, step: int) 
     ]
 
 
-def rank_share(batch: TrainBatch, layer_ids: Sequence[int]) -> TrainBatch:
-    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others."""
+def rank_share(
+    batch: TrainBatch, layer_ids: Sequence[int], lent: Callable[[np.ndarray], object] = lambda array: None
+) -> TrainBatch:
+    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others.
+
+    Routes that `lent` names a place of stay whole: the rank cuts them itself, where it reads them.
+    """
 
     def cut(row: TrainRow) -> TrainRow:
         routes = row.record.routes
-        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids):
+        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids) or lent(routes.experts) is not None:
             return row
         return replace(row, record=replace(row.record, routes=routes.select(layer_ids)))
 
