@@ -23,6 +23,7 @@ class AdvantageEntry:
         reads_ratios: it is made once the learner has scored the step.
         compares: it compares the samples of a prompt.
         whitens: it divides by the spread over all samples of a step.
+        reads_greedy: it reads the reward of a greedy answer to the prompt, which is asked for beside the samples.
     """
 
     level: Literal["row", "turn", "token"] = "row"
@@ -32,6 +33,7 @@ class AdvantageEntry:
     reads_ratios: bool = False
     compares: bool = True
     whitens: bool = False
+    reads_greedy: bool = False
 
 
 ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
@@ -46,6 +48,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
         "pass_at_k": AdvantageEntry(lone=None, scales=True),
         "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False, whitens=True),
         "reinforce_plus_plus_baseline": AdvantageEntry(whitens=True),
+        "remax": AdvantageEntry(lone=None, compares=False, reads_greedy=True),
         "rloo": AdvantageEntry(),
         "turn_grpo": AdvantageEntry("turn", lone="reward", scales=True),
     }

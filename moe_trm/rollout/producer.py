@@ -174,7 +174,8 @@ class Producer:
         # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
         record = sample.bound()
         if self._needs_support:
-            recorded_support(record)
+            for row in record.rows:
+                recorded_support(row)
         return record
 
 

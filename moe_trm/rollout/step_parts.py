@@ -17,15 +17,15 @@ class StepParts:
     Attributes:
         queue_ages: groups that waited when the step was asked for, by age.
         again: groups of earlier steps that it trains again.
-        groups: its own groups, and `records` their accepted samples.
-        trained: all samples that it trains.
+        groups: its own groups, and `samples` those of them that were accepted.
+        trained: all rows that it trains.
         plan: minibatches of every data-parallel rank.
     """
 
     queue_ages: Mapping[int, int]
     again: Sequence[Again]
     groups: list[Group] = field(default_factory=list)
-    records: list[RolloutRecord] = field(default_factory=list)
+    samples: list[RolloutRecord] = field(default_factory=list)
     trained: list[RolloutRecord] = field(default_factory=list)
     plan: list[list[MiniBatch]] = field(default_factory=list)
 

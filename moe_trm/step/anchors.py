@@ -34,9 +34,10 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
-from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source
+from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
 from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
+from routing.router_shift import KEEP
 
 GIB = 2**30
 START = "start"
@@ -50,6 +51,7 @@ class Anchors:
         config: the run's configuration.
         mode: whose routes the passes use.
         whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
+        watches: whether updates are told how far the routers have moved since the anchors.
         first: version of the weights that the run began with.
         average: the proximal policy, where it is not the learner at the step's start.
     """
@@ -60,13 +62,16 @@ class Anchors:
         mode: ReplayMode,
         *,
         whole: bool,
+        watches: bool = False,
         first: int = 0,
         average: ProximalAverage | None = None,
     ) -> None:
+        self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
         elsewhere = (
             whole
+            or watches
             or config.record.bundle
             or (config.kl.coef > 0 and config.kl.where == "reward")
             or config.optimizer.ess_scale != "off"
@@ -133,15 +138,19 @@ class Anchors:
         self, learner: Learner, padded: Sequence[list[TokenBatch]], *, weights: str | None = None
     ) -> list[Scores]:
         flat = [item for part in padded for item in part]
-        return learner.score(flat, [anchor_source(self._mode, item) for item in flat], weights=weights)
+        sources = [watching(anchor_source(self._mode, item), self._watched) for item in flat]
+        return learner.score(flat, sources, weights=weights)
 
     def _anchored(
         self, batch: TrainBatch, padded: Sequence[list[TokenBatch]], proximal: Sequence[list[Scores]]
     ) -> list[Anchored]:
         anchored = []
         for mini, part, scores in zip(batch.mini_batches, padded, proximal, strict=True):
-            recorded = [score.recorded for score in scores] or [None] * len(part)
-            sources = [update_source(self._mode, item, own) for item, own in zip(part, recorded, strict=True)]
+            kept = [(score.recorded, score.router) for score in scores] or [(None, None)] * len(part)
+            sources = [
+                watching(update_source(self._mode, item, own), router)
+                for item, (own, router) in zip(part, kept, strict=True)
+            ]
             anchored.append(
                 Anchored(
                     mini,

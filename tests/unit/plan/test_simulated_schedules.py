@@ -59,8 +59,10 @@ def test_half_a_batch_trains_while_the_other_half_is_sampled() -> None:
 
 
 def test_servers_that_load_in_turn_leave_others_at_work() -> None:
-    """Two servers of one slot. The push at 14 finds both at work until 20. In turn, the first loads from 20 to 25, and the
-    second goes on with version 0 until 30; at once, both have version 1 at 25.
+    """Two servers of one slot. The push at 14 finds both at work until 20.
+
+    In turn, the first loads from 20 to 25, and the second goes on with version 0 until 30. At once, both have version 1
+    at 25.
     """
     at_once = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), Schedule(2))
     rolling = simulate([[10, 10]] * 3, 4, workers(1, servers=2, push_s=5), Schedule(2, rolling=True))

@@ -151,7 +151,9 @@ def test_parts_of_a_step_are_its_groups_in_the_order_of_issue() -> None:
         assert [bool(part.metrics) for part in parts] == [False, True]
     # The first half, of one second, trains for two while the second half is sampled for eight: 8 + 2 a step, not 12.
     assert trained.ends_s[0] == 10
-    whole = run(train(config({"mode": "sync"}, refill_limit=1), SimulatedFleet(1, lengths=engine._lengths), [4.0] * STEPS))
+    whole = run(
+        train(config({"mode": "sync"}, refill_limit=1), SimulatedFleet(1, lengths=engine._lengths), [4.0] * STEPS)
+    )
     assert whole.ends_s[0] == 12
 
 

@@ -21,6 +21,7 @@ from moe_trm.step.recipe import recipe
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.replay import Recorded, RouteSource
+from routing.router_shift import KEEP, RouterScores
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
@@ -289,3 +290,23 @@ def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
             assert one.behavior is not None
             assert two.behavior is not None
             assert torch.equal(one.behavior[0], two.behavior[0])
+
+
+def test_the_routers_of_the_anchor_are_what_updates_compare_with() -> None:
+    class Watched(FakeLearner):
+        def score(self, batches: Any, sources: Any, **options: Any) -> list[Scores]:
+            assert all(source.scores is KEEP for source in sources)
+            found = super().score(batches, sources, **options)
+            return [replace(one, router=RouterScores({i: torch.zeros(1)})) for i, one in enumerate(found)]
+
+    for mode in ("R2", "R3"):
+        learner = Watched()
+        parts = at(1, learner, Anchors(config(eta=0), mode, whole=False, watches=True), batch_of(1, [0]))
+        assert learner.passes == [None]
+        for part in parts:
+            assert part.scored
+            sources = zip(part.sources, part.scores, strict=True)
+            assert all(source.scores is scores.router for source, scores in sources)
+        assert parts[0].sources[0].scores != parts[1].sources[0].scores
+    with pytest.raises(AssertionError):
+        at(1, Watched(), Anchors(config(eta=0), "none", whole=False, watches=True), batch_of(1, [0]))
