@@ -40,8 +40,8 @@ class LocalRollouts:
     def __init__(self, controller: RolloutController, loop: asyncio.AbstractEventLoop) -> None:
         self._controller, self._loop = controller, loop
 
-    def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
-        return rank_share(self._loop.run_until_complete(self._controller.plan(step, 1))[0], layer_ids)
+    def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
+        return rank_share(self._loop.run_until_complete(self._controller.plan(step, 1, part))[0], layer_ids)
 
     def evaluate(self, version: int) -> dict[str, float]:
         return {}
