@@ -280,6 +280,7 @@ class MegatronReplayer:
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
         self._hooks.append(moe.router.register_forward_hook(partial(self._prove_gate, layer)))
+        self._hooks.append(moe.router.register_forward_hook(partial(self._watch, layer)))
         if moe.router.weight.requires_grad:
             self._hooks.append(moe.router.weight.register_hook(partial(self._gates.answered, layer)))
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
@@ -304,6 +305,16 @@ class MegatronReplayer:
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             self._gates.asks(layer, weights)
+
+    def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:
+        """See `routing.router_shift`."""
+        running, recompute = self._running.current()
+        if running.watch is None or recompute:
+            return
+        with torch.no_grad():
+            logits = router.gating(args[0]).view(-1, int(self.config.num_moe_experts))
+        sigmoid = self.config.moe_router_score_function == "sigmoid"
+        running.watch.see(layer, logits, running.used(layer), sigmoid=sigmoid)
 
     def _layers_of(self, model: Any) -> list[int]:
         if model is None and len(self._chunks) > 1:

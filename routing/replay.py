@@ -21,6 +21,7 @@ from torch import Tensor
 from routing.errors import RouteError
 from routing.packed_layout import AnyLayout
 from routing.record import RouteRecord, expert_dtype
+from routing.router_shift import RouterScores
 from routing.rows import Rows
 
 
@@ -83,7 +84,12 @@ class Native:
 
 @dataclass(frozen=True)
 class Record:
-    """The live router chooses and its choice is kept (R2's recording pass, native probe)."""
+    """The live router chooses and its choice is kept (R2's recording pass, native probe).
+
+    `scores`: see `ReplayRecords`.
+    """
+
+    scores: RouterScores | None = None
 
 
 @dataclass(frozen=True)
@@ -94,17 +100,24 @@ class ReplayRecords:
         records: see above.
         origins: what each record is bound to besides its tokens (`routing.sample_origin`), None on padding rows. Empty
             where records are bound to their tokens alone.
+        scores: those that the routers gave the same experts in an earlier pass, to compare with; `router_shift.KEEP`
+            keeps those of this pass; None: neither.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
+    scores: RouterScores | None = None
 
 
 @dataclass(frozen=True)
 class ReplayRecorded:
-    """R2: the routes an earlier pass of this learner recorded for the same micro-batch."""
+    """R2: the routes an earlier pass of this learner recorded for the same micro-batch.
+
+    `scores`: see `ReplayRecords`.
+    """
 
     recorded: Recorded
+    scores: RouterScores | None = None
 
 
 RouteSource = Native | Record | ReplayRecords | ReplayRecorded

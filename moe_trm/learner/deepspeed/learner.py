@@ -78,7 +78,7 @@ class DeepSpeedLearner(LearnerBase):
         """See `Learner.score`."""
         self._engine.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
-        with self._snapshots.using(weights):
+        with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
@@ -98,16 +98,18 @@ class DeepSpeedLearner(LearnerBase):
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()
-        for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
-            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            current = self._forward(batch, source, scoring_of)
-            value = objective(index, current)
-            if not value.requires_grad:
-                # A batch without scored tokens still runs backward: the other ranks wait for its part of the reduction.
-                value = value + 0.0 * current.logprobs.sum()
-            # ZeRO averages gradients over the ranks; the objective already carries its denominators.
-            self._engine.backward(value * self.data_size, scale_wrt_gas=False)
-        self._verify(batches, sources, partial(self._look, batches))
+        with self._snapshots.computing():
+            for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
+                self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+                current = self._forward(batch, source, scoring_of)
+                value = objective(index, current)
+                if not value.requires_grad:
+                    # A batch without scored tokens still runs backward: the other ranks wait for its part of the
+                    # reduction.
+                    value = value + 0.0 * current.logprobs.sum()
+                # ZeRO averages gradients over the ranks; the objective already carries its denominators.
+                self._engine.backward(value * self.data_size, scale_wrt_gas=False)
+            self._verify(batches, sources, partial(self._look, batches))
         return self._optimizer.step(lr_scale)
 
     @torch.no_grad()
@@ -121,17 +123,24 @@ class DeepSpeedLearner(LearnerBase):
         moved, layout = on_device(batch, self._device), self._layout(batch)
         scoring = scoring_of(moved)
         inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
-        recorded: Recorded | None = None
         if self._replayer is None:
             check_native(source)
             planes = self._engine(*inputs)
-        else:
-            with self._routed(self._replayer, batch, source, layout) as this_pass:
-                planes = self._engine(*inputs)
-            recorded = this_pass.recorded() if isinstance(source, Record) else None
+            return scoring.scores(whole_planes(planes, layout))
+        with self._routed(self._replayer, batch, source, layout) as this_pass:
+            planes = self._engine(*inputs)
+        recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
         if recorded is not None and isinstance(layout, PackedLayout):
             recorded = replace(recorded, layout=layout)
-        return replace(scoring.scores(whole_planes(planes, layout)), recorded=recorded)
+        scores = replace(scoring.scores(whole_planes(planes, layout)), recorded=recorded)
+        if this_pass.watch is None:
+            return scores
+        shift = this_pass.watch.shift()
+        return replace(
+            scores,
+            router=this_pass.watch.scores(),
+            router_shift=None if shift is None else layout.from_router(shift) * moved.mask,
+        )
 
     def _layout(self, batch: TokenBatch) -> AnyLayout:
         rows, length = batch.input_ids.shape

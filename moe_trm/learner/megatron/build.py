@@ -27,6 +27,7 @@ from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
+from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
 
@@ -80,6 +81,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,
+        computes_in=computes_in(config),
     )
 
 
