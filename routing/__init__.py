@@ -6,6 +6,7 @@ from routing.errors import MisalignedError, ReplayProofError, ReplayRefusedError
 from routing.flip_bound import FlipBoundError
 from routing.flips import Flips, flips
 from routing.layout import Layout
+from routing.packed_layout import PackedLayout
 from routing.record import RouteRecord, expert_dtype, sample_origin, token_digest
 from routing.rows import Rows
 
@@ -18,6 +19,7 @@ __all__ = [
     "Flips",
     "Layout",
     "MisalignedError",
+    "PackedLayout",
     "ReplayProofError",
     "ReplayRefusedError",
     "RouteError",

@@ -283,6 +283,8 @@ class HFReplayer:
         if running.records and (scores := _selection_scores(gate, logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
         chosen = running.choose(layer, live, recompute)
+        if running.watch is not None and not recompute:
+            running.watch.see(layer, logits, chosen, sigmoid=hasattr(gate, "e_score_correction_bias"))
         if chosen is live:
             return None
         with torch.no_grad():
