@@ -24,7 +24,9 @@ from routing.row_ids import row_id
 class SamplingParams:
     """Sampling settings of the behaviour policy.
 
-    `top_k` is always finite: the engine needs that to return its sampling mask.
+    `top_k` is always finite: the engine needs that to return its sampling mask. A text of `stop_texts` ends an answer
+    as soon as the text of the sampled ids has it; the ids stay as they were sampled. `seed` draws this one answer,
+    where the server samples deterministically; None: the server draws by itself.
     """
 
     temperature: float = 1.0
@@ -33,6 +35,8 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class RolloutRecord:
             only. Reward and `finish_reason` are those of the sample, and the same in all rows.
         session: the tree of the agent's session that it is a row of, its answers in the order in which they came; empty
             where the sample is no session.
+        baseline: reward of the greedy answer to the same prompt; None where none was asked for.
     """
 
     sample_id: int
@@ -132,6 +137,7 @@ class RolloutRecord:
     row: int = 0
     further: tuple[RolloutRecord, ...] = ()
     session: tuple[SessionTurn, ...] = ()
+    baseline: float | None = None
 
     @property
     def rows(self) -> tuple[RolloutRecord, ...]:

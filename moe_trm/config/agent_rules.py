@@ -42,6 +42,14 @@ def _rows(config: Config) -> Iterator[Problem]:
             expected="an advantage of samples or of turns",
             fix=FIX,
         )
+    if config.advantage.zero_variance_scale:
+        yield Problem(
+            "advantage.zero_variance_scale",
+            "the samples of a prompt are compared row by row, and a session may be several rows",
+            got=f"{config.advantage.zero_variance_scale} with {rows}",
+            expected="0",
+            fix=FIX,
+        )
     if config.kl.coef and config.kl.where == "reward":
         yield Problem(
             "kl.where",

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_trm.config import (
+    advantage_rules,
     agent_rules,
     anti_patterns,
     deepspeed_rules,
@@ -55,6 +56,7 @@ def _refusals(config: Config) -> list[Problem]:
         *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
+        *advantage_rules.refusals(config),
         *precision_rules.refusals(config),
         *deepspeed_rules.refusals(config),
         *_observe(config),

@@ -53,6 +53,8 @@ class Header(CheckedHeader, kw_only=True):
     """Place of each record among the rows of its sample; empty: every record is a whole sample."""
     sessions: dict[int, list[SessionTurn]] = msgspec.field(default_factory=dict)
     """Trees of the samples that are sessions, by sample id."""
+    baselines: list[float | None] = msgspec.field(default_factory=list)
+    """Rewards of greedy answers to the records' prompts; empty where none was asked for."""
 
 
 class BundleWriter:
@@ -79,6 +81,7 @@ class BundleWriter:
         records = [row for record in records for row in record.rows]
         groups = _route_groups(records)
         arrays = _pack(records, groups)
+        baselines = [record.baseline for record in records]
         header = Header(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -89,6 +92,7 @@ class BundleWriter:
             finish_reasons=[record.finish_reason for record in records],
             mask_kinds=[_mask_kind(record) for record in records],
             reward_parts=[dict(record.reward_parts) for record in records],
+            baselines=baselines if any(value is not None for value in baselines) else [],
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
             route_groups=groups,
@@ -260,6 +264,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 reward_parts=header.reward_parts[number] if header.reward_parts else {},
                 row=rows[number],
                 session=tuple(header.sessions.get(sample_id, ())),
+                baseline=header.baselines[number] if header.baselines else None,
             )
         )
     return [record.bound() for record in records] if header.version == TOKENS_ALONE else records

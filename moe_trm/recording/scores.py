@@ -48,6 +48,7 @@ class ScoredBatch:
         exact_kl, anchor_exact_kl: KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
         entropy: of the policy, where an update computed it.
         sample_tokens: as in `TokenBatch`.
+        router_shift: of the routers' scores since the anchor, where an update measured it.
     """
 
     mask: Tensor
@@ -66,6 +67,7 @@ class ScoredBatch:
     anchor_exact_kl: Tensor | None = None
     entropy: Tensor | None = None
     sample_tokens: Tensor | None = None
+    router_shift: Tensor | None = None
 
 
 @dataclass(frozen=True)

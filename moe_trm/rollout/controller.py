@@ -7,7 +7,7 @@ pass through a rank.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array, opob
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.token_advantages import score_energy, token_advantages
 from moe_trm.batch.train_rows import num_sampled, train_rows
+from moe_trm.batch.zero_variance import shaped
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
@@ -127,7 +128,7 @@ class RolloutController:
         if self._config.task.shuffle_rewards:
             samples = _shuffle_rewards(samples, seed=self._config.seed, step=step)
         rows = self._rows(samples)
-        learner = self._config.learner
+        learner, packed = self._config.learner, self._config.batch.layout == "packed"
         plan = plan_step(
             rows,
             seed=self._config.seed,
@@ -137,14 +138,20 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
+            packed=packed,
         )
         records = [row.record for row in rows]
         ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
-        metrics = self._metrics(samples) | plan_metrics(plan) | ages
+        metrics = self._metrics(samples) | self._balance(plan) | ages
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
+        parallel = self._config.learner.parallel
+        packed = self._config.batch.layout == "packed"
+        return plan_metrics(plan, packed=packed, context=parallel.context, tensor=parallel.tensor)
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each rollout server now; none where the engine asks no servers."""
@@ -192,7 +199,8 @@ class RolloutController:
         if settings.name not in BY_TOKEN:
             advantages = without_overlong(samples, self._advantages(samples), self._config.batch)
             both = zip(samples, advantages, strict=True)
-            return [row for sample, value in both for row in train_rows(sample, float(value))]
+            rows = [row for sample, value in both for row in train_rows(sample, float(value))]
+            return shaped(rows, settings.zero_variance_scale, self._config.batch)
         found = token_advantages(
             settings.name,
             samples,
@@ -227,6 +235,7 @@ class RolloutController:
             num_tokens,
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
+            baselines=baselines_of(records) if ADVANTAGES[settings.name].reads_greedy else None,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
@@ -284,12 +293,17 @@ def _shuffle_rewards(records: Sequence[RolloutRecord], *, seed: int, step: int) 
     ]
 
 
-def rank_share(batch: TrainBatch, layer_ids: Sequence[int]) -> TrainBatch:
-    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others."""
+def rank_share(
+    batch: TrainBatch, layer_ids: Sequence[int], lent: Callable[[np.ndarray], object] = lambda array: None
+) -> TrainBatch:
+    """`batch` with only the route layers that its rank owns, so that a pipeline stage never receives the others.
+
+    Routes that `lent` names a place of stay whole: the rank cuts them itself, where it reads them.
+    """
 
     def cut(row: TrainRow) -> TrainRow:
         routes = row.record.routes
-        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids):
+        if routes is None or tuple(routes.layer_ids) == tuple(layer_ids) or lent(routes.experts) is not None:
             return row
         return replace(row, record=replace(row.record, routes=routes.select(layer_ids)))
 

@@ -90,6 +90,11 @@ class Objective:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
 
+    @property
+    def watches_routers(self) -> bool:
+        """True when updates have to know how far the routers have moved since the anchors."""
+        return "routers" in self._recipe.loss.loss.needs
+
     def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
 
@@ -210,6 +215,7 @@ class PartialJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            router_shift=current.router_shift,
             draw=self._draw,
         )
         return correction, self._loss(inputs)
@@ -251,6 +257,7 @@ class WholeJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            router_shift=current.router_shift,
             draw=self._draw,
         )
         return own, self._loss(inputs)

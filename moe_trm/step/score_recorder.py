@@ -49,7 +49,10 @@ class ScoreRecorder:
         def watched(index: int, current: Scores) -> Tensor:
             # Detached: the graph of a whole step must not stay in memory.
             seen[index] = Scores(
-                current.logprobs.detach(), exact_kl=_detached(current.exact_kl), entropy=_detached(current.entropy)
+                current.logprobs.detach(),
+                exact_kl=_detached(current.exact_kl),
+                entropy=_detached(current.entropy),
+                router_shift=current.router_shift,
             )
             return objective(index, current)
 
@@ -116,6 +119,7 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
                 anchor_exact_kl=None if anchor is None else anchor.exact_kl,
                 entropy=current.entropy,
                 sample_tokens=_sample_tokens(batch) if several else None,
+                router_shift=current.router_shift,
             )
         )
     mini = part.mini

@@ -80,7 +80,9 @@ class RecordedLearner:
 
 def current(batch: ScoredBatch) -> Scores:
     """The recorded scores of the update pass, as a new leaf without gradient."""
-    return Scores(batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy)
+    return Scores(
+        batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy, router_shift=batch.router_shift
+    )
 
 
 def _anchor(batch: ScoredBatch) -> Scores:

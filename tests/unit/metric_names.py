@@ -92,6 +92,8 @@ def reasons() -> frozenset[str]:
     calls = {
         f"{whose}_{how}" for whose in ("reward", "rollout") for how in ("error", "timeout", "crash", "type", "nan")
     }
+    # More reasons of `FunctionFailed`, which only a command line has.
+    calls.add("rollout_output")
     routes = {f"route_{reason}" for reason in _first_arguments("RouteError")}
     return frozenset({*_first_arguments("RecordRejected"), "logprob_value", *calls, *routes})
 
@@ -218,6 +220,7 @@ def _inputs(evidence: Evidence) -> LossInputs:
         rewards=evidence.rewards,
         group_ids=torch.arange(ROWS) // 2,
         entropy=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(0)),
+        router_shift=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(1)),
     )
 
 

@@ -32,3 +32,7 @@ class AgentConfig(Section):
     """TCP port; 0: any free one."""
     max_body_bytes: Positive = 16777216
     """Longest body of a request."""
+    max_commands: Positive = 128
+    """Command lines of `rollout.agent` that run at the same time. The others wait, and their time has not begun."""
+    max_output_bytes: Positive = 16777216
+    """Most that one command line may print. A sample whose command prints more is rejected (`rollout_output`)."""

@@ -3,7 +3,8 @@
 `agent.rows` says what of a session is trained (`moe_trm.rollout.agents.rows`). Reasons of rejection, besides those of
 the engine's answers:
 
-- `rollout_error`: it raised. `rollout_timeout`. `rollout_crash`: it ended its process.
+- `rollout_error`: it raised, or its command has another exit status than 0. `rollout_timeout`.
+- `rollout_crash`: it ended its process, or a signal did. `rollout_output`: its command printed too much.
 - `rollout_type`: its result is no reward. `rollout_nan`: a reward that is not finite.
 - `rollout_flood`: it went on with requests that were refused. `rollout_parser`: an answer could not be read.
 - `empty_output`: it never got an answer.
@@ -20,8 +21,8 @@ from typing import Any, NoReturn
 
 from moe_trm.config.schema.agent import AgentRows
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.process import Answerer, FunctionFailed, Refused
+from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.rows import SessionRows, session_rows, spoken
 from moe_trm.rollout.agents.server import Address, AgentServer
@@ -53,7 +54,7 @@ class AgentSampler:
 
     def __init__(
         self,
-        host: FunctionHost,
+        host: AgentHost,
         server: AgentServer,
         policy: Policy,
         task: Task,
@@ -182,7 +183,7 @@ class AgentSampler:
                 "the agent failed",
                 got=failure.what,
                 expected="a sample in time",
-                fix="rollout.function_timeout_s bounds one call; its standard error is in the controller's log",
+                fix="rollout.function_timeout_s bounds one call; the controller's log has what functions print",
             ) from failure
         finally:
             call.cancel()

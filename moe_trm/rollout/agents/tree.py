@@ -28,7 +28,8 @@ class Context:
         text: all of it, as the template writes it.
         added: `[A]` ids behind those of the parent; the policy did not sample them.
         rewritten: the template would write the parent's answer in another form.
-        cut: the messages continue an answer that the ids do not, because the template changes earlier text.
+        cut: the messages continue an answer that the ids do not: the template changes earlier text, or text was sampled
+            that the client never saw.
     """
 
     parent: Node | None
@@ -124,18 +125,26 @@ class SessionTree:
 
     def completion(self, prompt: str) -> Context:
         """The context of the completion of `prompt`, which may begin with an earlier prompt and its completion."""
-        found = [
+        begun = [
             (len(node.context.text) + len(node.answer.body), -node.children, number, node)
             for number, node in enumerate(self.nodes)
             if node.context.messages is None and prompt.startswith(_shown(node))
         ]
+        # Text behind a stop text was sampled, and the client never saw it.
+        found = [one for one in begun if not one[3].answer.overruns or prompt.startswith(one[3].answer.end, one[0])]
         if not found:
-            return Context(None, None, prompt, self.template.encode_prompt(prompt))
+            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut=bool(begun))
         length, _, _, node = max(found, key=lambda item: item[:3])
+        longest = max(one[0] for one in begun)
         rest = prompt[length:]
         rewritten = bool(node.answer.end) and not rest.startswith(node.answer.end)
         return Context(
-            node, None, prompt, self.template.encode(rest.removeprefix(node.answer.end)), rewritten=rewritten
+            node,
+            None,
+            prompt,
+            self.template.encode(rest.removeprefix(node.answer.end)),
+            rewritten=rewritten,
+            cut=length < longest,
         )
 
     def add(self, context: Context, turn: SampledTurn, answer: Answer) -> Node:
