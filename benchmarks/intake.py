@@ -3,6 +3,7 @@
 `python -m benchmarks.intake [--tokens N] [--repeats N] [--json FILE]` makes one answer of DeepSeek-V3, with 61 layers,
 58 of them with 256 experts (8 per token), log-probs and routes. The parts are timed alone, too: the JSON scan, and
 base64 by the standard library and by the vectorised one. A plain copy of the bytes shows what memory allows.
+`benchmarks.intake_processes` has several processes, and `benchmarks.intake_step` a step of many servers.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import orjson
 import pybase64
 
+from benchmarks.answering_servers import MODEL
+from benchmarks.answering_servers import answer as answer_bytes
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.sglang.parse import Wanted, decode_answer, parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
 
-MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
 PROMPT_TOKENS = 512
 
 
@@ -60,24 +60,9 @@ def measure(tokens: int, repeats: int) -> list[Row]:
 
 def answer(tokens: int) -> tuple[list[int], bytes, bytes]:
     """The ids that were sent, the answer's bytes, and its routes in base64."""
-    rng = np.random.default_rng(0)
-    context = rng.integers(0, MODEL.vocab_size, PROMPT_TOKENS).tolist()
-    output = rng.integers(0, MODEL.vocab_size, tokens - PROMPT_TOKENS).tolist()
-    # Eight neighbours from a random first one on: distinct, and of every expert.
-    first = rng.integers(0, MODEL.num_experts, (tokens - 1, MODEL.num_layers, 1), np.int32)
-    experts = (first + np.arange(MODEL.top_k, dtype=np.int32)) % MODEL.num_experts
-    routes = base64.b64encode(experts.tobytes())
-    meta = {
-        "finish_reason": {"type": "stop", "message": ""},
-        "prompt_tokens": len(context),
-        "num_retractions": 0,
-        "output_token_logprobs": [
-            [-float(value), token, None] for value, token in zip(rng.random(len(output)), output, strict=True)
-        ],
-        "weight_versions": [{"version": "1", "start": 0, "end": len(output)}],
-        "routed_experts": routes.decode(),
-    }
-    return context, orjson.dumps({"output_ids": output, "meta_info": meta}), routes
+    body = answer_bytes(PROMPT_TOKENS, tokens - PROMPT_TOKENS)
+    routes: str = orjson.loads(body)["meta_info"]["routed_experts"]
+    return list(range(PROMPT_TOKENS)), body, routes.encode()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from routing.errors import ReplayProofError, RouteError
 from routing.flip_bound import FlipBoundError, suspects, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
-from routing.layout import Layout
+from routing.packed_layout import AnyLayout
 from routing.proof import shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.router_shift import RouterWatch
@@ -43,7 +43,7 @@ class ReplayPass:
         self.targets: Mapping[int, Tensor] = {}
         self.expected: Mapping[int, Tensor] = {}
         self.digest = b""
-        self.layout: Layout | None = None
+        self.layout: AnyLayout | None = None
         self.proved = dict.fromkeys(self.layer_ids, 0)
         self._due = torch.zeros(0, dtype=torch.bool)
         self._num_due = 0

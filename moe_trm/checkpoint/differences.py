@@ -15,6 +15,7 @@ _FREE = (
     "rollout.url",
     "rollout.api_key",
     "rollout.server.",
+    "rollout.intake_processes",
 )
 """Settings of a run's location and length; none of them changes the computation of a step."""
 

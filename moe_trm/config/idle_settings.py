@@ -31,7 +31,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
-            for key in ("urls", "url", "router")
+            for key in ("urls", "url", "router", "intake_processes")
         ),
         ("rollout", "bundle", traits.samples_live, f"{engine} samples anew"),
         ("replay", "max_local_flip_rate", config.replay.mode == "none", "replay.mode=none replays nothing"),
@@ -62,7 +62,11 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         *(
             ("agent", key, rollout.agent is None, "rollout.agent is not set")
-            for key in ("tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+            for key in ("rows", "tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+        ),
+        *(
+            ("agent", key, not isinstance(rollout.agent, tuple), "rollout.agent is no command line")
+            for key in ("max_commands", "max_output_bytes")
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
@@ -124,7 +128,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             "advantage",
             "name",
             advantage.level == "turn" and not may_have_turns(config),
-            "without rollout.function every sample is one turn, and turn_grpo is grpo",
+            "without rollout.function or rollout.agent every sample is one turn, and turn_grpo is grpo",
         ),
         (
             "correction",

@@ -22,6 +22,14 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
     yield from _fp8(config.learner)
+    if config.learner.fp8 != "none" and config.batch.layout == "packed":
+        yield Problem(
+            "batch.layout",
+            "8-bit products over packs have not been proved: their scales would see other columns",
+            got=f"packed with learner.fp8={config.learner.fp8}",
+            expected="padded",
+            fix="set batch.layout=padded, or learner.fp8=none",
+        )
     yield from _deterministic(rollout)
     yield from _round_like_rollout(config)
     if rollout.quantization is not None and rollout.fake_quantization is not None:

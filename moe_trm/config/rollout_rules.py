@@ -42,6 +42,15 @@ def _rollout(config: Config) -> Iterator[Problem]:
             got=rollout.url,
             expected="one of the two keys",
         )
+    asked = [rollout.router] if rollout.router else [*rollout.addresses]
+    if rollout.intake_processes and (other := [url for url in asked if not url.startswith("http://")]):
+        yield Problem(
+            "rollout.intake_processes",
+            "intake processes receive answers by plain HTTP",
+            got=", ".join(other),
+            expected="addresses that begin with http://",
+            fix="set rollout.intake_processes=0",
+        )
     if rollout.router and not rollout.attached:
         yield Problem(
             "rollout.router",

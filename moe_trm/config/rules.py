@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from moe_trm.config import (
     advantage_rules,
+    agent_rules,
     anti_patterns,
     deepspeed_rules,
     engine_rules,
@@ -49,6 +50,7 @@ def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Pr
 
 def _refusals(config: Config) -> list[Problem]:
     return [
+        *agent_rules.refusals(config),
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *server_flags.refusals(config),

@@ -115,9 +115,10 @@ def _corrections(config: Config) -> Iterator[Problem]:
         if rule.thresholds.get("tokens") == "post_tool" and not may_have_turns(config):
             yield Problem(
                 "correction.rules",
-                f"rule {rule.name} weighs tokens after tools, and without a rollout function every sample is one turn",
-                got="tokens=post_tool with rollout.function=null",
-                expected="tokens left out, or a rollout.function",
+                f"rule {rule.name} weighs tokens after tools, and without a rollout function or an agent every sample "
+                "is one turn",
+                got="tokens=post_tool with rollout.function=null and rollout.agent=null",
+                expected="tokens left out, or one of the two",
             )
     pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
     for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
@@ -139,7 +140,7 @@ def _corrections(config: Config) -> Iterator[Problem]:
 
 def may_have_turns(config: Config) -> bool:
     """False where every sample is one answer; a recording may hold several turns."""
-    return config.rollout.function is not None or not config.rollout.traits.samples_live
+    return config.rollout.has_turns or not config.rollout.traits.samples_live
 
 
 def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:

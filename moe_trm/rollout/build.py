@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 
+from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
 from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
+from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
+from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -59,6 +63,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
+            several_rows=several_rows(config),
             waits=config.pipeline.mode != "sync",
             delay_s=config.rollout.bundle_delay_s,
         )
@@ -74,6 +79,9 @@ async def build_sampler(
     Raises `ConfigError` when the function cannot be loaded.
     """
     rollout = config.rollout
+    if not rollout.has_turns and rollout.intake_processes and isinstance(engine, SglangEngine):
+        engine.write_text(config.model.checkpoint)
+        return WrittenTurn(engine, task, params)
     if not rollout.has_turns:
         return SingleTurn(engine, task, params)
     if not engine.traits.samples_live:
@@ -113,10 +121,24 @@ def agent_sampler(
     rollout, agent = config.rollout, config.agent
     assert rollout.agent is not None, "the caller has looked"
     reader = build_reader(agent.tool_parser, agent.reasoning_parser)
-    host = FunctionHost(rollout.agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
     policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
-    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed)
+    host = agent_host(config)
+    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
+
+
+def agent_host(config: Config) -> AgentHost:
+    """Where `rollout.agent` runs, not started."""
+    rollout, agent = config.rollout, config.rollout.agent
+    if isinstance(agent, tuple):
+        return CommandHost(
+            agent,
+            limit_s=rollout.function_timeout_s,
+            most_at_once=config.agent.max_commands,
+            max_output_bytes=config.agent.max_output_bytes,
+        )
+    assert agent is not None, "the caller has looked"
+    return FunctionHost(agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
 
 
 def limits_of(rollout: RolloutConfig, task: Task) -> Limits:

@@ -20,9 +20,11 @@ from zmq.sugar.context import Context
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.rollout.controller import rank_share
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ControllerReply, Request, Start
 from moe_trm.runtime import wire
+from moe_trm.runtime.shared_blocks import PlaceReader
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
 
@@ -118,6 +120,7 @@ class RolloutClient:
     ) -> None:
         self._key, self._ranks, self._data, self._process = key, ranks, data, process
         self._watch, self._looks, self._lost = watch, 0, False
+        self._same_machine = endpoint.startswith("ipc:")
         self._socket: Socket[bytes] = Context.instance().socket(SocketType.DEALER)
         self._socket.setsockopt(SocketOption.LINGER, 0)
         if public_key:
@@ -128,10 +131,13 @@ class RolloutClient:
         self._socket.connect(endpoint)
 
     def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
-        """This rank's rows of `step`, with the routes of `layer_ids` only."""
-        batch = self._ask("batch", step=step, layer_ids=layer_ids).batch
+        """This rank's rows of `step`, with the routes of `layer_ids` only.
+
+        On the controller's machine, records that intake processes made are copied from their shared memory.
+        """
+        batch = self._ask("batch", step=step, layer_ids=layer_ids, lends=self._same_machine).batch
         assert batch is not None
-        return batch
+        return rank_share(batch, layer_ids)
 
     def push(self, version: int, entries: tuple[TensorEntry, ...], *, directory: str) -> None:
         """Report this rank's shard of `version`; returns when the engine serves that version, proved.
@@ -213,7 +219,8 @@ class RolloutClient:
                 self._process.check()
             return None
         frames = [frame.buffer.toreadonly() for frame in self._socket.recv_multipart(copy=False)]
-        return wire.decode(frames, ControllerReply)
+        with PlaceReader() as places:
+            return wire.decode(frames, ControllerReply, places)
 
     def _look(self) -> None:
         self._looks += 1

@@ -23,6 +23,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
 from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.runtime import wire
+from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
@@ -52,6 +53,8 @@ class Request(msgspec.Struct, frozen=True):
 
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.
+
+    `lends`: the rank reads shared memory of the controller's machine.
     """
 
     key: str
@@ -62,6 +65,7 @@ class Request(msgspec.Struct, frozen=True):
     data_rank: int = 0
     data_size: int = 1
     layer_ids: tuple[int, ...] = ()
+    lends: bool = False
     version: int = 0
     directory: str = ""
     entries: tuple[TensorEntry, ...] = ()
@@ -129,10 +133,10 @@ class ControllerService:
         self._stop.set()
 
     async def _answer(self, socket: zmq.asyncio.Socket, identity: bytes, frames: list[bytes]) -> None:
-        op = ""
+        op, lend = "", None
         try:
             request = wire.decode(frames, Request)
-            op = request.op
+            op, lend = request.op, place_of if request.lends else None
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
@@ -147,7 +151,7 @@ class ControllerService:
             reply = ControllerReply(error=f"{type(error).__name__}: {error} (more in controller.log)", may_pass=True)
         # Routes of a step are large: their arrays are sent from where they are.
         named = msgspec.structs.replace(reply, op=op)
-        await socket.send_multipart([identity, *wire.encode(named)], copy=False)
+        await socket.send_multipart([identity, *wire.encode(named, lend)], copy=False)
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
@@ -159,7 +163,10 @@ class ControllerService:
             if self._loading.done():
                 self._loading.result()
         shares = await planned
-        return ControllerReply(batch=rank_share(shares[request.data_rank], request.layer_ids))
+        share = shares[request.data_rank]
+        if request.lends:
+            return ControllerReply(batch=rank_share(share, request.layer_ids, place_of))
+        return ControllerReply(batch=rank_share(share, request.layer_ids))
 
     async def _push(self, request: Request) -> ControllerReply:
         shards = self._shards.setdefault(request.version, {})

@@ -55,6 +55,7 @@ class Objective:
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
+        self._has_turns = config.rollout.has_turns
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -143,6 +144,7 @@ class Objective:
                     num_sequences=part.mini.num_sequences,
                     num_tokens=part.mini.num_tokens,
                     horizon=chosen.horizon,
+                    sample_tokens=batch.sample_tokens,
                 )
                 for name, (values, keep, coef) in terms.items()
                 if coef
@@ -156,6 +158,7 @@ class Objective:
                     **diagnostics.metrics(evidence),
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
+                    **(diagnostics.by_turn(evidence) if self._has_turns else {}),
                     **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }

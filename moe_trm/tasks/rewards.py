@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moe_trm.errors import RecordRejected
 from moe_trm.tasks.reward_input import RewardInput
+from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord
 
 if TYPE_CHECKING:
@@ -38,34 +39,49 @@ def exact_reward(sample: RewardInput) -> float:
     return exact(sample.completion, sample.answer) if sample.finished else 0.0
 
 
-async def score(task: Task, prompt: Prompt, record: RolloutRecord) -> Reward:
-    """The task's reward of a record.
+async def score(task: Task, prompt: Prompt, record: RolloutRecord, written: tuple[str, str] | None = None) -> Reward:
+    """The task's reward of a record. `written`: as in `reward_input`.
 
     Raises:
         RecordRejected: `reward_error` (the reward function raised), `reward_timeout`, `reward_crash` (it ended its
             process), `reward_type` (no number), `reward_shape` (not one for each sample), `reward_nan` (not finite).
     """
-    return read_reward(await task.reward(reward_input(task, prompt, record)), task.reward_weights, prompt.prompt_id)
+    sample = reward_input(task, prompt, record, written)
+    return read_reward(await task.reward(sample), task.reward_weights, prompt.prompt_id)
 
 
-def reward_input(task: Task, prompt: Prompt, record: RolloutRecord) -> RewardInput:
-    """Input of the reward function."""
-    tokens, last = record.tokens, record.turn_ids[record.sampled].max(initial=0)
-    completion = tokens[record.sampled & (record.turn_ids == last)].tolist()
+def reward_input(
+    task: Task, prompt: Prompt, record: RolloutRecord, written: tuple[str, str] | None = None
+) -> RewardInput:
+    """Input of the reward function. `written`: `written_text` of the record, where somebody has made it already."""
+    completion, transcript = written or written_text(task.tokens, len(prompt.token_ids), record)
     finished = record.finish_reason == "stop"
-    if finished and completion and completion[-1] in task.tokens.stop_token_ids:
-        completion.pop()
     return RewardInput(
         prompt_id=prompt.prompt_id,
         prompt=prompt.text,
         answer=prompt.answer,
-        completion=task.tokens.decode(completion),
-        completion_ids=tuple(completion),
-        transcript=task.tokens.decode(tokens[len(prompt.token_ids) :].tolist()),
-        num_turns=int(last) + 1,
+        completion=completion,
+        completion_ids=tuple(_completion_ids(task.tokens, record)),
+        transcript=transcript,
+        num_turns=int(record.turn_ids[record.sampled].max(initial=0)) + 1,
         finish_reason="stop" if finished else "length",
         extra=prompt.extra,
     )
+
+
+def written_text(tokens: Tokens, prompt_length: int, record: RolloutRecord) -> tuple[str, str]:
+    """`RewardInput.completion` and `transcript` of a record. A long answer takes the tokenizer a while."""
+    completion = tokens.decode(_completion_ids(tokens, record))
+    return completion, tokens.decode(record.tokens[prompt_length:].tolist())
+
+
+def _completion_ids(tokens: Tokens, record: RolloutRecord) -> list[int]:
+    """The ids of the last answer, without its end token."""
+    last = record.turn_ids[record.sampled].max(initial=0)
+    completion: list[int] = record.tokens[record.sampled & (record.turn_ids == last)].tolist()
+    if record.finish_reason == "stop" and completion and completion[-1] in tokens.stop_token_ids:
+        completion.pop()
+    return completion
 
 
 def read_reward(

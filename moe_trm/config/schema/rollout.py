@@ -113,9 +113,10 @@ class RolloutConfig(Section):
     function: str | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
     several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
-    agent: str | None = None
+    agent: str | tuple[str, ...] | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that is given an address
-    of OpenAI's interface and makes a sample with its client (docs/agents.md); none: no agent."""
+    of OpenAI's interface and makes a sample with its client (docs/agents.md). A list, e.g. `[python, my_agent.py]`: a
+    command line that is started for every sample, with the address in its environment. None: no agent."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that one call of `rollout.function` or `rollout.agent` may take, waiting for the engine included. After
     that its sample is rejected (`rollout_timeout`)."""
@@ -131,6 +132,10 @@ class RolloutConfig(Section):
     started with `--enable-memory-saver`. On CPU the engine takes the same steps but frees nothing."""
     concurrency: Positive = 128
     """Requests in flight."""
+    intake_processes: Count = 0
+    """Processes beside the controller that send the requests, receive the answers, check them and decode their text.
+    Records stay in memory that controller and ranks of the machine share. 0: the controller does it. One process takes
+    in about a gigabyte of answers per second; long answers and many servers need several (docs/pipeline.md)."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Limit for one request, queueing included."""
     max_attempts: Positive = 3

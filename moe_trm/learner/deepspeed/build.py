@@ -45,8 +45,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
-    device = _start_process_group()
-    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full")
+    device, packed = _start_process_group(), config.batch.layout == "packed"
+    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full", packed=packed)
     freeze(policy.causal, config.learner)
     partitioned = config.learner.deepspeed.zero_stage == 3
     engine = _initialize(policy, config, device)
@@ -69,6 +69,7 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         TrainingState(policy.causal, engine, optimizer),
         temperature=config.rollout.temperature,
         device=device,
+        packed=packed,
     )
 
 

@@ -17,11 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moe_trm.learner.base import check_native
-from moe_trm.learner.megatron.parts import Parts, cut_scoring
-from moe_trm.learner.scoring import Scoring, on_device
+from moe_trm.learner.megatron.packed import packed_parameters
+from moe_trm.learner.megatron.parts import Parts
+from moe_trm.learner.scoring import Scoring, cut_scoring, on_device
 from moe_trm.types import TokenBatch
-from routing.layout import Layout
 from routing.megatron import MegatronReplayer
+from routing.packed_layout import AnyLayout
 from routing.replay import Native, Recorded, RouteSource
 from routing.replay_pass import ReplayPass
 from routing.router_shift import RouterScores
@@ -81,13 +82,13 @@ class Schedule:
         def forward(waiting: Iterator[int | None], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             number = next(waiting)
             batch, source = step.inputs(number)
-            layout = self._parts.layout(batch)
+            layout = step.layout(number)
             output, this_pass = self._forward(model, batch, source, layout, scoring_of)
             if number is not None and this_pass is not None:
                 step.keep(number, this_pass, layout)
             return output, partial(step.finish, number, layout)
 
-        rows, length = step.padded[0].input_ids.shape
+        rows, length = step.layout(0).fed
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(numbers) for _ in self._wrapped],
@@ -103,19 +104,20 @@ class Schedule:
         return scored, [Routed(step.routes.get(number), step.scores.get(number)) for number in range(len(batches))]
 
     def _forward(
-        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: Layout, scoring_of: ScoringOf
+        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: AnyLayout, scoring_of: ScoringOf
     ) -> tuple[Tensor, ReplayPass | None]:
         moved = on_device(batch, self._device)
-        positions = torch.arange(layout.length, device=self._device).expand_as(moved.input_ids)
         scoring = cut_scoring(scoring_of(moved), layout)
-        inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
+        inputs = layout.cut_tokens(moved.input_ids), layout.position_ids().to(self._device), None
+        pack = packed_parameters(layout, self._device)
+        options = {"labels": scoring, "packed_seq_params": pack}
         if self._replayer is None:
             check_native(source)
-            return model(*inputs, labels=scoring), None
+            return model(*inputs, **options), None
         with self._replayer.use(
             source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model, samples=batch.sample_ids
         ) as this_pass:
-            output: Tensor = model(*inputs, labels=scoring)
+            output: Tensor = model(*inputs, **options)
         return output, this_pass
 
 
@@ -132,6 +134,7 @@ class _Step:
     ) -> None:
         self.padded = [parts.padded(batch) for batch in batches]
         self.planes: dict[int, Tensor] = {}
+        self._layouts: dict[int | None, AnyLayout] = {}
         self.routes: dict[int, Recorded] = {}
         self.scores: dict[int, RouterScores] = {}
         self._shifts: dict[int, Tensor] = {}
@@ -148,7 +151,13 @@ class _Step:
             return empty, Native()
         return self.padded[number], self._sources[number]
 
-    def keep(self, number: int, this_pass: ReplayPass, layout: Layout) -> None:
+    def layout(self, number: int | None) -> AnyLayout:
+        """This rank's cut of that micro-batch."""
+        if number not in self._layouts:
+            self._layouts[number] = self._parts.layout(self.inputs(number)[0])
+        return self._layouts[number]
+
+    def keep(self, number: int, this_pass: ReplayPass, layout: AnyLayout) -> None:
         """Remember what one chunk of the model recorded, and how far its routers have moved."""
         if this_pass.records:
             recorded, before = this_pass.recorded(), self.routes.get(number)
@@ -162,7 +171,7 @@ class _Step:
             whole = self._parts.sum_over_slices(layout.from_router(shift))
             self._shifts[number] = (whole * self.padded[number].mask.to(whole.device))[:, : self._lengths[number]]
 
-    def finish(self, number: int | None, layout: Layout, output: Tensor, **_non_loss_data: bool) -> Any:
+    def finish(self, number: int | None, layout: AnyLayout, output: Tensor, **_non_loss_data: bool) -> Any:
         """Megatron's loss function: called with the output `[P, B, C]` of the last stage."""
         planes = self._parts.whole_rows(output, layout)
         if number is not None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from moe_trm.errors import EngineLost
 from moe_trm.rollout.sglang.http import EngineHttp
+
+T = TypeVar("T")
+Post = Callable[[EngineHttp], Coroutine[Any, Any, T]]
+"""Asks the server of a connection for one sample, and returns what became of it."""
 
 
 class Endpoint:
@@ -18,7 +23,7 @@ class Endpoint:
 
     def __init__(self, http: EngineHttp) -> None:
         self.http = http
-        self._asking: set[asyncio.Task[bytes]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
         self._heard = 0.0
 
     @property
@@ -31,17 +36,17 @@ class Endpoint:
         """Seconds since a sample was last answered, or the first one asked for; 0 while none is in flight."""
         return _now() - self._heard if self._asking else 0.0
 
-    async def ask(self, request: Mapping[str, object]) -> bytes:
-        """The body of the answer to `/generate`.
+    async def ask(self, post: Post[T]) -> T:
+        """What `post` returns.
 
-        Raises `EngineLost` when it is given up meanwhile, and as `EngineHttp.request` does.
+        Raises `EngineLost` when it is given up meanwhile, and as `post` does.
         """
-        task = asyncio.ensure_future(self.http.request("POST", "/generate", request))
+        task = asyncio.ensure_future(post(self.http))
         if not self._asking:
             self._heard = _now()
         self._asking.add(task)
         try:
-            body = await asyncio.shield(task)
+            answer = await asyncio.shield(task)
         except asyncio.CancelledError:
             this = asyncio.current_task()
             if not task.cancelled() or (this is not None and this.cancelling()):
@@ -51,7 +56,7 @@ class Endpoint:
         finally:
             self._asking.discard(task)
         self._heard = _now()
-        return body
+        return answer
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Return when nothing that was asked for by now is in flight, or after `timeout_s`."""

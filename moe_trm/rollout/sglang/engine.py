@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,9 @@ from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.rollout.intake.messages import Hello, Question, Whole
+from moe_trm.rollout.intake.pool import IntakePool
+from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
@@ -74,6 +78,8 @@ class SglangEngine:
             patience_s=rollout.recovery_timeout_s,
             router=self._router,
         )
+        hello = Hello(self._model, api_key, rollout.timeout_s, rollout.max_attempts)
+        self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
         self._push: tuple[WeightPush, Mapping[str, str] | None] | None = None
@@ -81,6 +87,11 @@ class SglangEngine:
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
         self._seeds = Seeds(config.seed if server.deterministic else None)
+
+    def write_text(self, checkpoint: str) -> None:
+        """Let intake processes decode samples, with the tokenizer of this folder. Before `start`."""
+        if self._intake is not None:
+            self._intake.decode_with(checkpoint)
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
@@ -91,6 +102,8 @@ class SglangEngine:
         if self._router is not None:
             await self._router.choose_among(frozenset(server.http.url for server in self._fleet.servers), every=True)
             await self._check.through(self._router.endpoint.http)
+        if self._intake is not None:
+            await self._intake.start()
         self._fleet.start()
 
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
@@ -98,13 +111,22 @@ class SglangEngine:
 
         Raises `RecordRejected` for an answer that violates an invariant, `EngineError` for none.
         """
+        return (await self.generate_written(prompt, params, sample_id=sample_id, group_id=group_id))[0]
+
+    async def generate_written(
+        self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int
+    ) -> tuple[RolloutRecord, tuple[str, str] | None]:
+        """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
+        keep_changed = self._wanted.missing == "native"
+        params = replace(params, seed=self._seeds.of_sample(sample_id))
+        whole = Whole(sample_id, group_id, prompt.prompt_id, params, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
-            params = replace(params, seed=self._seeds.of_sample(sample_id))
-            conversation.add(await self.turn(prompt.token_ids, params))
-            return conversation.record(
-                sample_id=sample_id, group_id=group_id, keep_changed=self._wanted.missing == "native"
-            )
+            reading = await self._sampled(prompt.token_ids, params, whole=whole)
+            if isinstance(reading.value, RolloutRecord):
+                return reading.value, reading.written
+            conversation.add(reading.value)
+            return conversation.record(sample_id=sample_id, group_id=group_id, keep_changed=keep_changed), None
 
     async def turn(
         self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
@@ -114,6 +136,20 @@ class SglangEngine:
         A sample that a weight push interrupts is continued from where it was, with the new weights. Each token keeps
         the version that sampled it.
         """
+        value = (await self._sampled(context, params, start=start, bare=bare)).value
+        assert isinstance(value, SampledTurn)
+        return value
+
+    async def _sampled(
+        self,
+        context: Sequence[int],
+        params: SamplingParams,
+        *,
+        start: int = 0,
+        bare: bool = False,
+        whole: Whole | None = None,
+    ) -> Reading:
+        """The turn after `context`; its record, where an intake process could make that of the first answer."""
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
         params = params if params.seed is not None else replace(params, seed=self._seeds.next())
         so_far: SampledTurn | None = None
@@ -125,11 +161,11 @@ class SglangEngine:
             request = self.generate_request(tokens, replace(params, max_new_tokens=left), bare=bare)
             if first_row and "return_routed_experts" in request:
                 request["routed_experts_start_len"] = first_row
-            async with self._slots:
-                body = await self._fleet.ask(request)
+            question = Question(request, wanted, first_row, whole if so_far is None else None)
             try:
-                piece = parse_turn(body, tokens, self._model, wanted, start=first_row)
+                reading = await self._read(question)
             except RecordRejected as rejection:
+                self._retracted += rejection.reason == "retracted"
                 unknown = rejection.reason == "version_unknown" and self._push is not None
                 if unknown:
                     await self._fleet.fence_restarted()
@@ -137,11 +173,23 @@ class SglangEngine:
                     raise
                 refused = rejection
                 continue
-            self._retracted += piece.retracted
-            so_far = settled(piece if so_far is None else continued(so_far, piece), params)
+            self._retracted += reading.retracted
+            if isinstance(reading.value, RolloutRecord):
+                return reading
+            so_far = settled(reading.value if so_far is None else continued(so_far, reading.value), params)
             if so_far.finish_reason != "abort":
-                return so_far
+                return Reading(so_far, so_far.retracted)
         raise refused
+
+    async def _read(self, question: Question) -> Reading:
+        """The checked answer to one request, read in an intake process or here."""
+        intake = self._intake
+        async with self._slots:
+            if intake is not None:
+                return await self._fleet.ask_by(lambda http: intake.ask(http.url, question))
+            body = await self._fleet.ask(question.request)
+        turn = parse_turn(body, question.request["input_ids"], self._model, question.wanted, start=question.start)
+        return Reading(turn, turn.retracted)
 
     async def load_weights(self, push: WeightPush) -> None:
         """Make every server load `push` from its folder and prove it; a lost one follows when it is back.
@@ -168,10 +216,12 @@ class SglangEngine:
 
         `rollout/reissued`: samples asked for again; `rollout/losses` and `rollout/recoveries`: times that a server was
         lost and came back; `rollout/lost_s`: seconds that servers were out of service, added up; `rollout/retracted`:
-        answers with routes that an engine short of memory computed again, where routes are asked for.
+        answers with routes that an engine short of memory computed again, where routes are asked for. With intake
+        processes also what `IntakePool.metrics` says.
         """
         retracted = {"rollout/retracted": float(self._retracted)} if self._wanted.routes else {}
-        return self._fleet.metrics() | retracted
+        intake = self._intake.metrics() if self._intake is not None else {}
+        return self._fleet.metrics() | retracted | intake
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each server now."""
@@ -182,6 +232,8 @@ class SglangEngine:
         if self._broadcast is not None:
             await self._broadcast.close()
         await self._fleet.close()
+        if self._intake is not None:
+            await self._intake.close()
 
     async def _load(self, server: RemoteServer) -> None:
         """Give one server the newest weights: from their folder, or by the broadcast that is waiting for it."""
@@ -231,6 +283,10 @@ class SglangEngine:
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        if params.stop_texts:
+            # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
+            # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).
+            sampling["stop_regex"] = [re.escape(text) for text in params.stop_texts]
         if bare:
             return request
         if self._wanted.routes:

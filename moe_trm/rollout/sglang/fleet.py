@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
+from moe_trm.rollout.sglang.endpoint import Post, T
 from moe_trm.rollout.sglang.http import EngineSlow
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
@@ -88,7 +89,11 @@ class Fleet:
             await server.close()
 
     async def ask(self, request: Mapping[str, object]) -> bytes:
-        """An answer to `request` from a server with the newest weights.
+        """The body of an answer to `request`, as `ask_by`."""
+        return await self.ask_by(lambda http: http.request("POST", "/generate", request))
+
+    async def ask_by(self, post: Post[T]) -> T:
+        """What `post` makes of an answer of a server with the newest weights.
 
         Raises:
             RecordRejected: `engine_failed`, when servers that are well fail on this request again and again.
@@ -98,7 +103,7 @@ class Fleet:
         for attempt in range(REISSUES + 1):
             server = await self._ready()
             try:
-                return await server.ask(request)
+                return await server.ask(post)
             except EngineLost as error:
                 lost = error
             slow += isinstance(lost, EngineSlow) and not server.fenced

@@ -100,7 +100,7 @@ class Wanted:
 _DECODER = msgspec.json.Decoder(Answer)
 
 
-def decode_answer(body: bytes) -> Answer:
+def decode_answer(body: bytes | memoryview) -> Answer:
     """The typed answer. Raises `RecordRejected` (`malformed`)."""
     try:
         return _DECODER.decode(body)
@@ -114,7 +114,12 @@ def decode_answer(body: bytes) -> Answer:
 
 
 def parse_turn(
-    body: bytes, context: Sequence[int], model: ServedModel, wanted: Wanted, *, start: int = 0
+    body: bytes | memoryview,
+    context: Sequence[int],
+    model: ServedModel,
+    wanted: Wanted,
+    *,
+    start: int = 0,
 ) -> SampledTurn:
     """Check one answer against every invariant that it can break by itself.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.endpoint import Endpoint
+from moe_trm.rollout.sglang.endpoint import Endpoint, Post, T
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.types import ServerState
 
@@ -48,9 +47,9 @@ class RemoteServer:
         """Seconds since its endpoint last answered a sample, or first got a request; 0 while none is in flight."""
         return self._endpoint.silent_s
 
-    async def ask(self, request: Mapping[str, object]) -> bytes:
+    async def ask(self, post: Post[T]) -> T:
         """See `Endpoint.ask`."""
-        return await self._endpoint.ask(request)
+        return await self._endpoint.ask(post)
 
     async def drained(self) -> None:
         """Return when nothing is in flight."""

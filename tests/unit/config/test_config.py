@@ -135,6 +135,7 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["rollout.engine=bundle", "rollout.bundle=b", "record.bundle=b"], "record.bundle"),
         (["rollout.router=http://r:1"], "rollout.router"),
         (["rollout.router=http://r:1", "rollout.urls=[http://a:1, http://r:1/]"], "rollout.router"),
+        (["rollout.intake_processes=1", "rollout.url=https://a:1"], "rollout.intake_processes"),
         (["rollout.top_k=5000"], "rollout.top_k"),
         (["rollout.top_k=1"], "rollout.top_k"),
         ([EXACT, "sampling_mask.mode=off"], "sampling_mask.mode"),
@@ -154,6 +155,7 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["observe.sinks=[wandb, wandb]"], "observe.sinks"),
         (["task.eval_sets={a/b: x.jsonl}"], "task.eval_sets"),
         (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
+        (["batch.layout=packed", "learner.fp8=tensorwise", "learner.dtype=bfloat16"], "batch.layout"),
         (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
         (
             ["rollout.group_size=1", "advantage.name=reinforce_plus_plus", "batch.zero_variance=drop"],

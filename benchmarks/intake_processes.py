@@ -1,0 +1,165 @@
+"""Gigabytes of answers per second through one and through two intake processes, and processor time of each side.
+
+`python -m benchmarks.intake_processes [--tokens N] [--answers N] [--pairs N] [--json FILE]`. Servers answer with the
+recorded bytes of one long answer of DeepSeek-V3, sent by the kernel from a file. Real intake processes receive, check
+and keep it, and this process opens each record, as the controller does. One and two processes take turns, so that a
+neighbour slows both alike; the ratio is that of each pair.
+
+Two processes need two processors, and what the servers and this process use besides takes from the gain: the columns
+of seconds say how much. `--from-memory` leaves the network out: each process reads the same bytes again and again, so
+that the ratio is that of the intake alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.answering_servers import MODEL, answer, answering
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+from moe_trm.rollout.intake.messages import Hello, Question
+from moe_trm.rollout.intake.pool import IntakePool
+from moe_trm.rollout.intake.pulse import state_of
+from moe_trm.rollout.intake.reading import read
+from moe_trm.rollout.sglang.parse import Wanted
+from moe_trm.runtime import wire
+from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile
+
+PROMPT, OPEN, COUNTS = 512, 6, (1, 2)
+WANTED = Wanted(routes=True, mask=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--tokens", type=int, default=32768, help="of prompt and answer (default: %(default)s)")
+    parser.add_argument("--answers", type=int, default=24, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=7, help="measurements of each number (default: %(default)s)")
+    parser.add_argument("--from-memory", action="store_true", help="without servers and sockets")
+    parser.add_argument("--read", type=int, metavar="ANSWERS", help="used by --from-memory for its processes")
+    args = parser.parse_args(argv)
+    if args.read:
+        return read_again_and_again(args.tokens, args.read)
+    measured = alone(args) if args.from_memory else asyncio.run(through_servers(args))
+    report("Intake processes side by side", rows(measured, args.answers, args.tokens), args.json)
+    return 0
+
+
+Measured = dict[int, list[tuple[float, float, float]]]
+"""By number of processes: seconds of each measurement, and processor seconds of the intakes and of this process."""
+
+
+async def through_servers(args: object) -> Measured:
+    """Real intake processes behind real sockets."""
+    tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
+    question = Question({"input_ids": list(range(PROMPT))}, WANTED)
+    pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
+    measured: Measured = {count: [] for count in COUNTS}
+    with answering([answer(PROMPT, tokens - PROMPT)], OPEN) as urls:
+        for pool in pools.values():
+            await pool.start()
+        for number in range(pairs + 1):  # the first pair warms up
+            for count, pool in pools.items():
+                took = await _measured(pool, urls, question, answers)
+                if number:
+                    measured[count].append(took)
+    for pool in pools.values():
+        await pool.close()
+    return measured
+
+
+async def _measured(
+    pool: IntakePool, urls: Sequence[str], question: Question, answers: int
+) -> tuple[float, float, float]:
+    left = iter(range(answers))
+
+    async def lane(url: str) -> None:
+        for _ in left:
+            await pool.ask(url, question)
+
+    before, own, began = _ticks(pool), time.process_time(), time.perf_counter()
+    await asyncio.gather(*(lane(url) for url in urls))
+    seconds = time.perf_counter() - began
+    return seconds, (_ticks(pool) - before) / os.sysconf("SC_CLK_TCK"), time.process_time() - own
+
+
+def _ticks(pool: IntakePool) -> int:
+    return sum(state_of(process)[0] for process in pool.process_ids)
+
+
+def alone(args: object) -> Measured:
+    """Processes that read the same bytes, all at the same time."""
+    tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
+    measured: Measured = {count: [] for count in COUNTS}
+    for _ in range(pairs):
+        for count in COUNTS:
+            command = [sys.executable, "-m", "benchmarks.intake_processes", "--tokens", str(tokens), "--read"]
+            processes = [
+                subprocess.Popen(
+                    [*command, str(answers // count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+                for _ in range(count)
+            ]
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+            began = time.perf_counter()
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            used = [float(process.communicate()[0]) for process in processes]
+            measured[count].append((time.perf_counter() - began, sum(used), 0.0))
+    return measured
+
+
+def read_again_and_again(tokens: int, answers: int) -> int:
+    """Read `answers` answers once the parent says so, keep each as a block, and print the processor seconds."""
+    body, file = answer(PROMPT, tokens - PROMPT), SharedFile()
+    writer, question = BlockWriter(file.descriptor), Question({"input_ids": list(range(PROMPT))}, WANTED)
+    read(body, question, MODEL, None)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.process_time()
+    for _ in range(answers):
+        _, *buffers = wire.encode(read(body, question, MODEL, None).value)
+        file.open(writer.write(buffers))
+    print(time.process_time() - began)
+    return 0
+
+
+def rows(measured: Measured, answers: int, tokens: int) -> list[Row]:
+    """One row for each number of processes, and one for the ratio of the pairs with its quartiles."""
+    size = answers * len(answer(PROMPT, tokens - PROMPT)) / 1e9
+    found: list[Row] = []
+    for count, took in measured.items():
+        seconds, intake, own = (statistics.median(part) for part in zip(*took, strict=True))
+        found.append(
+            {
+                "processes": count,
+                "GB/s": size / seconds,
+                "answers/s": answers / seconds,
+                "intake s/GB": intake / size,
+                "controller s/GB": own / size,
+            }
+        )
+    ratios = sorted(one[0] / two[0] for one, two in zip(*(measured[count] for count in COUNTS), strict=True))
+    quarter = len(ratios) // 4
+    found.append(
+        {
+            "two to one": statistics.median(ratios),
+            "lower quartile": ratios[quarter],
+            "upper quartile": ratios[-1 - quarter],
+            "pairs": len(ratios),
+        }
+    )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Judgement of a process that is looked at again and again: well, busy, or hung. Pure.
+
+On a loaded machine a process may say nothing for a long time and be well. It is then computing, or waiting for a
+processor. One that hangs does neither: it sleeps or is stopped, although something is there for it to answer. The other
+kind of hang computes for ever and comes to no end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Health = Literal["well", "busy", "hung"]
+
+WAITING = "RD"
+"""States of Linux in which a process computes or waits for a processor or a disk."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look.
+
+    Attributes:
+        answered: it said that it is there since the look before.
+        turns: how often its event loop came round.
+        ticks: processor time that it has used.
+        state: Linux's letter: R runs or wants to, D waits for a disk, S sleeps, T is stopped.
+    """
+
+    answered: bool
+    turns: int
+    ticks: int
+    state: str
+
+
+class Pulse:
+    """The looks at one process.
+
+    Args:
+        silent_looks: looks in turn at a process that neither answers nor computes, after which it hangs.
+        stuck_looks: the same for one that computes, while its event loop never comes round.
+    """
+
+    def __init__(self, silent_looks: int, stuck_looks: int) -> None:
+        self._silent_looks, self._stuck_looks = silent_looks, stuck_looks
+        self._turns = self._ticks = -1
+        self._silent = self._stuck = 0
+
+    def judge(self, look: Look) -> Health:
+        """What this look, after those before it, says."""
+        turned, computed = look.turns != self._turns, look.ticks != self._ticks or look.state in WAITING
+        self._turns, self._ticks = look.turns, look.ticks
+        self._stuck = 0 if turned else self._stuck + 1
+        self._silent = 0 if look.answered or turned or computed else self._silent + 1
+        if look.answered and turned:
+            return "well"
+        hung = self._silent >= self._silent_looks or self._stuck >= self._stuck_looks
+        return "hung" if hung else "busy"
+
+
+def state_of(process: int) -> tuple[int, str]:
+    """Processor ticks of a process, and the state of its busiest thread. Raises `OSError` where there is none."""
+    ticks = [int(field) for field in _stat(Path(f"/proc/{process}/stat"))[11:13]]
+    states = [_stat(path)[0] for path in Path(f"/proc/{process}/task").glob("*/stat")]
+    return sum(ticks), next((state for state in states if state in WAITING), states[0] if states else "Z")
+
+
+def _stat(path: Path) -> list[str]:
+    """The fields after the command's name, which may have blanks itself."""
+    return path.read_text().rpartition(")")[2].split()
