@@ -58,12 +58,14 @@ BENCHMARKS = (
     ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
+    Benchmark("agent_door", "The address of agents", "agent_door"),
     Benchmark("intake_processes", "Two intake processes against one", "intake_processes"),
     Benchmark(
         "intake_memory", "The same without servers and sockets", "intake_processes", ("--from-memory",)
     ),
     Benchmark("intake_step", "A step of 64 servers and 4,096 answers through the intake", "intake_step"),
     Benchmark("replay_overhead", "Replay and its proof", "replay_overhead"),
+    Benchmark("packed_rows", "Packs against padded rows", "packed_rows"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
     Benchmark("corrections", "Corrections", "corrections"),

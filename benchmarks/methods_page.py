@@ -14,6 +14,7 @@ from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import explained_variance
+from moe_trm.batch.zero_variance import entropy_shaped
 from moe_trm.diagnostics import (
     acceptance,
     bounds,
@@ -77,7 +78,10 @@ TOKENS = "element-wise on the micro-batch; nothing is sent between ranks."
 ROWS = "one sum or maximum over each row of the micro-batch; nothing is sent between ranks."
 GATHERED = "a few numbers of each sampled token are gathered from all ranks once for each update"
 AGAIN = "; every update of a step but the first needs one more forward pass without gradient."
-ENTROPY = " The entropy takes one more pass of the output layer over the vocabulary."
+NEEDED = {
+    "entropy": " The entropy takes one more pass of the output layer over the vocabulary.",
+    "routers": " Routers compute their logits twice, and the anchor's scores are kept in the meantime.",
+}
 
 WIDTH = 118
 WHEN = {
@@ -98,7 +102,7 @@ established published form.""",
     "advantages": """\
 Chosen by `advantage.name`. In short: `grpo` by default; `dr_grpo` and `rloo` without the bias of the standard
 deviation; `opo` when lengths differ much; `opob` for old samples; `otb` for a baseline of each token; `turn_grpo`
-for one of each turn; `reinforce_plus_plus` without groups; `pass_at_k` for best-of-k objectives.""",
+for one of each turn; `reinforce_plus_plus` or `remax` without groups; `pass_at_k` for best-of-k objectives.""",
 }
 
 
@@ -117,7 +121,7 @@ def page() -> str:
         "## Advantages\n",
         WHEN["advantages"] + "\n",
         f"Usable by name: {', '.join(f'`{name}`' for name in ADVANTAGES)}.\n",
-        *_functions("", _of_module(advantages) + _of_module(token_advantages)),
+        *_functions("", _of_module(advantages) + _of_module(token_advantages) + [entropy_shaped]),
         *_functions("KL to a reference", [kl.kl_estimate, kl.importance_corrected_k3, kl.AdaptiveKL, kl.rollout_kl]),
         *_functions("Tools for old data", [*_of_module(off_policy), interpolated]),
         *_functions("Diagnostics", [metrics, acceptance, gradient_power, gradient_noise, explained_variance]),
@@ -147,7 +151,7 @@ def _loss(name: str) -> str:
     objective = losses.get(name)
     facts = [f"on `{objective.ratio}`", f"scope `{objective.scope}`", f"aggregation `{objective.aggregation}`"]
     facts.append("contains no ratio" if objective.holds == "none" else f"contains `{_held(objective)}`")
-    cost = _cost(objective.scope, moves=True) + (ENTROPY if "entropy" in objective.needs else "")
+    cost = _cost(objective.scope, moves=True) + "".join(NEEDED.get(need, "") for need in objective.needs)
     return _entry(name, facts + (["*experimental*"] if objective.experimental else []), objective.function, cost)
 
 

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.step --checkpoint DIR [--run RUN_DIR] [--json FILE]` starts a real server on the checkpoint. It
 answers the same prompts with and without capture (log-probs, routes, masks), in turn. With `--run`, the phases of a
-finished run are added.
+finished run are added. `--against trl` measures in its place whole steps of our run beside GRPO steps of TRL, in turn;
+`--python` names an interpreter that has `trl` (`pip install trl==1.16.0`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import orjson
 
 from benchmarks.options import command_line
+from benchmarks.peers.against_trl import pairs
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import sampling_params
@@ -43,7 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
     parser.add_argument("--run", type=Path, help="a run directory whose phases to add")
     parser.add_argument("--rounds", type=int, default=8, help="paired measurements (default: 8)")
+    parser.add_argument("--against", choices=["trl"], help="compare whole steps with this trainer's")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with `trl` (default: this one)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run of `--against` (default: 20)")
     args = parser.parse_args(argv)
+    if args.against:
+        with tempfile.TemporaryDirectory() as folder:
+            found = list(pairs(args.checkpoint, Path(folder), args.python, args.rounds, args.steps))
+        report("Seconds of a step, ours and TRL's, medians of alternating runs", found, args.json)
+        return 0
     rows = recording(args.checkpoint, args.rounds)
     if args.run:
         rows += phases(args.run)

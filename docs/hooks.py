@@ -17,6 +17,8 @@ OUTSIDE = {
     "benchmarks/RESULTS.md": "benchmarks/RESULTS.md",
     "examples/calculator/README.md": "examples/calculator.md",
     "examples/agent/README.md": "examples/agent.md",
+    "examples/openai_agents/README.md": "examples/openai_agents.md",
+    "examples/terminal/README.md": "examples/terminal.md",
     "packages/sglang_cpu/README.md": "packages/sglang_cpu.md",
 }
 """Pages by their path in the repository, and where the site has them."""

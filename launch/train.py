@@ -43,7 +43,8 @@ from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
-from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher, rounding_of
+from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
+from moe_trm.sync.rounding import rounding_of
 from moe_trm.types import ServerState
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 

@@ -51,7 +51,10 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference, anchors = Reference(config, learner), Anchors(config, mode, whole=objective.whole)
+    reference, anchors = (
+        Reference(config, learner),
+        Anchors(config, mode, whole=objective.whole, watches=objective.watches_routers),
+    )
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
@@ -144,12 +147,14 @@ def rescued(checkpoints: Checkpoints, step: int, learner: Learner) -> Iterator[N
 def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
     norms = [update.grad_norm for update in updates if update.applied] or [updates[-1].grad_norm]
     scale = updates[-1].loss_scale
+    cosines = [update.cosine for update in updates if update.cosine is not None]
     return {
         "optimizer/grad_norm": sum(norms) / len(norms),
         "optimizer/lr": updates[-1].lr,
         "optimizer/steps": float(len(updates)),
         "optimizer/skipped": float(sum(not update.applied for update in updates)),
         **({} if scale is None else {"optimizer/loss_scale": float(scale)}),
+        **({"optimizer/grad_cosine": sum(cosines) / len(cosines)} if cosines else {}),
     }
 
 

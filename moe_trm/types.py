@@ -17,13 +17,16 @@ import torch
 
 from moe_trm.sampling_mask.record import SamplingMask
 from routing import RouteRecord, sample_origin, token_digest
+from routing.row_ids import row_id
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings of the behaviour policy.
 
-    `top_k` is always finite: the engine needs that to return its sampling mask.
+    `top_k` is always finite: the engine needs that to return its sampling mask. A text of `stop_texts` ends an answer
+    as soon as the text of the sampled ids has it; the ids stay as they were sampled. `seed` draws this one answer,
+    where the server samples deterministically; None: the server draws by itself.
     """
 
     temperature: float = 1.0
@@ -32,6 +35,8 @@ class SamplingParams:
     min_p: float = 0.0
     max_new_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,37 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class SessionTurn:
+    """One answer in the tree of an agent's session.
+
+    Attributes:
+        parent: number of the answer that it continues; -1: none, it begins a branch at the root.
+        added: tokens before it that its parent does not have: messages, tools' results, the template.
+        sampled: tokens of the answer.
+        row: row of its sample that trains it; -1: none does.
+        cut: the chat template changed earlier text, so that it could not go on behind its conversation's last answer.
+        reason: why no row trains it: `not_chosen` by `agent.rows`, or what its rows were rejected for; empty otherwise.
+    """
+
+    parent: int
+    added: int
+    sampled: int
+    row: int = -1
+    cut: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RolloutRecord:
     """Record of one sequence from the rollout engine.
 
     Attributes:
         sample_id: unique within a run; `group_id` is shared by the samples of one prompt.
+        row: its place among the rows of its sample. Most samples are one row; an agent's session may be several
+            (`agent.rows`), whose sampled tokens are disjoint.
         tokens: `[T]` int32, prompt and everything after it.
-        sampled: `[T]` bool, True on the `S` tokens the policy sampled (never on prompt or tool tokens).
+        sampled: `[T]` bool, True on the `S` tokens the policy sampled (never on prompt or tool tokens, nor on
+            answers that are the context of this row).
         turn_ids: `[T]` int16, 0 on the prompt and the first answer, rising by one with each later turn.
         rollout_logprobs: `[S]` float32, log-prob of each sampled token under the distribution it was drawn from: over
             the kept support when a sampling mask was recorded, over the whole vocabulary otherwise.
@@ -84,6 +113,11 @@ class RolloutRecord:
         finish_reason: `stop`, `length` or `abort`.
         reward: set by the task; None until then.
         reward_parts: terms of the reward's weighted sum, by name; empty when the reward is one number.
+        further: the other rows of the sample, in the order of `row`, on their way to the learner; on the first row
+            only. Reward and `finish_reason` are those of the sample, and the same in all rows.
+        session: the tree of the agent's session that it is a row of, its answers in the order in which they came; empty
+            where the sample is no session.
+        baseline: reward of the greedy answer to the same prompt; None where none was asked for.
     """
 
     sample_id: int
@@ -100,6 +134,20 @@ class RolloutRecord:
     finish_reason: str
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    row: int = 0
+    further: tuple[RolloutRecord, ...] = ()
+    session: tuple[SessionTurn, ...] = ()
+    baseline: float | None = None
+
+    @property
+    def rows(self) -> tuple[RolloutRecord, ...]:
+        """All rows of the sample, each by itself."""
+        return (replace(self, further=()), *self.further) if self.further else (self,)
+
+    @property
+    def row_id(self) -> int:
+        """Number of this row, unique within a run (`routing.row_ids`)."""
+        return row_id(self.sample_id, self.row)
 
     @property
     def num_tokens(self) -> int:
@@ -118,14 +166,17 @@ class RolloutRecord:
 
     @property
     def origin(self) -> bytes:
-        """What its routes are bound to besides its tokens: the sample, and the version of every sampled token."""
-        return sample_origin(self.sample_id, self.versions)
+        """What its routes are bound to besides its tokens: the row, and the version of every sampled token."""
+        return sample_origin(self.row_id, self.versions)
 
     def bound(self) -> RolloutRecord:
-        """The same record with its routes bound to it, where they were bound to its tokens alone."""
-        if self.routes is None or self.routes.token_digest != token_digest(self.tokens):
+        """The same record with its routes bound to it, where they were bound to its tokens alone; so all its rows."""
+        routes = self.routes
+        if routes is not None and routes.token_digest == token_digest(self.tokens):
+            routes = routes.bind(self.tokens, self.origin)
+        elif not self.further:
             return self
-        return replace(self, routes=self.routes.bind(self.tokens, self.origin))
+        return replace(self, routes=routes, further=tuple(row.bound() for row in self.further))
 
 
 @dataclass(frozen=True)
@@ -163,11 +214,13 @@ class TrainRow:
     Attributes:
         advantage: of every sampled token, or their mean where they differ.
         token_advantages: `[S]` float32, where they differ along the row; None elsewhere.
+        sample_tokens: scored tokens of all rows of its sample; None: this row is the whole sample.
     """
 
     record: RolloutRecord
     advantage: float
     token_advantages: np.ndarray | None = None
+    sample_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +237,8 @@ class MicroBatch:
 class MiniBatch:
     """The micro-batches of one optimizer step on one rank, with the denominators of the *global* minibatch.
 
-    Denominators count what survived validity rejection, before any correction.
+    Denominators count what survived validity rejection, before any correction. `num_sequences` counts samples, however
+    many rows they are.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -228,7 +282,9 @@ class TokenBatch:
             offsets; None in `off` mode.
         kept_logprobs: float32 log-probs of the kept ids in the rollout; None in `off` mode and where only ids were
             recorded.
-        sample_ids: id of each of the B rows' samples, -1 on padding rows; empty where nobody names them.
+        sample_ids: `RolloutRecord.row_id` of each of the B rows, -1 on padding rows; empty where nobody names them.
+        sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
+            row is a whole sample.
     """
 
     input_ids: torch.Tensor
@@ -248,3 +304,4 @@ class TokenBatch:
     kept_logprobs: torch.Tensor | None = None
     origins: tuple[bytes | None, ...] = ()
     sample_ids: tuple[int, ...] = ()
+    sample_tokens: torch.Tensor | None = None

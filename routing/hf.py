@@ -24,7 +24,6 @@ R`), K experts per token, E experts.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -34,8 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from routing.columns import Columns
 from routing.errors import ReplayProofError, ReplayRefusedError
 from routing.gate_proof import FORMULA_TOLERANCE, GateProof
+from routing.hf_blocks import body_of, check_weights, check_whole
+from routing.hf_blocks import gate_of as gate_of
+from routing.hf_blocks import moe_blocks as moe_blocks
 from routing.placing import placed_routes, sliced_routes, uncovered
 from routing.proof import differs
 from routing.replay import (
@@ -61,7 +64,8 @@ class HFReplayer:
     Activation checkpointing is covered: recomputation uses the routes of the micro-batch it belongs to.
 
     Args:
-        model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed) may stay on.
+        model: a causal language model or its body; wrappers around the forward (DDP, DeepSpeed,
+            PyTorch's `fully_shard`, activation checkpointing) may stay on.
         max_local_flip_rate: `report` raises when, in any layer or overall, replayed sets differ from the live gate's
             own more often, and for a sample that its batch does not explain (`routing.flip_bound`). 1: no bound at
             all.
@@ -69,7 +73,7 @@ class HFReplayer:
             and counts them.
 
     Raises:
-        ReplayRefusedError: a dense model, or gates this module cannot replay.
+        ReplayRefusedError: a dense model, or gates this module cannot replay or not prove (`routing.hf_blocks`).
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class HFReplayer:
         self._blocks = moe_blocks(model)
         if not self._blocks:
             raise ReplayRefusedError("routing replay cannot be used with a dense model: it has no routers")
+        for layer, block in self._blocks.items():
+            check_weights(layer, gate_of(block))
         first = next(iter(self._blocks.values()))
         self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
         self._device = gate_of(first).weight.device
@@ -119,7 +125,7 @@ class HFReplayer:
         self._running.before_backward, self._running.after_backward = self._attach, self._end_of_backward
 
     def _attach(self) -> None:
-        self._hooks = [_body(self._model).register_forward_hook(self._running.tag_output)]
+        self._hooks = [body_of(self._model).register_forward_hook(self._running.tag_output)]
         for layer, block in self._blocks.items():
             self._hooks += [
                 gate_of(block).register_forward_hook(partial(self._route, layer)),
@@ -165,6 +171,7 @@ class HFReplayer:
         input_ids: Tensor,
         target_ids: Tensor | None = None,
         *,
+        columns: Columns | None = None,
         samples: Sequence[int] | None = None,
     ) -> Iterator[ReplayPass]:
         """The same for rows of any layout. Padding keeps the live gate's choice and is not counted.
@@ -175,6 +182,8 @@ class HFReplayer:
             input_ids: `[B, R]`.
             target_ids: `[B, R]`, of rows that stop before the last token of each sequence. None: the rows hold whole
                 sequences. Their last tokens predict nothing and have no routes: the gate chooses, uncounted.
+            columns: those that this rank forwards under context or sequence parallelism, while all other arguments are
+                of the whole micro-batch. None: all of them.
             samples: ids of the sequences; None: by their tokens.
 
         Raises:
@@ -183,7 +192,9 @@ class HFReplayer:
         if self._running.active is not None:
             raise ReplayProofError("`use` inside `use`: one context covers one forward")
         self._check_ours()
-        opened = self._running.active = self._open(source, rows, input_ids, target_ids, samples)
+        opened = self._running.active = self._open(
+            source, Columns(rows) if columns is None else columns, rows, input_ids, target_ids, samples
+        )
         try:
             yield opened
         finally:
@@ -217,39 +228,44 @@ class HFReplayer:
     def _open(
         self,
         source: RouteSource,
+        columns: Columns,
         rows: Rows,
         input_ids: Tensor,
         target_ids: Tensor | None,
         samples: Sequence[int] | None,
     ) -> ReplayPass:
         rows.check_shape(input_ids)
-        opened = ReplayPass(source, self.layer_ids, input_ids.numel(), self._counters)
+        columns.check_rows(rows)
+        opened = ReplayPass(source, self.layer_ids, columns.num_local, self._counters)
         if isinstance(source, Native):
             return opened
-        due, free = rows.mask().flatten(), None
+        due, free = columns.cut(rows.mask()).flatten(), None
         if isinstance(source, ReplayRecords):
             check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
             wanted = self.layer_ids, self.num_experts, self.top_k
-            opened.targets = self._move(placed_routes(source.records, rows, *wanted))
-            opened.expected = self._move(sliced_routes(source.records, rows, *wanted))
-            due = rows.without_last().flatten() if target_ids is None else due
-            free = uncovered(source.records, rows)
-            due = due if free is None else due & ~free
+            opened.targets = self._move(placed_routes(source.records, rows, *wanted, columns))
+            opened.expected = self._move(sliced_routes(source.records, rows, *wanted, columns))
+            due = columns.cut(rows.without_last()).flatten() if target_ids is None else due
+            if (known := uncovered(source.records, rows)) is not None:
+                free = columns.cut_places(known)
+                due = due & ~free
         else:
             targets = input_ids if target_ids is None else target_ids
             opened.digest = batch_digest(input_ids, targets, rows.mask()) + (rows.digest() if rows.is_packed else b"")
+            opened.digest += columns.digest()
         if isinstance(source, ReplayRecorded):
             opened.check_recorded(source.recorded, self.top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
+            sequence_of = columns.cut_places(rows.sequence_of())
             flips = PassFlips(
                 keys_of(samples, rows.sequences(input_ids.cpu()) if rows.is_packed else input_ids),
-                torch.tensor([int(due[start:stop].sum()) for start, stop in rows.spans]),
+                torch.zeros(len(rows.spans), dtype=torch.int64).index_add(0, sequence_of, due.long()),
                 self.layer_ids,
                 len(self._counters),
                 sample_last=False,
                 device=self._device,
-                sample_of=rows.sequence_of() if rows.is_packed else None,
+                sample_of=sequence_of if rows.is_packed else None,
             )
             self._by_sample.append(flips)
             opened.expect(due, free, self._device, flips, rest_is_live=True)
@@ -263,9 +279,12 @@ class HFReplayer:
         if recompute:
             self._check_alone(gate)
         logits, weights, live = output
+        check_whole(layer, logits)
         if running.records and (scores := _selection_scores(gate, logits)) is not None:
             running.keep_margin(layer, scores, self.top_k)
         chosen = running.choose(layer, live, recompute)
+        if running.watch is not None and not recompute:
+            running.watch.see(layer, logits, chosen, sigmoid=hasattr(gate, "e_score_correction_bias"))
         if chosen is live:
             return None
         with torch.no_grad():
@@ -341,39 +360,3 @@ def _selection_scores(gate: Any, logits: Tensor) -> Tensor | None:
     if not hasattr(gate, "e_score_correction_bias"):
         return logits.softmax(-1)
     return logits.sigmoid() + gate.e_score_correction_bias if getattr(gate, "num_group", None) == 1 else None
-
-
-def gate_of(block: nn.Module) -> Any:
-    """The module that chooses experts; gpt-oss calls it `router`. None: there is none."""
-    return getattr(block, "gate", getattr(block, "router", None))
-
-
-def moe_blocks(model: nn.Module) -> dict[int, Any]:
-    """0-based decoder layer -> its block with `gate` and `experts`, ascending.
-
-    Raises:
-        ReplayRefusedError: a gate that is a plain linear layer (transformers before 5.0 chooses experts inside the
-            block), or input noise that would make replay differ from the rollout.
-    """
-    found: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        place = re.search(r"(?:^|\.)layers\.(\d+)\.\w+$", name)
-        if place is None or not (gate_of(module) is not None and hasattr(module, "experts")):
-            continue
-        if not all(hasattr(gate_of(module), needed) for needed in ("top_k", "num_experts", "weight")):
-            raise ReplayRefusedError(
-                f"the gate of {name} is a {type(gate_of(module)).__name__} that chooses no experts itself: routes "
-                "cannot be replayed by hooks. Use transformers 5.0 or later."
-            )
-        if getattr(module, "jitter_noise", 0):
-            raise ReplayRefusedError(f"{name} multiplies its input by random noise; set router_jitter_noise=0")
-        found[int(place[1])] = module
-    return dict(sorted(found.items()))
-
-
-def _body(model: nn.Module) -> nn.Module:
-    """The module that holds the decoder layers. A backward reaches its output before any layer recomputes."""
-    for module in model.modules():
-        if isinstance(getattr(module, "layers", None), nn.ModuleList):
-            return module
-    raise ReplayRefusedError("the model has no list of decoder layers called `layers`")

@@ -9,7 +9,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from routing.columns import Columns
 from routing.hf import HFReplayer
 from routing.record import RouteRecord
 from routing.replay import ReplayRecords, ReplayReport
@@ -37,10 +39,12 @@ def replay(
     attention_mask: Tensor | Rows | None = None,
     *,
     target_ids: Tensor | None = None,
+    columns: Columns | None = None,
     origins: Sequence[bytes | None] = (),
     samples: Sequence[int] | None = None,
     max_local_flip_rate: float = 0.3,
     missing: Literal["reject", "native"] = "reject",
+    group: ProcessGroup | None = None,
 ) -> Iterator[Replayed]:
     """Context for exactly one forward of `model`, whose experts are those of `records`; proved when it is left.
 
@@ -61,8 +65,11 @@ def replay(
         attention_mask: `[B, R]`, 1 on tokens, which stand without a gap: padding is on either side, as TRL and verl
             pad. Or `Rows`, as of packed sequences. None: no padding.
         target_ids: `[B, R]` next tokens, where the rows stop before the last token of each sequence.
-        origins, samples: as of `HFReplayer.use_rows`.
+        columns, origins, samples: as of `HFReplayer.use_rows`.
         max_local_flip_rate, missing: as of `HFReplayer`.
+        group: ranks whose forwards are one, as under `fully_shard` or context parallelism. The report is of them all,
+            and an error of the proof is raised on all (collective: all of them leave the context). None: this process.
+            A later backward is proved on its own rank.
 
     Raises:
         ReplayRefusedError: a model without experts, or with gates that cannot be replayed.
@@ -77,8 +84,8 @@ def replay(
     replayer = HFReplayer(model, max_local_flip_rate=max_local_flip_rate, missing=missing)
     replayed, source = Replayed(rows), ReplayRecords(tuple(records), tuple(origins))
     try:
-        with replayer.use_rows(source, rows, input_ids, target_ids, samples=samples):
+        with replayer.use_rows(source, rows, input_ids, target_ids, columns=columns, samples=samples):
             yield replayed
-        replayed.report = replayer.report()
+        replayed.report = replayer.report(group)
     finally:
         replayer.rest()

@@ -1,4 +1,6 @@
-"""The one map that cuts both tokens and routes for a rank, so that the two always match.
+"""The one map that cuts both tokens and routes for a rank, so that the two always match, of padded rows.
+
+`routing.packed_layout` is the same for packs.
 
 Shape letters: B sequences, R forwarded tokens of the longest, C = R / cp_size columns of this rank, N = B * C / sp_size
 tokens in router order, K experts per token.
@@ -51,14 +53,7 @@ class Layout:
                 got=(self.batch, self.length),
                 expected="at least one row and one column",
             )
-        for name, size, rank in (("context", self.cp_size, self.cp_rank), ("sequence", self.sp_size, self.sp_rank)):
-            if size < 1 or not 0 <= rank < size:
-                raise RouteError(
-                    "shape",
-                    f"{name} parallel rank outside its group",
-                    got=f"rank {rank} of {size}",
-                    expected="0 <= rank < size",
-                )
+        check_ranks(self.cp_size, self.cp_rank, self.sp_size, self.sp_rank)
         if self.cp_size > 1 and self.length % (2 * self.cp_size):
             raise RouteError(
                 "shape",
@@ -86,10 +81,42 @@ class Layout:
         """`N`: tokens this rank's routers see."""
         return self.batch * self.columns // self.sp_size
 
+    @property
+    def num_places(self) -> int:
+        """`B * R`: places of the flattened micro-batch, which `router_index` counts."""
+        return self.batch * self.length
+
+    @property
+    def starts(self) -> range:
+        """First place of each row."""
+        return range(0, self.num_places, self.length)
+
+    @property
+    def fed(self) -> tuple[int, int]:
+        """Rows and columns that the ranks feed to the model together."""
+        return self.batch, self.length
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the model is fed anything but the micro-batch itself."""
+        return self.cp_size > 1
+
+    def room(self, row: int) -> int:
+        """Tokens that row `row` can hold."""
+        return self.length
+
+    def digest(self) -> bytes:
+        """Nothing: places follow from the shape of the micro-batch, which has a digest of its own."""
+        return b""
+
     def positions(self) -> Tensor:
         """`[C]` int64 columns of the micro-batch that this rank feeds to the model, in order."""
         chunks = torch.arange(self.length).view(2 * self.cp_size if self.cp_size > 1 else 1, -1)
         return torch.cat([chunks[self.cp_rank], chunks[-1 - self.cp_rank]]) if self.cp_size > 1 else chunks[0]
+
+    def position_ids(self) -> Tensor:
+        """`[B, C]` int64: the place of each column in its own row."""
+        return self.positions().expand(self.batch, -1)
 
     def router_index(self) -> Tensor:
         """`[N]` int64: for each token in router order, its place in the flattened `[B * R]` micro-batch."""
@@ -101,7 +128,7 @@ class Layout:
 
         Values are token ids, targets, masks and position ids.
         """
-        self._check(values, (self.batch, self.length))
+        check_leading(self, values, (self.batch, self.length))
         return values if self.cp_size == 1 else values.index_select(1, self.positions().to(values.device))
 
     def uncut_tokens(self, local: Tensor, fill: float = 0.0) -> Tensor:
@@ -111,7 +138,7 @@ class Layout:
 
         With `fill=0` the sum over the context parallel group is the whole micro-batch. Differentiable.
         """
-        self._check(local, (self.batch, self.columns))
+        check_leading(self, local, (self.batch, self.columns))
         if self.cp_size == 1:
             return local
         whole = local.new_full((self.batch, self.length, *local.shape[2:]), fill)
@@ -119,25 +146,39 @@ class Layout:
 
     def to_router(self, values: Tensor) -> Tensor:
         """`[B, R, ...]` to this rank's router order `[N, ...]`."""
-        self._check(values, (self.batch, self.length))
+        check_leading(self, values, (self.batch, self.length))
         return values.flatten(0, 1).index_select(0, self.router_index().to(values.device))
 
     def from_router(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Inverse of `to_router`: `[N, ...]` to `[B, R, ...]`, `fill` where another rank holds the value."""
-        self._check(local, (self.num_local,))
+        check_leading(self, local, (self.num_local,))
         whole = local.new_full((self.batch * self.length, *local.shape[1:]), fill)
         placed = whole.index_copy(0, self.router_index().to(local.device), local)
         return placed.view(self.batch, self.length, *local.shape[1:])
 
-    def _check(self, values: Tensor, expected: tuple[int, ...]) -> None:
-        if tuple(values.shape[: len(expected)]) != expected:
+
+def check_ranks(cp_size: int, cp_rank: int, sp_size: int, sp_rank: int) -> None:
+    """Raise `RouteError` (`shape`) for a rank outside of its group."""
+    for name, size, rank in (("context", cp_size, cp_rank), ("sequence", sp_size, sp_rank)):
+        if size < 1 or not 0 <= rank < size:
             raise RouteError(
                 "shape",
-                "tensor does not fit the layout",
-                got=tuple(values.shape),
-                expected=f"{expected} leading",
-                where=str(self),
+                f"{name} parallel rank outside its group",
+                got=f"rank {rank} of {size}",
+                expected="0 <= rank < size",
             )
+
+
+def check_leading(layout: object, values: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise `RouteError` (`shape`) unless `values` has the leading dimensions that `layout` expects."""
+    if tuple(values.shape[: len(expected)]) != expected:
+        raise RouteError(
+            "shape",
+            "tensor does not fit the layout",
+            got=tuple(values.shape),
+            expected=f"{expected} leading",
+            where=str(layout),
+        )
 
 
 def padding_multiple(cp_size: int = 1, sp_size: int = 1) -> int:

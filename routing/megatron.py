@@ -27,11 +27,11 @@ from torch.distributed import ProcessGroup
 
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.gate_proof import GateProof, megatron_weights
-from routing.layout import Layout
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
-from routing.proof import due_tokens, expected_routes, free_tokens
+from routing.packed_layout import AnyLayout, PackedLayout
+from routing.proof import due_by_sample, due_tokens, expected_routes, free_tokens, sample_of_tokens
 from routing.replay import (
     Native,
     ReplayRecorded,
@@ -121,7 +121,7 @@ class MegatronReplayer:
     def use(
         self,
         source: RouteSource,
-        layout: Layout,
+        layout: AnyLayout,
         input_ids: Tensor,
         target_ids: Tensor,
         valid: Tensor,
@@ -194,14 +194,14 @@ class MegatronReplayer:
     def _open(
         self,
         source: RouteSource,
-        layout: Layout,
+        layout: AnyLayout,
         input_ids: Tensor,
         target_ids: Tensor,
         valid: Tensor,
         layers: Sequence[int],
         samples: Sequence[int] | None,
     ) -> ReplayPass:
-        self._check_layout(layout, input_ids)
+        self._check_layout(layout, input_ids, valid)
         opened = self.new_pass(source, layers, layout.num_local)
         opened.layout = layout
         if isinstance(source, Native):
@@ -222,7 +222,7 @@ class MegatronReplayer:
             opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
             opened.expected = self._move(self.expect(source, layout, layers))
         else:
-            opened.digest = batch_digest(input_ids, target_ids, valid)
+            opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
         if isinstance(source, ReplayRecorded):
             opened.check_recorded(source.recorded, top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
@@ -232,11 +232,12 @@ class MegatronReplayer:
             due = due if free is None else due & ~free
             flips = PassFlips(
                 keys_of(samples, input_ids),
-                due.view(-1, layout.batch).sum(0),
+                due_by_sample(due, layout),
                 layers,
                 len(self._counters),
                 sample_last=True,
                 device=self._device,
+                sample_of=sample_of_tokens(layout),
             )
             self._by_sample.append(flips)
             opened.expect(due, free, self._device, flips)
@@ -246,7 +247,7 @@ class MegatronReplayer:
         """An empty pass; what is measured about passes hooks in here."""
         return ReplayPass(source, layer_ids, num_local, self._counters)
 
-    def expect(self, source: ReplayRecords, layout: Layout, layers: Sequence[int]) -> dict[int, Tensor]:
+    def expect(self, source: ReplayRecords, layout: AnyLayout, layers: Sequence[int]) -> dict[int, Tensor]:
         """The second cut of the records: layer id -> `[N, K]`."""
         return expected_routes(
             source.records, layout, layers, int(self.config.num_moe_experts), int(self.config.moe_router_topk)
@@ -255,7 +256,7 @@ class MegatronReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
 
-    def _check_layout(self, layout: Layout, input_ids: Tensor) -> None:
+    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, valid: Tensor) -> None:
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
         wanted = (*input_ids.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
@@ -266,6 +267,10 @@ class MegatronReplayer:
                 got=got,
                 expected=f"{wanted} as (B, R, cp, sp)",
             )
+        if isinstance(layout, PackedLayout) and layout.lengths != tuple(row_lengths(valid)):
+            raise RouteError(
+                "shape", "the pack is of other rows", got=layout.lengths[:8], expected=tuple(row_lengths(valid))[:8]
+            )
 
     def _attach(self, layer: int, moe: Any) -> None:
         settings = moe.router.config
@@ -275,6 +280,7 @@ class MegatronReplayer:
         moe.router.router_replay = self._taps[layer] = tap
         dispatched = Dispatched(moe)
         self._hooks.append(moe.router.register_forward_hook(partial(self._prove_gate, layer)))
+        self._hooks.append(moe.router.register_forward_hook(partial(self._watch, layer)))
         if moe.router.weight.requires_grad:
             self._hooks.append(moe.router.weight.register_hook(partial(self._gates.answered, layer)))
         self._hooks += [dispatched, moe.experts.register_forward_pre_hook(partial(self._prove, layer, dispatched))]
@@ -299,6 +305,16 @@ class MegatronReplayer:
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             self._gates.asks(layer, weights)
+
+    def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:
+        """See `routing.router_shift`."""
+        running, recompute = self._running.current()
+        if running.watch is None or recompute:
+            return
+        with torch.no_grad():
+            logits = router.gating(args[0]).view(-1, int(self.config.num_moe_experts))
+        sigmoid = self.config.moe_router_score_function == "sigmoid"
+        running.watch.see(layer, logits, running.used(layer), sigmoid=sigmoid)
 
     def _layers_of(self, model: Any) -> list[int]:
         if model is None and len(self._chunks) > 1:

@@ -1,6 +1,6 @@
 """The second opinion on a replayed forward: what each token should have used, cut by plain index arithmetic.
 
-Nothing here goes through the maps of `Layout`; only its sizes are read. A mistake in the shared map therefore shows as
+Nothing here goes through the maps of a layout; only its sizes are read. A mistake in the shared map therefore shows as
 a mismatch between the dispatcher's routing map and the cut made here.
 
 Shape letters: B sequences, R columns, N local tokens in router order, L MoE layers, K experts per token, E experts.
@@ -14,16 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from routing.layout import Layout
+from routing.packed_layout import AnyLayout, PackedLayout
 from routing.record import RouteRecord
 from routing.replay import layer_columns
 
 
-def locate(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def locate(layout: AnyLayout) -> tuple[np.ndarray, np.ndarray]:
     """`[N]` sequence and `[N]` column of the micro-batch for each local token.
 
-    Local token `n` is sequence `n % B` of shard row `n // B`.
+    Of padded rows, local token `n` is sequence `n % B` of shard row `n // B`. Of a pack, sequences follow each other;
+    columns behind the tokens of their sequence are alignment.
     """
+    if isinstance(layout, PackedLayout):
+        return _locate_packed(layout)
     columns_per_rank = layout.length // layout.cp_size
     rows_per_shard = columns_per_rank // layout.sp_size
     local = np.arange(layout.batch * rows_per_shard)
@@ -36,13 +39,46 @@ def locate(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return sequence, column
 
 
-def due_tokens(lengths: Sequence[int], layout: Layout) -> Tensor:
+def _locate_packed(layout: PackedLayout) -> tuple[np.ndarray, np.ndarray]:
+    own = np.asarray(layout.places) // layout.cp_size
+    sequence = np.repeat(np.arange(layout.batch), own)
+    column = np.arange(len(sequence)) - np.repeat(np.cumsum(own) - own, own)
+    if layout.cp_size > 1:
+        half = (own // 2)[sequence]
+        mirrored = 2 * layout.cp_size - 1 - layout.cp_rank
+        column = np.where(column < half, layout.cp_rank * half + column, (mirrored - 1) * half + column)
+    shard = len(sequence) // layout.sp_size
+    mine = slice(layout.sp_rank * shard, (layout.sp_rank + 1) * shard)
+    return sequence[mine], column[mine]
+
+
+def _tokens_of(layout: AnyLayout, sequence: np.ndarray, index: int) -> slice:
+    """Local tokens of one sequence."""
+    if isinstance(layout, PackedLayout):
+        return slice(*np.searchsorted(sequence, [index, index + 1]).tolist())
+    return slice(index, None, layout.batch)
+
+
+def sample_of_tokens(layout: AnyLayout) -> Tensor | None:
+    """`[N]` int64: the sequence of each local token; None where it is `n % B`."""
+    return torch.from_numpy(locate(layout)[0]) if isinstance(layout, PackedLayout) else None
+
+
+def due_by_sample(due: Tensor, layout: AnyLayout) -> Tensor:
+    """`[B]`: how many local tokens of each sequence `due` `[N]` has."""
+    owner = sample_of_tokens(layout)
+    if owner is None:
+        return due.view(-1, layout.batch).sum(0)
+    return torch.bincount(owner[due], minlength=layout.batch)
+
+
+def due_tokens(lengths: Sequence[int], layout: AnyLayout) -> Tensor:
     """`[N]` bool: local tokens that are real, given the real tokens of each sequence."""
     sequence, column = locate(layout)
     return torch.from_numpy(column < np.asarray(lengths)[sequence])
 
 
-def free_tokens(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor | None:
+def free_tokens(records: Sequence[RouteRecord | None], layout: AnyLayout) -> Tensor | None:
     """`[N]` bool: real local tokens without routes in their record; None when every record covers all its rows."""
     if all(record is None or record.covered is None for record in records):
         return None
@@ -56,21 +92,22 @@ def free_tokens(records: Sequence[RouteRecord | None], layout: Layout) -> Tensor
 
 
 def expected_routes(
-    records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
+    records: Sequence[RouteRecord | None], layout: AnyLayout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:
     """Layer id -> `[N, K]` int64 recorded ids in router order.
 
     Rows that are not due hold zeros and must not be read.
     """
-    _, column = locate(layout)
+    sequence, column = locate(layout)
     routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
     for index, record in enumerate(records):
         if record is None:
             continue
         wanted = layer_columns(record, layer_ids, num_experts, top_k)
-        own = column[index :: layout.batch]
+        mine = _tokens_of(layout, sequence, index)
+        own = column[mine]
         real = own < record.num_rows
-        routes_NLK[index :: layout.batch][real] = record.experts[own[real]][:, wanted]
+        routes_NLK[mine][real] = record.experts[own[real]][:, wanted]
     return {layer: torch.from_numpy(routes_NLK[:, place].astype(np.int64)) for place, layer in enumerate(layer_ids)}
 
 

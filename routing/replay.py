@@ -3,8 +3,8 @@
 Replay replaces the *selection* of experts and nothing else. With recorded ids `I` the gate weights are recomputed from
 the live logits over `I`, so gradients reach the router. Order within a row is kept, so reductions are bitwise equal.
 
-Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, L MoE layers, K experts
-per token, E experts.
+Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, P places of the whole
+micro-batch, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from routing.errors import RouteError
-from routing.layout import Layout
+from routing.packed_layout import AnyLayout
 from routing.record import RouteRecord, expert_dtype
+from routing.router_shift import RouterScores
 from routing.rows import Rows
 
 
@@ -39,7 +40,7 @@ class Recorded:
 
     experts: Mapping[int, Tensor]
     batch_digest: bytes = b""
-    layout: Layout | None = None
+    layout: AnyLayout | None = None
     margins: Mapping[int, Tensor] = field(default_factory=dict)
 
     def by_row(self, layer: int, batch: int, length: int) -> Tensor:
@@ -83,7 +84,12 @@ class Native:
 
 @dataclass(frozen=True)
 class Record:
-    """The live router chooses and its choice is kept (R2's recording pass, native probe)."""
+    """The live router chooses and its choice is kept (R2's recording pass, native probe).
+
+    `scores`: see `ReplayRecords`.
+    """
+
+    scores: RouterScores | None = None
 
 
 @dataclass(frozen=True)
@@ -94,17 +100,24 @@ class ReplayRecords:
         records: see above.
         origins: what each record is bound to besides its tokens (`routing.sample_origin`), None on padding rows. Empty
             where records are bound to their tokens alone.
+        scores: those that the routers gave the same experts in an earlier pass, to compare with; `router_shift.KEEP`
+            keeps those of this pass; None: neither.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
+    scores: RouterScores | None = None
 
 
 @dataclass(frozen=True)
 class ReplayRecorded:
-    """R2: the routes an earlier pass of this learner recorded for the same micro-batch."""
+    """R2: the routes an earlier pass of this learner recorded for the same micro-batch.
+
+    `scores`: see `ReplayRecords`.
+    """
 
     recorded: Recorded
+    scores: RouterScores | None = None
 
 
 RouteSource = Native | Record | ReplayRecords | ReplayRecorded
@@ -311,9 +324,9 @@ def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
 
 
 def local_targets(
-    records: Sequence[RouteRecord | None], layout: Layout, layer_ids: Sequence[int], num_experts: int, top_k: int
+    records: Sequence[RouteRecord | None], layout: AnyLayout, layer_ids: Sequence[int], num_experts: int, top_k: int
 ) -> dict[int, Tensor]:
-    """Routes for each local router: layer id -> `[N, K]` int64 in router order, cut by the same `Layout` as the tokens.
+    """Routes for each local router: layer id -> `[N, K]` int64 in router order, cut by the same layout as the tokens.
 
     Args:
         records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.
@@ -329,31 +342,29 @@ def local_targets(
         raise RouteError(
             "rows", "wrong number of route records for the layout", got=len(records), expected=layout.batch
         )
-    filler = padding_routes(layout.batch * layout.length, num_experts, top_k).view(
-        layout.batch, layout.length, 1, top_k
-    )
+    filler = padding_routes(layout.num_places, num_experts, top_k)[:, None]
     # One byte an id where that holds them all: the cut moves an eighth of the memory.
     narrow = torch.uint8 if num_experts <= 256 else torch.int32
-    routes_BRLK = filler.to(narrow).expand(-1, -1, len(layer_ids), -1).clone()
+    routes_PLK = filler.to(narrow).expand(-1, len(layer_ids), -1).clone()
     for row, record in enumerate(records):
         if record is None:
             continue
-        if record.num_rows > layout.length:
+        start, room = layout.starts[row], layout.room(row)
+        if record.num_rows > room:
             raise RouteError(
                 "rows",
                 "a record is longer than the micro-batch",
                 where=f"row {row}",
                 got=record.num_rows,
-                expected=f"at most {layout.length}",
+                expected=f"at most {room}",
             )
         columns = layer_columns(record, layer_ids, num_experts, top_k)
-        routes_BRLK[row, : record.num_rows] = torch.from_numpy(
+        routes_PLK[start : start + record.num_rows] = torch.from_numpy(
             record.experts[:, columns].astype(np.uint8 if narrow == torch.uint8 else np.int32)
         )
     # A pipeline chunk may have dense layers only.
-    if routes_BRLK.numel() and int(routes_BRLK.max()) >= num_experts:
-        raise RouteError(
-            "range", "expert id out of range", got=int(routes_BRLK.max()), expected=f"0..{num_experts - 1}"
-        )
-    local_LNK = layout.to_router(routes_BRLK).transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
+    if routes_PLK.numel() and int(routes_PLK.max()) >= num_experts:
+        raise RouteError("range", "expert id out of range", got=int(routes_PLK.max()), expected=f"0..{num_experts - 1}")
+    local_NLK = routes_PLK.index_select(0, layout.router_index())
+    local_LNK = local_NLK.transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
     return dict(zip(layer_ids, local_LNK.unbind(0), strict=True))

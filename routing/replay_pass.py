@@ -14,9 +14,10 @@ from routing.errors import ReplayProofError, RouteError
 from routing.flip_bound import FlipBoundError, suspects, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
-from routing.layout import Layout
+from routing.packed_layout import AnyLayout
 from routing.proof import shared
-from routing.replay import Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
+from routing.router_shift import RouterWatch
 from routing.sample_flips import PassFlips, SampleFlips
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
@@ -42,7 +43,7 @@ class ReplayPass:
         self.targets: Mapping[int, Tensor] = {}
         self.expected: Mapping[int, Tensor] = {}
         self.digest = b""
-        self.layout: Layout | None = None
+        self.layout: AnyLayout | None = None
         self.proved = dict.fromkeys(self.layer_ids, 0)
         self._due = torch.zeros(0, dtype=torch.bool)
         self._num_due = 0
@@ -52,6 +53,8 @@ class ReplayPass:
         self._margins: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
         self._by_sample: PassFlips | None = None
+        scores = None if isinstance(source, Native) else source.scores
+        self.watch = None if scores is None else RouterWatch(scores)
 
     def expect(
         self,
@@ -83,6 +86,10 @@ class ReplayPass:
     def due(self) -> Tensor:
         """`[N]` bool: local tokens that must use recorded routes."""
         return self._due
+
+    def used(self, layer: int) -> Tensor:
+        """`[N, K]` ids that the experts of `layer` get, once its router has run."""
+        return self._taken[layer] if self.records else self.expected[layer]
 
     def check_recorded(self, recorded: Recorded, top_k: int) -> None:
         """Raise `RouteError` (`digest`, `layers`, `shape`) unless an earlier pass recorded this micro-batch.

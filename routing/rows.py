@@ -34,11 +34,13 @@ class Rows:
         spans: by sequence, the first of its N places and the one behind its last. Of padded rows there is one span for
             each row, empty where the row is padding alone.
         is_packed: several sequences share a row.
+        segments: by packed sequence, the places set aside for it: its tokens, and the padding behind them.
     """
 
     shape: tuple[int, int]
     spans: tuple[tuple[int, int], ...]
     is_packed: bool = False
+    segments: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def right_padded(cls, mask: Tensor) -> Rows:
@@ -60,35 +62,34 @@ class Rows:
         return cls._by_mask(mask, "padded")
 
     @classmethod
-    def packed(cls, cu_seqlens: Tensor, num_columns: int | None = None) -> Rows:
-        """One row `[1, R]` of sequences without padding between them.
+    def packed(
+        cls, cu_seqlens: Tensor, num_columns: int | None = None, *, cu_seqlens_padded: Tensor | None = None
+    ) -> Rows:
+        """One row `[1, R]` of sequences, one after the other.
 
         Args:
             cu_seqlens: `[S + 1]` integers that begin with 0: where each sequence begins, and where the last one ends.
             num_columns: `R`, where padding follows the last sequence.
+            cu_seqlens_padded: `[S + 1]` likewise, where padding follows each sequence, as Megatron-Core and Transformer
+                Engine need it under context parallelism. `cu_seqlens` then counts tokens alone. None: no padding
+                between sequences.
 
         Raises:
             RouteError: `shape`, not one dimension of integers; `rows`, offsets that do not begin with 0, do not rise,
-                or go beyond the row.
+                leave no room for a sequence, or go beyond the row.
         """
-        if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
-            raise RouteError(
-                "shape",
-                "cu_seqlens is no list of offsets",
-                got=f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}",
-                expected="integers [S + 1], at least two",
-            )
-        offsets = [int(offset) for offset in cu_seqlens.tolist()]
-        columns = offsets[-1] if num_columns is None else num_columns
-        if offsets[0] != 0 or any(stop <= start for start, stop in pairwise(offsets)) or offsets[-1] > columns:
-            raise RouteError(
-                "rows",
-                "cu_seqlens does not describe the row",
-                got=offsets if len(offsets) <= 8 else f"{offsets[:4]} ... {offsets[-2:]}",
-                expected=f"0 first, then rising, at most {columns}",
-                fix="Leave empty sequences out, and give the columns of the row where padding follows.",
-            )
-        return cls((1, columns), tuple(pairwise(offsets)), is_packed=True)
+        offsets = _offsets(cu_seqlens, "cu_seqlens")
+        places = offsets if cu_seqlens_padded is None else _offsets(cu_seqlens_padded, "cu_seqlens_padded")
+        columns = places[-1] if num_columns is None else num_columns
+        if places[-1] > columns:
+            raise _not_this_row("cu_seqlens", places, f"at most {columns}")
+        segments, lengths = tuple(pairwise(places)), [stop - start for start, stop in pairwise(offsets)]
+        if len(segments) != len(lengths) or any(
+            length > stop - start for length, (start, stop) in zip(lengths, segments, strict=True)
+        ):
+            raise _not_this_row("cu_seqlens_padded", places, f"room for {len(lengths)} sequences of {lengths[:8]}")
+        spans = tuple((start, start + length) for length, (start, _) in zip(lengths, segments, strict=True))
+        return cls((1, columns), spans, is_packed=True, segments=segments)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -122,12 +123,13 @@ class Rows:
     def position_ids(self) -> Tensor:
         """`[B, R]` int64: each token's place in its own sequence, 0 on padding.
 
-        Padding behind the last of packed sequences counts on from 0 and so becomes a sequence of its own for models
-        that read the ends of sequences from position ids.
+        Padding in the segment of a packed sequence counts on. Padding behind the last segment counts from 0:
+        it is a sequence of its own for models that read the ends of sequences from position ids.
         """
         positions_N = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.int64)
-        end = self.spans[-1][1] if self.is_packed else len(positions_N)
-        for start, stop in (*self.spans, (end, len(positions_N))):
+        owned = self.segments or self.spans
+        end = owned[-1][1] if self.is_packed else len(positions_N)
+        for start, stop in (*owned, (end, len(positions_N))):
             positions_N[start:stop] = torch.arange(stop - start)
         return positions_N.view(self.shape)
 
@@ -146,7 +148,7 @@ class Rows:
 
     def digest(self) -> bytes:
         """16 bytes that stand for the layout."""
-        places = np.asarray([self.shape, *self.spans], dtype="<i8")
+        places = np.asarray([self.shape, *self.spans, *self.segments], dtype="<i8")
         return hashlib.blake2b(places.tobytes(), digest_size=16).digest()
 
     def _mark(self, spans: Iterable[tuple[int, int]]) -> Tensor:
@@ -198,3 +200,27 @@ _EXPECTED = {
     "left_padded": "left padding: tokens last in their row, without a gap",
     "padded": "tokens without a gap between them",
 }
+
+
+def _offsets(cu_seqlens: Tensor, name: str) -> list[int]:
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise RouteError(
+            "shape",
+            f"{name} is no list of offsets",
+            got=f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}",
+            expected="integers [S + 1], at least two",
+        )
+    offsets = [int(offset) for offset in cu_seqlens.tolist()]
+    if offsets[0] != 0 or any(stop <= start for start, stop in pairwise(offsets)):
+        raise _not_this_row(name, offsets, "0 first, then rising")
+    return offsets
+
+
+def _not_this_row(name: str, offsets: list[int], expected: str) -> RouteError:
+    return RouteError(
+        "rows",
+        f"{name} does not describe the row",
+        got=offsets if len(offsets) <= 8 else f"{offsets[:4]} ... {offsets[-2:]}",
+        expected=expected,
+        fix="Leave empty sequences out, and give the columns of the row where padding follows.",
+    )

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from routing.row_ids import row_name
+
 UNNAMED = 1 << 62
 """Keys from here on are made from a row's tokens, where the caller gave no sample ids."""
 
@@ -26,7 +28,7 @@ class SampleFlips:
     """Counts over all replayed forwards since the last report.
 
     Attributes:
-        keys: `[S]` int64, the sample's id, or a number above `UNNAMED`.
+        keys: `[S]` int64, the row's id (`routing.row_ids`), or a number above `UNNAMED`.
         due: `[S, L]` int64, tokens that had to use a recorded set.
         flipped: `[S, L]` int64, of these, how many the live router would have given another set.
         lost: `[S, L]` int64, recorded experts that the live router would not have chosen.
@@ -104,7 +106,7 @@ def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor])
 
 def name_of(key: int) -> str:
     """A sample in words."""
-    return f"sample {key}" if key < UNNAMED else f"row {key & 0xFFFF} of a micro-batch"
+    return row_name(key) if key < UNNAMED else f"row {key & 0xFFFF} of a micro-batch"
 
 
 def total(

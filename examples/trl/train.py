@@ -6,6 +6,7 @@ model with rounded weights, so its log-probs and routes differ a little, as thos
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -27,6 +28,10 @@ CONFIG = Qwen3MoeConfig(
     vocab_size=WORDS, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, head_dim=8, num_experts=EXPERTS, num_experts_per_tok=2,
     pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.3,
+)  # fmt: skip
+SHOWN = (
+    "loss", "reward", "merged/k3_kl", "correction/kept_fraction", "acceptance/length_1_16", "routing/applied_fraction",
+    "routing/local_flip_rate",
 )  # fmt: skip
 PROMPTS = ["w4 w5 w6", "w7 w8", "w9 w10 w11 w12", "w13"]
 ROUTES: dict[bytes, RouteRecord] = {}
@@ -116,5 +121,4 @@ if __name__ == "__main__":
     trainer = build(sys.argv[1])
     trainer.train()
     for line in trainer.state.log_history[:-1]:
-        chosen = ("loss", "reward", "merged/k3_kl", "correction/kept_fraction", "routing/local_flip_rate")
-        print({name: line[name] for name in chosen})
+        print(json.dumps({name: line[name] for name in SHOWN if name in line}))

@@ -209,6 +209,25 @@ def reinforce_plus_plus_baseline(rewards: Array, group_ids: Array, num_tokens: A
     return whiten_rows(Groups(group_ids).centered(np.asarray(rewards, np.float64), lone), num_tokens)
 
 
+def remax(rewards: Array, baselines: Array) -> Array:
+    """ReMax: A_i = R_i - R(greedy), the reward of the greedy answer to the same prompt.
+
+    The baseline does not depend on the sample, so the gradient stays unbiased, also where the greedy answer came from
+    weights before or after the sample's. Nothing is compared within a group, so one sample of a prompt is enough.
+    A KL in the reward lowers the samples' rewards alone, as in verl. The advantage of a token of verl is its
+    reward-to-go minus the baseline; with one reward for the whole answer the two are equal.
+    Source: ReMax (arXiv 2310.10505); `remax` of verl.
+
+    When: one or few samples of each prompt. Costs one greedy answer and its reward for each prompt.
+
+    Args:
+        rewards: `[N]`.
+        baselines: `[N]` reward of the greedy answer to the prompt of each row.
+    """
+    result: Array = np.asarray(rewards, np.float64) - np.asarray(baselines, np.float64)
+    return result
+
+
 def whiten_rows(values: Array, num_tokens: Array) -> Array:
     """Row values whitened over all *tokens* of the batch; each token carries the value of its row.
 

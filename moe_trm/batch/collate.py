@@ -63,8 +63,17 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         group_ids=torch.from_numpy(group_ids),
         kept_logprobs=kept_logprobs,
         origins=tuple(row.record.origin for row in rows) or (None,),
-        sample_ids=tuple(row.record.sample_id for row in rows) or (-1,),
+        sample_ids=tuple(row.record.row_id for row in rows) or (-1,),
+        sample_tokens=_sample_tokens(rows),
     )
+
+
+def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
+    """Scored tokens of the sample of each row; None where every row is a whole sample."""
+    if all(row.sample_tokens is None for row in rows):
+        return None
+    own = [int(row.record.scored.sum()) if row.sample_tokens is None else row.sample_tokens for row in rows]
+    return torch.tensor(own, dtype=torch.int64)
 
 
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from moe_trm.batch.advantages import Array, Groups
 from moe_trm.errors import ControllerError
 from moe_trm.functions.parameters import unknown
 from moe_trm.methods.advantages import ADVANTAGES, Lone
+from moe_trm.types import RolloutRecord
 
 
 def outcome_advantages(
@@ -27,6 +28,7 @@ def outcome_advantages(
     *,
     normalize_std: bool = True,
     lone: Lone | None = None,
+    baselines: Array | None = None,
 ) -> Array:
     """The advantage of each row under the estimator `name`, `[N]` float64. Raises `ConfigError` for an unknown name.
 
@@ -35,7 +37,11 @@ def outcome_advantages(
         num_tokens: `[N]` sampled tokens of each row.
         normalize_std: for `grpo` and `pass_at_k`.
         lone: what a sample gets that is alone in its group; None: as in `ADVANTAGES`.
+        baselines: `[N]` reward of the greedy answer to each row's prompt, for `remax` alone.
     """
+    if name == REMAX:
+        assert baselines is not None, "remax reads the rewards of greedy answers"
+        return estimators.remax(rewards, baselines)
     if name not in OUTCOME:
         raise unknown("advantage", name, OUTCOME, "advantage.name")
     result: Array = OUTCOME[name](
@@ -47,6 +53,9 @@ def outcome_advantages(
     )
     return result
 
+
+REMAX = "remax"
+"""The estimator that compares with a greedy answer."""
 
 GDPO = "gdpo"
 """The estimator that compares each part of a reward by itself."""
@@ -84,6 +93,24 @@ def advantages_by_part(
     return estimators.gdpo(
         rewards_ND, np.asarray(group_ids), chosen, np.asarray(num_tokens), lone=lone or ADVANTAGES[GDPO].lone or "zero"
     )
+
+
+def baselines_of(records: Sequence[RolloutRecord]) -> Array:
+    """`[N]` reward of the greedy answer to each record's prompt.
+
+    Raises:
+        ControllerError: a record without one.
+    """
+    known = [record.baseline for record in records if record.baseline is not None]
+    if len(known) != len(records):
+        raise ControllerError(
+            "remax compares each sample with the greedy answer to its prompt",
+            where="advantage.name=remax",
+            got=f"{len(records) - len(known)} of {len(records)} samples without one",
+            expected="the reward of a greedy answer in every record",
+            fix="samplers of your own set RolloutRecord.baseline, or choose another advantage.name",
+        )
+    return np.array(known, np.float64)
 
 
 def explained_variance(rewards: Array, group_ids: Array) -> dict[str, float]:

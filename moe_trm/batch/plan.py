@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from moe_trm.batch.collate import forwarded_tokens
-from moe_trm.batch.partition import cost, imbalance, partition
+from moe_trm.batch.collate import SHORTEST, forwarded_tokens
+from moe_trm.batch.packs import pack
+from moe_trm.batch.partition import partition
+from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.schema import Config
-from moe_trm.errors import ControllerError
+from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.losses import needs
 from moe_trm.methods.own import is_own
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
+from routing.packed_layout import packed_places
+from routing.row_ids import row_name
 
 DEFAULT_ROWS = 32
 """Rows of a micro-batch where neither rows nor tokens are given."""
@@ -28,95 +32,116 @@ def plan_step(
     micro_batch_rows: int | None = None,
     micro_batch_tokens: int | None = None,
     whole_groups: bool = False,
+    packed: bool = False,
 ) -> list[list[MiniBatch]]:
     """Cut one step's rows into `plan[data_rank][minibatch]`.
 
-    Rows are shuffled into minibatches, or with `whole_groups` the prompts with all their rows, and each minibatch is
-    shared by the ranks. With `micro_batch_tokens` see
-    `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so that ranks get like
-    numbers of tokens and micro-batches like lengths. Every rank gets the same number of micro-batches: the last ones
-    may be empty.
+    Samples with all their rows are shuffled into minibatches, or with `whole_groups` the prompts with all their
+    samples. The ranks share each minibatch by rows, so that those of one sample may be on several. With
+    `micro_batch_tokens` see `batch.partition`. Else rows are sorted by length and dealt to the ranks back and forth, so
+    that ranks get like numbers of tokens and micro-batches like lengths. With `packed` micro-batches get like numbers
+    of tokens, and `micro_batch_tokens` counts tokens without padding (`batch.packs`). Every rank gets the same number
+    of micro-batches: the last ones may be empty.
 
     Raises:
         ControllerError: a row longer than `micro_batch_tokens`.
     """
-    units = _groups(rows) if whole_groups else [[row] for row in rows]
+    units = _together(rows, (lambda row: row.record.group_id) if whole_groups else (lambda row: row.record.sample_id))
     order = np.random.default_rng((seed, step)).permutation(len(units))
     plan: list[list[MiniBatch]] = [[] for _ in range(data_size)]
     for index in range(minibatches):
         mini = [row for i in order[index::minibatches] for row in units[i]]
         mini.sort(key=lambda row: -row.record.num_tokens)
         num_tokens = sum(int(row.record.scored.sum()) for row in mini)
+        num_samples = len({row.record.sample_id for row in mini})
         if micro_batch_tokens is None:
-            shares = _by_rows(mini, data_size, micro_batch_rows or DEFAULT_ROWS)
+            shares = _by_rows(mini, data_size, micro_batch_rows or DEFAULT_ROWS, packed=packed)
         else:
-            shares = _by_tokens(mini, data_size, micro_batch_tokens)
+            shares = _by_tokens(mini, data_size, micro_batch_tokens, packed=packed)
         for rank, share in enumerate(shares):
             micro = tuple(MicroBatch(tuple(part)) for part in share)
-            plan[rank].append(MiniBatch(micro, num_sequences=len(mini), num_tokens=num_tokens))
+            plan[rank].append(MiniBatch(micro, num_sequences=num_samples, num_tokens=num_tokens))
     return plan
 
 
 def compares_groups(config: Config) -> bool:
-    """True when the run's loss compares the samples of a prompt, which must then be in one minibatch."""
+    """True when the run's loss compares the samples of a prompt, which must then be in one minibatch.
+
+    Raises `ConfigError` for a loss of the user's own that does, where a sample may be several rows.
+    """
     name = config.loss.name
     if name is None or not is_own(name):
         return "groups" in needs(name)
     from moe_trm import losses  # a loss of the user's own says itself what it needs, and imports torch
 
-    return "groups" in losses.get(name).needs
+    compares = "groups" in losses.get(name).needs
+    if compares and several_rows(config):
+        raise ConfigError(
+            "the loss compares the samples of a prompt row by row, and a session may be several rows",
+            where="config key loss.name",
+            got=f"{name} with agent.rows={config.agent.rows}",
+            expected="agent.rows=last, or a loss that does not compare samples",
+        )
+    return compares
 
 
-def plan_metrics(plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
-    """Balance of the step's plan, in padded tokens.
+def plan_metrics(
+    plan: Sequence[Sequence[MiniBatch]], *, packed: bool = False, context: int = 1, tensor: int = 1
+) -> dict[str, float]:
+    """Balance of the step's plan, in columns that the learner computes: padded tokens, or those of packs.
 
-    It has the micro-batches per rank, the share of padding, and the imbalance. The imbalance is the excess of the most
-    loaded rank over the mean in the least even minibatch (0: even).
+    Packs have alignment columns where `context` or `tensor` ranks share them. It has the micro-batches per rank, the
+    share of padding and alignment, and the imbalance. The imbalance is the excess of the most loaded rank over the mean
+    in the least even minibatch (0: even).
     """
-    real = padded = 0
+    real = computed = 0
     uneven = 0.0
     for parts in zip(*plan, strict=True):
-        lengths: list[int] = []
-        shares: list[list[list[int]]] = []
+        loads = []
         for part in parts:
-            shares.append([])
-            for micro in part.micro_batches:
-                shares[-1].append(list(range(len(lengths), len(lengths) + len(micro.rows))))
-                lengths += [forwarded_tokens(row.record) for row in micro.rows]
-        uneven = max(uneven, imbalance(lengths, shares) - 1)
-        real += sum(lengths)
-        padded += sum(cost(lengths, rows) for share in shares for rows in share)
+            lengths = [[row.record.num_tokens - 1 for row in micro.rows] for micro in part.micro_batches]
+            real += sum(map(sum, lengths))
+            if packed:
+                columns = [sum(packed_places(rows, context, tensor)) for rows in lengths if rows]
+            else:
+                columns = [len(rows) * max(SHORTEST, *rows, 0) for rows in lengths]
+            loads.append(sum(columns))
+        computed += sum(loads)
+        uneven = max(uneven, max(loads) * len(loads) / sum(loads) - 1 if any(loads) else 0.0)
     return {
         "batch/micro_batches": float(sum(len(mini.micro_batches) for mini in plan[0])),
-        "batch/padding_fraction": 1 - real / padded if padded else 0.0,
+        "batch/padding_fraction": 1 - real / computed if computed else 0.0,
         "batch/rank_imbalance": uneven,
     }
 
 
-def _groups(rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
-    """The rows of each prompt, in the order in which these come first."""
+def _together(rows: Sequence[TrainRow], unit: Callable[[TrainRow], int]) -> list[list[TrainRow]]:
+    """The rows of each unit, in the order in which these come first."""
     found: dict[int, list[TrainRow]] = {}
     for row in rows:
-        found.setdefault(row.record.group_id, []).append(row)
+        found.setdefault(unit(row), []).append(row)
     return list(found.values())
 
 
-def _by_tokens(rows: Sequence[TrainRow], data_size: int, budget: int) -> list[list[list[TrainRow]]]:
+def _by_tokens(rows: Sequence[TrainRow], data_size: int, budget: int, *, packed: bool) -> list[list[list[TrainRow]]]:
     lengths = [forwarded_tokens(row.record) for row in rows]
     if lengths and max(lengths) > budget:
         raise ControllerError(
             "a sequence is longer than a micro-batch may be",
-            where=f"sample {rows[lengths.index(max(lengths))].record.sample_id}",
+            where=row_name(rows[lengths.index(max(lengths))].record.row_id),
             got=f"{max(lengths)} forwarded tokens",
             expected=f"at most learner.micro_batch_tokens={budget}",
             fix="raise learner.micro_batch_tokens, or lower rollout.max_new_tokens or the length of prompts",
         )
-    return [[[rows[i] for i in part] for part in share] for share in partition(lengths, data_size, budget)]
+    shares = pack(lengths, data_size, budget) if packed else partition(lengths, data_size, budget)
+    return [[[rows[i] for i in part] for part in share] for share in shares]
 
 
-def _by_rows(rows: Sequence[TrainRow], data_size: int, limit: int) -> list[list[list[TrainRow]]]:
+def _by_rows(rows: Sequence[TrainRow], data_size: int, limit: int, *, packed: bool) -> list[list[list[TrainRow]]]:
     shares = _deal(rows, data_size)
     num_micro = max(1, -(-max(map(len, shares)) // limit))
+    if packed:
+        return [[share[i::num_micro] for i in range(num_micro)] for share in shares]
     return [[share[i * limit : (i + 1) * limit] for i in range(num_micro)] for share in shares]
 
 

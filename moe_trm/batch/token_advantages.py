@@ -114,9 +114,11 @@ def token_advantages(
     lone: Lone | None = None,
     discount: float = 1.0,
 ) -> list[Array]:
-    """The advantages of each sampled token under an estimator of `BY_TOKEN`, one `[num_sampled]` float64 for a record.
+    """The advantages of each sampled token under an estimator of `BY_TOKEN`, one `[num_sampled]` float64 for a record,
+    its rows one after the other.
 
-    Tokens that are not scored get 0. `lone`: None: as in `ADVANTAGES`.
+    Tokens that are not scored get 0. Answers at the same place of two branches are one turn of `turn_grpo`, and the
+    longest branch says how many turns the sample has. `lone`: None: as in `ADVANTAGES`.
 
     Raises:
         RecordRejected: a record lacks what the estimator reads.
@@ -127,10 +129,11 @@ def token_advantages(
     if name == "otb":
         values = otb(rewards, group_ids, [score_energy(record) for record in records], lone=lone)
     else:
-        turns = [record.turn_ids[record.sampled][record.scored] for record in records]
+        turns = [np.concatenate([row.turn_ids[row.sampled][row.scored] for row in record.rows]) for record in records]
         values = turn_grpo(rewards, group_ids, turns, discount=discount, normalize_std=normalize_std, lone=lone)
     result: list[Array] = []
     for record, scored in zip(records, values, strict=True):
-        result.append(np.zeros(record.num_sampled))
-        result[-1][record.scored] = scored
+        known = np.concatenate([row.scored for row in record.rows])
+        result.append(np.zeros(len(known)))
+        result[-1][known] = scored
     return result

@@ -53,6 +53,13 @@ def refusals(config: Config) -> Iterator[Problem]:
             got="1 with learner.dtype=bfloat16",
             expected="2 or 3",
         )
+    if config.optimizer.alignment_limit is not None and learner.deepspeed.zero_stage == 3:
+        yield Problem(
+            "optimizer.alignment_limit",
+            "gradients of ZeRO 3 are not in one place before the step",
+            got=f"{config.optimizer.alignment_limit} with learner.deepspeed.zero_stage=3",
+            expected="none, or stage 1 or 2",
+        )
     if config.optimizer.extra:
         yield Problem(
             "optimizer.extra",

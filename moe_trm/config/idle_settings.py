@@ -62,7 +62,11 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         *(
             ("agent", key, rollout.agent is None, "rollout.agent is not set")
-            for key in ("tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+            for key in ("rows", "tool_parser", "reasoning_parser", "host", "port", "max_body_bytes")
+        ),
+        *(
+            ("agent", key, not isinstance(rollout.agent, tuple), "rollout.agent is no command line")
+            for key in ("max_commands", "max_output_bytes")
         ),
         ("observe", "project", not set(config.observe.sinks) & PROJECTS, "no tracker of observe.sinks has projects"),
         ("observe", "transcript_rollouts", config.observe.transcripts == 0, "observe.transcripts=0 writes none"),
@@ -124,7 +128,7 @@ def idle_settings(config: Config) -> Iterator[str]:
             "advantage",
             "name",
             advantage.level == "turn" and not may_have_turns(config),
-            "without rollout.function every sample is one turn, and turn_grpo is grpo",
+            "without rollout.function or rollout.agent every sample is one turn, and turn_grpo is grpo",
         ),
         (
             "correction",
@@ -143,7 +147,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         if idle_now and key in getattr(config, section).model_fields_set:
             yield f"{section}.{key} has no effect: {reason}"
     # The dtype of an attached server still matters: weights are pushed in it.
-    started = rollout.server.model_fields_set - {"dtype"}
+    started = rollout.server.model_fields_set - {"dtype", "deterministic"}
     if started and not rollout.starts_server:
         reason = (
             f"rollout.url={', '.join(rollout.addresses)} points at a running server"

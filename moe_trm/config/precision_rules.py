@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LearnerConfig
+from moe_trm.config.schema import Config, LearnerConfig, RolloutConfig
 
 CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 """The correction to begin with where the rollout is a policy of its own."""
@@ -22,6 +22,16 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected=f"{1 << (initial.bit_length() - 1)} or {1 << initial.bit_length()}",
         )
     yield from _fp8(config.learner)
+    if config.learner.fp8 != "none" and config.batch.layout == "packed":
+        yield Problem(
+            "batch.layout",
+            "8-bit products over packs have not been proved: their scales would see other columns",
+            got=f"packed with learner.fp8={config.learner.fp8}",
+            expected="padded",
+            fix="set batch.layout=padded, or learner.fp8=none",
+        )
+    yield from _deterministic(rollout)
+    yield from _round_like_rollout(config)
     if rollout.quantization is not None and rollout.fake_quantization is not None:
         yield Problem(
             "rollout.fake_quantization",
@@ -46,6 +56,51 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"true with rollout.quantization={rollout.quantization}",
             expected="false",
             fix="set sync.verify=false; whether pushes arrive then shows in engine/k3_kl alone",
+        )
+
+
+def _deterministic(rollout: RolloutConfig) -> Iterator[Problem]:
+    if not rollout.server.deterministic:
+        return
+    if rollout.server.device == "cpu" and rollout.starts_server:
+        yield Problem(
+            "rollout.server.deterministic",
+            "SGLang's deterministic kernels need CUDA",
+            got="true with rollout.server.device=cpu",
+            expected="false on a CPU",
+            fix="set rollout.server.deterministic=false, or rollout.url to a server that runs elsewhere",
+        )
+    if rollout.min_p > 0:
+        yield Problem(
+            "rollout.min_p",
+            "SGLang does not sample with a seed and a bound on the probability",
+            got=f"{rollout.min_p} with rollout.server.deterministic=true",
+            expected="0",
+        )
+
+
+def _round_like_rollout(config: Config) -> Iterator[Problem]:
+    rollout, key = config.rollout, "learner.round_like_rollout"
+    if not config.learner.round_like_rollout:
+        return
+    if rollout.quantization is not None:
+        yield Problem(
+            key,
+            "the learner cannot repeat what the engine does to the weights it was sent",
+            got=f"true with rollout.quantization={rollout.quantization}",
+            expected="rollout.fake_quantization, which the learner does itself",
+        )
+    if config.learner.backend == "deepspeed" and config.learner.deepspeed.zero_stage == 3:
+        yield Problem(
+            key,
+            "ranks hold parts of output channels, and gather them anew in each pass",
+            got="true with learner.deepspeed.zero_stage=3",
+            expected="stage 1 or 2",
+        )
+    elif (reason := unrepeatable(config)) is not None:
+        setting, _, why = reason.partition(": ")
+        yield Problem(
+            key, why, got=f"true with rollout.fake_quantization={rollout.fake_quantization}", expected=setting
         )
 
 
@@ -98,6 +153,14 @@ def surprises(config: Config) -> Iterator[str]:
     """Settings whose effect differs from what one expects."""
     learner, rollout = config.learner, config.rollout
     yield from _rounded_rollouts(config)
+    narrows = learner.dtype == "float32" != rollout.server.dtype
+    if learner.round_like_rollout and rollout.fake_quantization is None and not narrows:
+        yield (
+            "learner.round_like_rollout has no effect: a push of this run rounds nothing "
+            f"(rollout.server.dtype={rollout.server.dtype}, no rollout.fake_quantization)"
+        )
+    if rollout.server.fp32_head and rollout.server.dtype == "float32":
+        yield "rollout.server.fp32_head has no effect: rollout.server.dtype=float32 computes everything so"
     if rollout.fake_quantization_block is not None and rollout.fake_quantization is None:
         yield "rollout.fake_quantization_block has no effect: rollout.fake_quantization is not set"
     if learner.fp8 == "delayed":
@@ -110,6 +173,9 @@ def surprises(config: Config) -> Iterator[str]:
             f"learner.fp8={learner.fp8}: engine/* now contains the learner's own 8-bit rounding, "
             "which the rollout does not share; rollout.quantization=fp8 rounds there too"
         )
+    noise = [key for key in ("norm_noise_end", "norm_noise_stages") if key in rollout.model_fields_set]
+    if noise and not rollout.norm_noise:
+        yield f"{', '.join(f'rollout.{key}' for key in noise)} has no effect: rollout.norm_noise=0"
     idle = [
         ("transformer_engine", learner.backend != "megatron", f"learner.backend={learner.backend}"),
         ("fp8_bfloat16_layers", learner.fp8 == "none", "learner.fp8=none"),
@@ -131,13 +197,15 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.rounds_weights is None:
         return
-    key = "quantization" if rollout.quantization is not None else "fake_quantization"
-    setting = f"rollout.{key}={rollout.rounds_weights}"
+    setting = f"rollout.norm_noise={rollout.norm_noise}"
+    for key in ("fake_quantization", "quantization"):
+        if (value := getattr(rollout, key)) is not None:
+            setting = f"rollout.{key}={value}"
     yield (
-        f"{setting}: the rollout is a behaviour policy of its own, with rounded weights; engine/* measures it against "
+        f"{setting}: the rollout is a behaviour policy of its own, with other weights; engine/* measures it against "
         "the learner's policy"
     )
-    if not config.correction.rules and config.correction.preset is None:
+    if not config.correction.rules and config.correction.preset is None and not config.learner.round_like_rollout:
         yield (
             f"{setting} without a correction trains on another policy's samples as if they were the learner's own: "
             f"try {CORRECTION}"
@@ -149,3 +217,5 @@ def _rounded_rollouts(config: Config) -> Iterator[str]:
         )
     if config.probe.every and (reason := unrepeatable(config)) is not None:
         yield f"probe/quantization_k3_kl is not measured: {reason}"
+    elif config.probe.every and rollout.norm_noise and rollout.fake_quantization is not None:
+        yield "probe/quantization_k3_kl is not measured: rollout.norm_noise is not repeated by the learner"

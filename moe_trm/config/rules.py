@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moe_trm.config import (
+    advantage_rules,
+    agent_rules,
     anti_patterns,
     deepspeed_rules,
     engine_rules,
@@ -48,11 +50,13 @@ def explained(problems: Sequence[Problem], choices: Sequence[Choice]) -> list[Pr
 
 def _refusals(config: Config) -> list[Problem]:
     return [
+        *agent_rules.refusals(config),
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
+        *advantage_rules.refusals(config),
         *precision_rules.refusals(config),
         *deepspeed_rules.refusals(config),
         *_observe(config),

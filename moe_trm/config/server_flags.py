@@ -22,6 +22,8 @@ SETTINGS: Mapping[str, str] = MappingProxyType(
         "--port": "rollout.server.port",
         "--device": "rollout.server.device",
         "--dtype": "rollout.server.dtype",
+        "--enable-fp32-lm-head": "rollout.server.fp32_head",
+        "--enable-deterministic-inference": "rollout.server.deterministic",
         "--tp-size": "rollout.server.tensor_parallel",
         "--tp": "rollout.server.tensor_parallel",
         "--tensor-parallel-size": "rollout.server.tensor_parallel",

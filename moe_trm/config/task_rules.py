@@ -15,7 +15,7 @@ def refusals(config: Config) -> list[Problem]:
 
 
 def _task(config: Config) -> Iterator[Problem]:
-    task = config.task
+    task, agent = config.task, config.rollout.agent
     if task.reads_prompts and not task.prompts:
         yield Problem(
             "task.prompts",
@@ -26,7 +26,7 @@ def _task(config: Config) -> Iterator[Problem]:
     for key, name, words in (
         ("task.reward", task.reward, "exact, math_verify, "),
         ("rollout.function", config.rollout.function, ""),
-        ("rollout.agent", config.rollout.agent, ""),
+        ("rollout.agent", agent if isinstance(agent, str) else None, "a list (a command line), "),
     ):
         if name is not None and name not in ("exact", "math_verify") and not _names_a_function(name):
             yield Problem(
@@ -35,11 +35,18 @@ def _task(config: Config) -> Iterator[Problem]:
                 got=name,
                 expected=f"{words}package.module:function or path/to/file.py:function",
             )
-    if config.rollout.function is not None and config.rollout.agent is not None:
+    if isinstance(agent, tuple) and not (agent and all(agent)):
+        yield Problem(
+            "rollout.agent",
+            "this is no command line",
+            got=str(list(agent)),
+            expected="a program and its arguments, e.g. [python, my_agent.py]",
+        )
+    if config.rollout.function is not None and agent is not None:
         yield Problem(
             "rollout.agent",
             "a sample is made by a rollout function or by an agent",
-            got=f"{config.rollout.agent} and rollout.function={config.rollout.function}",
+            got=f"{agent} and rollout.function={config.rollout.function}",
             expected="one of the two keys",
         )
     if task.template is not None and "{prompt}" not in task.template:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
-from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 from moe_trm.methods.presets import PRESETS
 
@@ -17,7 +17,6 @@ def refusals(config: Config) -> list[Problem]:
     """Why these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_advantage(config),
         *_corrections(config),
         *_kl(config),
         *_optimizer(config),
@@ -67,6 +66,8 @@ def _batch(config: Config) -> Iterator[Problem]:
             got=f"{learner.minibatches} minibatches of {config.rollout.prompts_per_step} prompts",
             expected=f"a divisor of {config.rollout.prompts_per_step}",
         )
+    if "routers" in needs(config.loss.name):
+        yield from _routers(config)
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
@@ -76,31 +77,36 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
 
 
-def _advantage(config: Config) -> Iterator[Problem]:
-    name = config.advantage.name
-    if ADVANTAGES[name].reads_support and not config.keeps_masks:
-        yield Problem(
-            "sampling_mask.mode",
-            f"advantage.name={name} reads the distribution that each token was drawn from, "
-            "which is recorded with the sampling mask",
-            got="off",
-            expected="keep",
-            fix="set sampling_mask.mode=keep, or choose another advantage.name",
-        )
-    if ADVANTAGES[name].reads_ratios and config.pipeline.recovery in ("interpolate", "bypass"):
-        yield Problem(
-            "advantage.name",
-            "the ratio of policy to rollout is not known before the update",
-            got=f"{name} with pipeline.behavior={config.pipeline.recovery}",
-            expected="pipeline.behavior=snapshot or merged",
-        )
-    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and config.kl.coef and config.kl.where == "reward":
-        yield Problem(
-            "kl.where",
-            f"{name} compares rewards as they are, and the KL would lower them afterwards",
-            got=f"reward with advantage.name={name}",
-            expected="loss",
-        )
+def _routers(config: Config) -> Iterator[Problem]:
+    """What a loss needs that compares the routers' scores of two passes."""
+    name, learner = config.loss.name, config.learner
+    needed = [
+        ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
+        (
+            "replay.missing",
+            config.replay.missing == "reject",
+            "native",
+            "tokens without routes have other experts in each pass",
+            "reject",
+        ),
+        (
+            "pipeline.behavior",
+            config.pipeline.recovery not in ("interpolate", "bypass"),
+            config.pipeline.recovery,
+            "the routers are compared with those of the anchor, and no pass is made for it",
+            "snapshot or merged",
+        ),
+        (
+            "learner.parallel.pipeline",
+            learner.backend != "megatron" or learner.parallel.pipeline == 1,
+            str(learner.parallel.pipeline),
+            "the last stage makes the loss before it could hear of the other stages' routers",
+            "1",
+        ),
+    ]
+    for key, fits, got, why, expected in needed:
+        if not fits:
+            yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
 
 
 def _corrections(config: Config) -> Iterator[Problem]:
@@ -109,9 +115,10 @@ def _corrections(config: Config) -> Iterator[Problem]:
         if rule.thresholds.get("tokens") == "post_tool" and not may_have_turns(config):
             yield Problem(
                 "correction.rules",
-                f"rule {rule.name} weighs tokens after tools, and without a rollout function every sample is one turn",
-                got="tokens=post_tool with rollout.function=null",
-                expected="tokens left out, or a rollout.function",
+                f"rule {rule.name} weighs tokens after tools, and without a rollout function or an agent every sample "
+                "is one turn",
+                got="tokens=post_tool with rollout.function=null and rollout.agent=null",
+                expected="tokens left out, or one of the two",
             )
     pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
     for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
@@ -133,7 +140,7 @@ def _corrections(config: Config) -> Iterator[Problem]:
 
 def may_have_turns(config: Config) -> bool:
     """False where every sample is one answer; a recording may hold several turns."""
-    return config.rollout.function is not None or not config.rollout.traits.samples_live
+    return config.rollout.has_turns or not config.rollout.traits.samples_live
 
 
 def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.doctor.causes import Finding, find_cause
+from moe_trm.doctor.chat_template import chat_template
 from moe_trm.doctor.checks import Check, Status, attempt
 from moe_trm.doctor.environment import environment
 from moe_trm.doctor.preflight import check_launch, check_model_and_layout
@@ -99,6 +100,7 @@ def _before(config: Config, world_size: int) -> Iterator[Check]:
     else:
         yield from without_weights(config, world_size)
     yield attempt("tokenizer", lambda: _tokenizer(config))
+    yield from chat_template(config)
     yield from attached(config)
 
 

@@ -72,10 +72,10 @@ def read_measurements(bundle: Path, probe: Path) -> Measurements:
     }
     parts = []
     for record in BundleReader(str(bundle)).read(step):
-        if record.sample_id not in scored:
+        if record.row_id not in scored:
             continue  # valid, but not trained: filtered with its group
-        batch, row = scored[record.sample_id]
-        own = native[record.sample_id]
+        batch, row = scored[record.row_id]
+        own = native[record.row_id]
         parts.append(of_sample(record, own["replayed"], own["native"], _entropy(batch, row), own["flipped_layers"]))
     return join(parts)
 

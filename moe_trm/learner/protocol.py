@@ -16,6 +16,7 @@ from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.replay import Recorded, ReplayReport, RouteSource
+from routing.router_shift import RouterScores
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Scores:
         entropy: of the policy over the whole vocabulary at the sampling temperature, nats, with gradient in updates;
             None when not asked for.
         recorded: the routes this pass used, when the source was `Record()`; None otherwise.
+        router: the routers' scores of the experts in use, where the source asked to keep them; None otherwise.
+        router_shift: `[B, R]` how far these scores are from those in the source (`routing.router_shift`), without
+            gradient; None where the source has none.
     """
 
     logprobs: Tensor
@@ -37,6 +41,8 @@ class Scores:
     exact_kl: Tensor | None = None
     entropy: Tensor | None = None
     recorded: Recorded | None = None
+    router: RouterScores | None = None
+    router_shift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,13 +50,14 @@ class UpdateResult:
     """Result of one optimizer step.
 
     It has the gradient norm before clipping, the learning rate used, whether the step was applied (finite gradients),
-    and the loss scale where the dtype needs one.
+    the loss scale where the dtype needs one, and the cosine to the gradient before, where it is measured.
     """
 
     grad_norm: float
     lr: float
     applied: bool
     loss_scale: int | None = None
+    cosine: float | None = None
 
 
 class Learner(Resumable, Protocol):

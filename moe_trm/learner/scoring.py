@@ -1,6 +1,7 @@
 """Log-probs of given tokens from final hidden states, the same in every learner.
 
-Shape letters: B rows, R padded row length, N scored positions, H hidden size, V vocabulary, P planes of the output.
+Shape letters: B rows, R padded row length, C columns that the model is fed, N scored positions, H hidden size, V
+vocabulary, P planes of the output.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
@@ -17,6 +19,7 @@ from moe_trm.sampling_mask.dense import full_scores
 from moe_trm.sampling_mask.logprobs import log_kept_mass, masked_logprobs, masked_logprobs_and_kl
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 from moe_trm.types import TokenBatch
+from routing.packed_layout import AnyLayout
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,34 @@ def score_hidden(hidden_BRH: Tensor, weight_VH: Tensor, scoring: Scoring, vocabu
                 hidden_NH, weight_VH, kept_ids, kept_offsets, temperature, vocabulary=vocabulary
             )
     return _spread([planes[name] for name in scoring.planes], scoring.mask)
+
+
+def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
+    """Scoring of the columns `[B, C]` that the model is fed (`[1, C]` of a pack): their positions and kept ids."""
+    if not layout.cuts:
+        return scoring
+    mask = layout.cut_tokens(scoring.mask)
+    own = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
+    if scoring.kept_ids is None or scoring.kept_offsets is None:
+        return own
+    number = torch.zeros(scoring.mask.shape, dtype=torch.int64, device=mask.device)
+    number[scoring.mask] = torch.arange(len(scoring.kept_offsets) - 1, device=mask.device)
+    tokens = layout.cut_tokens(number)[mask]
+    sizes, starts = scoring.kept_offsets.diff()[tokens], scoring.kept_offsets[tokens]
+    offsets = F.pad(sizes.cumsum(0), (1, 0))
+    kept = torch.arange(int(offsets[-1]), device=mask.device) + torch.repeat_interleave(starts - offsets[:-1], sizes)
+    logprobs = scoring.kept_logprobs
+    return replace(
+        own,
+        kept_ids=scoring.kept_ids[kept],
+        kept_offsets=offsets,
+        kept_logprobs=None if logprobs is None else logprobs[kept],
+    )
+
+
+def whole_planes(planes_PBC: Tensor, layout: AnyLayout) -> Tensor:
+    """Inverse of `cut_scoring` for scores: `[P, B, C]` (`[P, 1, C]` of a pack) to `[P, B, R]`, 0 elsewhere."""
+    return layout.uncut_tokens(planes_PBC.movedim(0, -1)).movedim(-1, 0) if layout.cuts else planes_PBC
 
 
 def on_device(batch: TokenBatch, device: torch.device) -> TokenBatch:

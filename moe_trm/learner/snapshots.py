@@ -37,10 +37,17 @@ class Snapshots:
         modules: this rank's model chunks. Their tensors are exchanged in place, so wrappers and optimizers that hold
             them stay valid.
         inputs_first: stacked experts are `[E, I, O]` (experts, inputs, outputs), not `[E, O, I]`.
+        computes_in: rounding of the weights in every pass (`computing`); None: passes use them as they are.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], *, inputs_first: bool = False) -> None:
-        self._modules, self._inputs_first = modules, inputs_first
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        *,
+        inputs_first: bool = False,
+        computes_in: Rounding | None = None,
+    ) -> None:
+        self._modules, self._inputs_first, self._computes_in = modules, inputs_first, computes_in
         self._held: dict[str, list[Tensor]] = {}
         self._saved: set[str] = set()
 
@@ -56,11 +63,8 @@ class Snapshots:
         such a push.
         """
         self._held.pop(name, None)
-        self._held[name] = self._copy()
-        if rounding is not None:
-            names = (each for module in self._modules for each, _ in module.named_parameters())
-            for each, held in zip(names, self._held[name], strict=False):
-                held.copy_(rounding.held(each, held, inputs_first=self._inputs_first))
+        held = self._copy()
+        self._held[name] = held if rounding is None else self._rounded(held, rounding)
         (self._saved.add if saved else self._saved.discard)(name)
         return sum(tensor.nbytes for tensor in self._held[name])
 
@@ -106,6 +110,28 @@ class Snapshots:
         finally:
             self._write(own)
 
+    @contextmanager
+    def computing(self, name: str | None = None) -> Iterator[None]:
+        """Weights of a pass, forward or with backward: `name`'s, or the model's own, rounded where passes are to be.
+
+        Afterwards the model has its own weights again, bit for bit, whatever happened. Gradients that were taken inside
+        are those at the rounded weights, and count for the own ones as they are: the straight-through estimator.
+        Without rounding it is `using`. With it, each pass takes two copies of the weights through host memory.
+
+        Raises:
+            LearnerError: no copy of that name.
+        """
+        if self._computes_in is None:
+            with self.using(name):
+                yield
+            return
+        own = self._copy()
+        self._write(self._rounded(own if name is None else self._get(name), self._computes_in))
+        try:
+            yield
+        finally:
+            self._write(own)
+
     def _get(self, name: str) -> list[Tensor]:
         if name not in self._held:
             raise LearnerError(
@@ -128,6 +154,16 @@ class Snapshots:
 
     def _copy(self) -> list[Tensor]:
         return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    @torch.no_grad()
+    def _rounded(self, values: Sequence[Tensor], rounding: Rounding) -> list[Tensor]:
+        """Copies of parameters as the engine has them after such a push, and the buffers as they are."""
+        names = [name for module in self._modules for name, _ in module.named_parameters()]
+        rounded = [
+            value.clone().copy_(rounding.held(name, value, inputs_first=self._inputs_first))
+            for name, value in zip(names, values, strict=False)
+        ]
+        return [*rounded, *values[len(names) :]]
 
     @torch.no_grad()
     def _write(self, values: Sequence[Tensor]) -> None:

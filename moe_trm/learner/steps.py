@@ -28,14 +28,14 @@ class Steps:
         """Learning rate of the next step."""
         return self._rate.at(self.steps)
 
-    def finish(self, grad_norm: float, lr: float, *, applied: bool) -> UpdateResult:
+    def finish(self, grad_norm: float, lr: float, *, applied: bool, cosine: float | None = None) -> UpdateResult:
         """Count a step that was tried."""
         self.steps += int(applied)
         used = None
         if self.loss_scale is not None:
             used = self.loss_scale.value
             self.loss_scale.update(applied=applied)
-        return UpdateResult(grad_norm, lr, applied, used)
+        return UpdateResult(grad_norm, lr, applied, used, cosine)
 
     def counters(self) -> dict[str, int]:
         """State for a checkpoint, the same on every rank."""

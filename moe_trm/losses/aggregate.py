@@ -24,6 +24,7 @@ def aggregate(
     num_sequences: int,
     num_tokens: int,
     horizon: int | None = None,
+    sample_tokens: Tensor | None = None,
 ) -> Tensor:
     """This micro-batch's share of the loss: the plain sum of shares over micro-batches and ranks is the loss of the
     minibatch.
@@ -37,7 +38,8 @@ def aggregate(
     | `seq-mean-token-sum-norm` | sum_i sum_t X keep / (N H) | Dr.GRPO |
 
     N, M and T_i count sampled tokens before any correction: what is rejected contributes nothing and makes nothing else
-    weigh more. Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
+    weigh more. A sequence i is a sample: N counts samples, and T_i is that of all rows of the sample.
+    Source: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr.GRPO (2503.20783).
 
     Args:
         values: `[B, T]` token losses; where `keep` is False they may be anything.
@@ -47,6 +49,7 @@ def aggregate(
         num_sequences: N of the global minibatch.
         num_tokens: M of the global minibatch.
         horizon: H of `seq-mean-token-sum-norm`, a constant such as the longest response allowed.
+        sample_tokens: `[B]` T_i where rows are parts of samples; None: every row is a whole sample.
 
     Raises:
         ConfigError: an unknown mode, or no `horizon` where it is needed.
@@ -57,7 +60,8 @@ def aggregate(
     if mode == "token-sum":
         return row_sums.sum()
     if mode == "seq-mean-token-mean":
-        return (row_sums / mask.sum(dim=1).clamp(min=1)).sum() / max(num_sequences, 1)
+        lengths = mask.sum(dim=1) if sample_tokens is None else sample_tokens.to(row_sums.device)
+        return (row_sums / lengths.clamp(min=1)).sum() / max(num_sequences, 1)
     if mode == "seq-mean-token-sum":
         return row_sums.sum() / max(num_sequences, 1)
     if mode == "seq-mean-token-sum-norm":

@@ -29,6 +29,8 @@ class LossInputs:
         rewards: `[B]` reward of each row, for objectives that regress on it or ask for correctness; None otherwise.
         group_ids: `[B]` prompt of each row, for objectives that compare rows; None otherwise.
         entropy: `[B, T]` predictive entropy at each token, for objectives that group by it; None otherwise.
+        router_shift: `[B, T]` shift of the routers' scores since the anchor (`routing.router_shift`), for objectives
+            that weigh by it; None otherwise.
         draw: the run's seed and the version of the weights, for objectives that choose at random.
     """
 
@@ -41,6 +43,7 @@ class LossInputs:
     rewards: Tensor | None = None
     group_ids: Tensor | None = None
     entropy: Tensor | None = None
+    router_shift: Tensor | None = None
     draw: tuple[int, int] = (0, 0)
 
     @classmethod

@@ -145,4 +145,6 @@ def loss(
 def _no_inputs() -> LossInputs:
     nothing, rows = torch.zeros(0, 1), torch.zeros(0)
     inputs = LossInputs.uncorrected(LogRatios(nothing, nothing, nothing, nothing.bool()), nothing, nothing)
-    return replace(inputs, turn_ids=nothing.long(), rewards=rows, group_ids=rows.long(), entropy=nothing)
+    return replace(
+        inputs, turn_ids=nothing.long(), rewards=rows, group_ids=rows.long(), entropy=nothing, router_shift=nothing
+    )

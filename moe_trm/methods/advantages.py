@@ -22,6 +22,7 @@ class AdvantageEntry:
         reads_support: it reads the recorded distribution of every token, and so needs `sampling_mask.mode=keep`.
         reads_ratios: it is made once the learner has scored the step.
         compares: it compares the samples of a prompt.
+        reads_greedy: it reads the reward of a greedy answer to the prompt, which is asked for beside the samples.
     """
 
     level: Literal["row", "turn", "token"] = "row"
@@ -30,6 +31,7 @@ class AdvantageEntry:
     reads_support: bool = False
     reads_ratios: bool = False
     compares: bool = True
+    reads_greedy: bool = False
 
 
 ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
@@ -44,6 +46,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
         "pass_at_k": AdvantageEntry(lone=None, scales=True),
         "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False),
         "reinforce_plus_plus_baseline": AdvantageEntry(),
+        "remax": AdvantageEntry(lone=None, compares=False, reads_greedy=True),
         "rloo": AdvantageEntry(),
         "turn_grpo": AdvantageEntry("turn", lone="reward", scales=True),
     }

@@ -10,8 +10,9 @@ from typing import Literal
 Held = Literal["own", "total", "none"]
 """The ratio that a loss contains: the one it is written on, the total one whatever that is, or none."""
 
-Need = Literal["entropy", "groups"]
-"""Inputs that not every run has: the policy's entropy, and all samples of a prompt in one minibatch."""
+Need = Literal["entropy", "groups", "routers"]
+"""Inputs that not every run has: the policy's entropy, all samples of a prompt in one minibatch, and how far
+the routers have moved since the anchor."""
 
 DEFAULT_LOSS = "ppo_clip"
 """The loss where neither the configuration nor its preset names one."""
@@ -36,6 +37,7 @@ class LossEntry:
 
 LOSSES: Mapping[str, LossEntry] = MappingProxyType(
     {
+        "acr_clip": LossEntry("acr_clip"),
         "aspo": LossEntry("aspo"),
         "capped_ratio": LossEntry("capped_ratio", ratio="total"),
         "cispo": LossEntry("cispo"),
@@ -62,6 +64,7 @@ LOSSES: Mapping[str, LossEntry] = MappingProxyType(
         "r2vpo": LossEntry("r2vpo"),
         "r2vpo_clip": LossEntry("r2vpo", needs=("groups",)),
         "reinforce": LossEntry("reinforce", holds="none", ratio="total"),
+        "rspo": LossEntry("rspo", needs=("routers",)),
         "sapo": LossEntry("sapo"),
         "tbpo": LossEntry("tbpo"),
         "topr": LossEntry("topr", ratio="total"),

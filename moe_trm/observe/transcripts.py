@@ -12,7 +12,8 @@ import numpy as np
 from moe_trm.config.schema import Config
 from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.observe.sinks import Sink
-from moe_trm.report.transcript import Transcript, transcript
+from moe_trm.report.session_tree import tree_lines
+from moe_trm.report.transcript import Transcript, name_of, transcript
 from moe_trm.report.transcript_page import transcript_page
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import TrainRow
@@ -51,8 +52,8 @@ class Transcripts(Sink):
             group, ids = row.record.group_id, self._seen
             prompts = {seen.row.record.group_id for seen in ids.values()}
             enough = len(ids) >= 2 * self._most or (len(ids) >= self._most and group in prompts)
-            if row.record.sample_id not in ids and not enough:
-                ids[row.record.sample_id] = transcript(row, place, evidence, correction)
+            if row.record.row_id not in ids and not enough:
+                ids[row.record.row_id] = transcript(row, place, evidence, correction)
 
     def write(self, step: int, metrics: Mapping[str, float | str]) -> None:
         chosen, self._seen = choose(list(self._seen.values()), self._most), {}
@@ -103,12 +104,14 @@ def as_text(step: int, transcripts: Sequence[Transcript], pieces: Sequence[Seque
         worst = max(ratios, key=abs, default=0.0)
         kept = sum(value is True for value in each.keep)
         parts.append(
-            f"\n=== sample {record.sample_id} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
+            f"\n=== {name_of(record).lower()} of prompt {record.prompt_id}: reward {record.reward:g}, advantage "
             f"{each.row.advantage:.3g}, "
             f"ended by {record.finish_reason}\n    {record.num_sampled} tokens sampled at weight versions "
             f"{versions(record.versions)}, "
             f"{kept} kept; largest {each.ratio} log-ratio {worst:+.2g}\n"
         )
+        if len(record.session) > 1:
+            parts += [f"    {line}" for line in tree_lines(record.session, record.row)]
         parts.append("".join(_marked(each, texts)))
     return "\n".join(parts) + "\n"
 

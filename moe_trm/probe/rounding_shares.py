@@ -29,11 +29,12 @@ ROUNDED = "rounded"
 def roundings(config: Config) -> Mapping[str, Rounding]:
     """Roundings of a push, in its order, by the names of the shares; each with those before it.
 
-    Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, and
-    where the engine rounds once more by itself.
+    Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, where
+    every pass rounds as a push does, and where norms have noise or the engine rounds once more by itself.
     """
     rollout, found = config.rollout, dict[str, Rounding]()
-    if rollout.quantization is not None or unrepeatable(config) is not None:
+    elsewhere = rollout.quantization is not None or rollout.norm_noise > 0
+    if elsewhere or config.learner.round_like_rollout or unrepeatable(config) is not None:
         return found
     narrows = config.learner.dtype == "float32" != rollout.server.dtype
     if rollout.fake_quantization is not None:

@@ -33,7 +33,8 @@ class ProbeTokens:
     """Scored tokens of one rank, all `[N]`.
 
     Attributes:
-        group_id, sample_id: prompt the token answers, and the sample it is of; tokens of one sample are in order.
+        group_id, sample_id: prompt the token answers, and the row that it is of (`RolloutRecord.row_id`); tokens of one
+            row are in order.
         native, replayed: log-prob under the learner minus log-prob under the rollout engine, with own and with replayed
             routes.
         flipped_layers: MoE layers whose expert set differs between the two engines at the token's input row.
@@ -121,7 +122,7 @@ def _compare(
 ) -> ProbeTokens:
     assert native.recorded is not None
     rows, _ = batch.mask.nonzero(as_tuple=True)
-    ids = torch.tensor([*((record.group_id, record.sample_id) for record in records), (0, 0)], dtype=torch.int64)
+    ids = torch.tensor([*((record.group_id, record.row_id) for record in records), (0, 0)], dtype=torch.int64)
     own_flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
     flips = learner.sum_over_stages(learner.sum_over_slices(own_flips)).cpu().to(torch.int16)
     mass = native.log_kept_mass

@@ -41,7 +41,7 @@ class Panel:
 
     def frame(self, title: str, ticks: Sequence[tuple[float, str]]) -> list[str]:
         """Title and horizontal grid with labels."""
-        parts = [text(self.left, 36, title, size=15, weight=600)]
+        parts = [text(self.left, self.top - 24, title, size=15, weight=600)]
         for value, label in ticks:
             parts.append(f'<path d="M{self.left} {self.y(value):.1f}H{self.right}" stroke="{GRID}"/>')
             parts.append(text(self.left - 8, self.y(value) + 4, label, anchor="end", colour=MUTED))

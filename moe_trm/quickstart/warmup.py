@@ -134,7 +134,7 @@ class Warmup:
         recipe, solved = self.recipe, 0.0
         for target in range(recipe.steps, recipe.max_steps + 1, recipe.further_steps):
             while self.step < target:
-                loss = self._train_step(direct_share=0.0, lr=recipe.lr * self._schedule())
+                loss = self.supervised_step(direct_share=0.0)
                 if self.step % 50 == 0:
                     self._say(f"warm-up step {self.step}: loss {loss:.3f}")
             solved = self.accuracy(problems)
@@ -148,6 +148,10 @@ class Warmup:
             expected=f"at least {self.recipe.enough}",
             fix="try another seed, or raise max_steps",
         )
+
+    def supervised_step(self, *, direct_share: float) -> float:
+        """A step of phase 1. Returns its loss."""
+        return self._train_step(direct_share=direct_share, lr=self.recipe.lr * self._schedule())
 
     def _schedule(self) -> float:
         """Share of the peak learning rate at this step: up linearly, then down linearly, then constant."""

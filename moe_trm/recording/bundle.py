@@ -1,6 +1,6 @@
 """A recorded run: every accepted record of every step on disk, written and read step by step.
 
-A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 5 (docs/bundles.md). What the
+A bundle is a folder with one file `step-NNNNNN.safetensors` per training step, in format 6 (docs/bundles.md). What the
 updates saw is in files of its own, `recording.scores`. Shape letters, summed over the N records of a step: T tokens, S
 sampled tokens, Q bytes of encoded routes.
 """
@@ -8,7 +8,7 @@ sampled tokens, Q bytes of encoded routes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +20,18 @@ from moe_trm.recording.checked_file import Arrays, CheckedHeader, damaged, read_
 from moe_trm.sampling_mask.codec import decode as decode_masks
 from moe_trm.sampling_mask.codec import encode as encode_masks
 from moe_trm.sampling_mask.record import SamplingMask, join, split
-from moe_trm.types import RolloutRecord
+from moe_trm.types import RolloutRecord, SessionTurn
 from routing import RouteError, RouteRecord
 from routing.groups import decode_group, encode_group
+from routing.row_ids import row_id
 
 FORMAT = "moe-trm-bundle"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+WHOLE_SAMPLES = 5
+"""The version in which every record is a whole sample."""
 TOKENS_ALONE = 4
 """The version whose routes are bound to their tokens alone; reading binds them to their samples."""
+READABLE = (FORMAT_VERSION, WHOLE_SAMPLES, TOKENS_ALONE)
 _FILE = re.compile(r"step-(\d{6,})\.safetensors")
 
 
@@ -45,6 +49,12 @@ class Header(CheckedHeader, kw_only=True):
     route_groups: list[list[int]]
     """Numbers of the records with routes, those of one prompt together: their routes are encoded as one group."""
     reward_parts: list[dict[str, float]] = msgspec.field(default_factory=list)
+    rows: list[int] = msgspec.field(default_factory=list)
+    """Place of each record among the rows of its sample; empty: every record is a whole sample."""
+    sessions: dict[int, list[SessionTurn]] = msgspec.field(default_factory=dict)
+    """Trees of the samples that are sessions, by sample id."""
+    baselines: list[float | None] = msgspec.field(default_factory=list)
+    """Rewards of greedy answers to the records' prompts; empty where none was asked for."""
 
 
 class BundleWriter:
@@ -59,7 +69,7 @@ class BundleWriter:
         self._begun = False
 
     def write(self, step: int, records: Sequence[RolloutRecord], rejected: Mapping[int, str] | None = None) -> None:
-        """Write one step: its accepted records, and the reason by sample id of each rejected one.
+        """Write one step: its accepted records with all their rows, and the reason by sample id of each rejected one.
 
         The file appears whole or not at all.
         """
@@ -68,8 +78,10 @@ class BundleWriter:
             for later in (number for number in BundleReader(str(self._folder)).steps() if number > step):
                 _path(self._folder, later).unlink()
             self._begun = True
+        records = [row for record in records for row in record.rows]
         groups = _route_groups(records)
         arrays = _pack(records, groups)
+        baselines = [record.baseline for record in records]
         header = Header(
             format=FORMAT,
             version=FORMAT_VERSION,
@@ -80,9 +92,12 @@ class BundleWriter:
             finish_reasons=[record.finish_reason for record in records],
             mask_kinds=[_mask_kind(record) for record in records],
             reward_parts=[dict(record.reward_parts) for record in records],
+            baselines=baselines if any(value is not None for value in baselines) else [],
             mask_violations=[record.sampling_mask.violations if record.sampling_mask else 0 for record in records],
             rejected=dict(rejected or {}),
             route_groups=groups,
+            rows=[record.row for record in records],
+            sessions={record.sample_id: [*record.session] for record in records if record.session},
         )
         write_checked(_path(self._folder, step), header, arrays)
 
@@ -103,23 +118,27 @@ class BundleReader:
 
     def header(self, step: int) -> Header:
         """The header of one step, without reading its arrays; the checksum is not verified."""
-        return read_header(self._existing(step), Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
+        return read_header(self._existing(step), Header, FORMAT, *READABLE)
 
     def read(self, step: int) -> list[RolloutRecord]:
-        """The records of one step as they were written, after checking the checksum and the lengths."""
+        """The rows of one step as they were written, after checking the checksum and the lengths.
+
+        `joined` puts those of a sample together.
+        """
         path = self._existing(step)
-        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
+        header, arrays = read_checked(path, Header, FORMAT, *READABLE)
         try:
             return _unpack(header, arrays)
         except (KeyError, ValueError, IndexError, RouteError, RecordRejected) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from error
 
     def logprobs(self, step: int) -> dict[int, np.ndarray]:
-        """`[S]` rollout log-probs of each record of one step by sample id; routes and masks are not decoded."""
+        """`[S]` rollout log-probs of each row of one step by `row_id`; routes and masks are not decoded."""
         path = self._existing(step)
-        header, arrays = read_checked(path, Header, FORMAT, FORMAT_VERSION, TOKENS_ALONE)
+        header, arrays = read_checked(path, Header, FORMAT, *READABLE)
         parts = np.split(arrays["rollout_logprobs"], arrays["sampled_offsets"][1:-1])
-        return dict(zip(header.sample_ids, parts, strict=True))
+        names = [row_id(*both) for both in zip(header.sample_ids, _rows(header), strict=True)]
+        return dict(zip(names, parts, strict=True))
 
     def _existing(self, step: int) -> Path:
         path = _path(self._folder, step)
@@ -128,6 +147,19 @@ class BundleReader:
                 "the recording has no such step", where=str(self._folder), got=step, expected=f"one of {self.steps()}"
             )
         return path
+
+
+def joined(rows: Iterable[RolloutRecord]) -> dict[int, RolloutRecord]:
+    """Samples by their ids, with the rows of each in the order in which they are given."""
+    samples: dict[int, RolloutRecord] = {}
+    for row in rows:
+        first = samples.get(row.sample_id)
+        samples[row.sample_id] = row if first is None else replace(first, further=(*first.further, row))
+    return samples
+
+
+def _rows(header: Header) -> list[int]:
+    return header.rows or [0] * len(header.sample_ids)
 
 
 def _path(folder: Path, step: int) -> Path:
@@ -206,7 +238,7 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
     records, masks = [], dict[int, SamplingMask]()
     for name, kind in (("masks", "logprobs"), ("bare_masks", "ids")):
         masks |= _unpack_masks(arrays, name, [n for n, other in enumerate(header.mask_kinds) if other == kind])
-    routes = _unpack_routes(header, arrays)
+    routes, rows = _unpack_routes(header, arrays), _rows(header)
     for number, sample_id in enumerate(header.sample_ids):
         of_tokens = slice(*arrays["token_offsets"][number : number + 2])
         of_sampled = slice(*arrays["sampled_offsets"][number : number + 2])
@@ -230,6 +262,9 @@ def _unpack(header: Header, arrays: Arrays) -> list[RolloutRecord]:
                 finish_reason=header.finish_reasons[number],
                 reward=None if np.isnan(reward) else reward,
                 reward_parts=header.reward_parts[number] if header.reward_parts else {},
+                row=rows[number],
+                session=tuple(header.sessions.get(sample_id, ())),
+                baseline=header.baselines[number] if header.baselines else None,
             )
         )
     return [record.bound() for record in records] if header.version == TOKENS_ALONE else records

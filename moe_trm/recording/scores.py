@@ -25,10 +25,12 @@ from moe_trm.config.schema import Config, Recovery
 from moe_trm.errors import BundleError
 from moe_trm.recording.checked_file import Arrays, CheckedHeader, damaged, read_checked, read_header, write_checked
 
-FORMAT, FORMAT_VERSION = "moe-trm-scores", 1
+FORMAT, FORMAT_VERSION = "moe-trm-scores", 2
+WHOLE_SAMPLES = 1
+"""The version in which every row is a whole sample."""
 CONFIG_FILE = "config.json"
 SCORES_FILE = re.compile(r"scores-(\d{6,})-rank-(\d{3,})\.safetensors")
-_ROW_FIELDS = ("sample_ids", "group_ids", "rewards")
+_ROW_FIELDS = ("sample_ids", "group_ids", "rewards", "sample_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class ScoredBatch:
         mask: bool, tokens that were scored.
         rollout_logprobs, current_logprobs, advantages: float32.
         turn_ids, versions: integers.
-        sample_ids, group_ids: `[B]` int64, -1 on a row of padding; rewards: `[B]` float32.
+        sample_ids, group_ids: `[B]` int64 (`RolloutRecord.row_id`), -1 on a row of padding; rewards: `[B]` float32.
         anchor_logprobs: under the weights at the start of the step; None where the update's own forward was the anchor.
         behavior_logprobs: under older weights that sampled, where they were scored; None elsewhere.
         reference_logprobs: under the frozen reference, with a KL term; None without.
         exact_kl, anchor_exact_kl: KL(rollout || current) and KL(rollout || anchor) on the kept support, or None.
         entropy: of the policy, where an update computed it.
+        sample_tokens: as in `TokenBatch`.
+        router_shift: of the routers' scores since the anchor, where an update measured it.
     """
 
     mask: Tensor
@@ -62,6 +66,8 @@ class ScoredBatch:
     exact_kl: Tensor | None = None
     anchor_exact_kl: Tensor | None = None
     entropy: Tensor | None = None
+    sample_tokens: Tensor | None = None
+    router_shift: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ class ScoresReader:
                 got=step,
                 expected=f"one of {self.steps()}",
             )
-        size = read_header(next(iter(files.values())), ScoresHeader, FORMAT, FORMAT_VERSION).data_size
+        size = read_header(next(iter(files.values())), ScoresHeader, FORMAT, FORMAT_VERSION, WHOLE_SAMPLES).data_size
         if sorted(files) != list(range(size)):
             raise BundleError(
                 "the scores of some learner ranks are missing or of another run",
@@ -193,7 +199,7 @@ class ScoresReader:
         ]
 
     def _read(self, path: Path, rank: int, size: int) -> list[ScoredUpdate]:
-        header, arrays = read_checked(path, ScoresHeader, FORMAT, FORMAT_VERSION)
+        header, arrays = read_checked(path, ScoresHeader, FORMAT, FORMAT_VERSION, WHOLE_SAMPLES)
         if (header.data_rank, header.data_size) != (rank, size):
             raise damaged(path, f"it is of rank {header.data_rank} of {header.data_size}")
         try:

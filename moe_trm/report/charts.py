@@ -117,6 +117,10 @@ SECTIONS = (
                    ("merged/k3_kl", "engine and lag"),
                    ("staleness/k3_kl", "staleness"), ("total/k3_kl", "total"), ("total/exact_kl", "total, exact")),
                   log=True),
+            Heat("By turn",
+                 "k3 KL of the engines on each answer of a conversation, the first being 0. If it rises with the turn, "
+                 "look at routes and ids of the context.",
+                 (("turns/engine_k3/*", "turn "), ("turns/merged_k3/*", "turn ")), least=2),
             Lines("What makes the engine part",
                   "Probe steps: mean absolute log-ratio by numerics (same routes) and by routing (routes alone).",
                   (("probe/numerics_abs_mean", "numerics"), ("probe/routing_abs_mean", "routing")), log=True),
@@ -311,6 +315,8 @@ def _readable(pattern: str, parts: Sequence[str]) -> str:
         return parts[0].replace("_up", " and more").replace("_", " to ")
     if pattern == "correction/*/rejected_length_*":
         return f"{parts[0]}, {parts[1].replace('_up', ' and more').replace('_', ' to ')}"
+    if pattern.startswith("turns/"):
+        return parts[0].replace("_up", " and more")
     return parts[0]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_trm.corrections.evidence import Correction, Evidence
-from moe_trm.types import TrainRow
+from moe_trm.types import RolloutRecord, TrainRow
 
 Kind = Literal["prompt", "sampled", "given"]
 
@@ -35,6 +35,12 @@ class Transcript:
         sampled = self.row.record.sampled
         first = int(sampled.argmax()) if sampled.any() else len(sampled)
         return ["sampled" if own else "prompt" if place < first else "given" for place, own in enumerate(sampled)]
+
+
+def name_of(record: RolloutRecord) -> str:
+    """The sample, and its row where it has several."""
+    several = any(turn.row > 0 for turn in record.session)
+    return f"Sample {record.sample_id}" + (f", row {record.row}" if several else "")
 
 
 def transcript(row: TrainRow, place: int, evidence: Evidence, correction: Correction) -> Transcript:

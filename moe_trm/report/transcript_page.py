@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from moe_trm.report.html import document, number
-from moe_trm.report.transcript import Transcript
+from moe_trm.report.session_tree import session_tree
+from moe_trm.report.transcript import Transcript, name_of
 
 PALEST, DARKEST = -4.0, 0.0
 """Powers of ten of the log-ratio's size at which shading begins and is full."""
@@ -30,6 +31,8 @@ def _data(transcripts: Sequence[Transcript], pieces: Sequence[Sequence[str]]) ->
         rollouts.append(
             {
                 "sample_id": record.sample_id,
+                "row": record.row,
+                "session": list(record.session),
                 "prompt_id": record.prompt_id,
                 "reward": record.reward,
                 "advantage": each.row.advantage,
@@ -61,8 +64,9 @@ def _article(place: int, each: Transcript, texts: Sequence[str]) -> str:
         + (f" to {number(float(record.versions.max()))}" if record.versions.min() != record.versions.max() else ""),
     ]
     return (
-        f'<article class="card rollout"><h2>Sample {record.sample_id}, prompt {escape(str(record.prompt_id))}</h2>'
+        f'<article class="card rollout"><h2>{escape(name_of(record))}, prompt {escape(str(record.prompt_id))}</h2>'
         f'<p class="about">{" · ".join(facts)}</p>'
+        f"{session_tree(record.session, record.row, record.reward)}"
         f'<div class="tokens" tabindex="0" data-rollout="{place}" aria-label="Tokens; arrow keys tell each one\'s '
         f'figures">{tokens}</div></article>'
     )
@@ -93,5 +97,6 @@ _LEGEND = (
     "palest at a log-ratio of 1e-4, full at 1. "
     '<span class="sampled less rejected" style="--shade:.8">Struck out</span>: rejected by the correction. '
     '<span class="given">Framed</span>: given by a tool or template, not sampled, never scored. '
-    '<span class="prompt">Grey</span>: the prompt. Point at a token, or use the arrow keys, for its figures.</p>'
+    '<span class="prompt">Grey</span>: the prompt, or what came before this row of a session. '
+    "Point at a token, or use the arrow keys, for its figures.</p>"
 )

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 
+from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rollout_rules import MASK_LIMIT
 from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.load import load_function
+from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.agent_sampler import ADAPTER as AGENT_ADAPTER
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
+from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import build_reader
 from moe_trm.rollout.agents.server import AgentServer
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
@@ -36,6 +41,7 @@ async def build_controller(config: Config, api_key: str | None) -> RolloutContro
     try:
         await task.start()
         sampler = await build_sampler(config, engine, task, params, keep_changed=config.replay.missing == "native")
+        sampler = with_baseline(config, engine, sampler, params)
         await engine.start()
     except MoeTrmError:
         if sampler is not None:
@@ -57,6 +63,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
+            several_rows=several_rows(config),
             waits=config.pipeline.mode != "sync",
             delay_s=config.rollout.bundle_delay_s,
         )
@@ -88,6 +95,15 @@ async def build_sampler(
     return functions
 
 
+def with_baseline(config: Config, engine: RolloutEngine, sampler: Sampler, params: SamplingParams) -> Sampler:
+    """`sampler`, with the reward of a greedy answer in every sample where the advantage reads one."""
+    if not ADVANTAGES[config.advantage.name].reads_greedy:
+        return sampler
+    if not engine.traits.samples_live:
+        return RecordedBaseline(sampler)
+    return GreedyBaseline(sampler, params, config.rollout.group_size)
+
+
 def function_sampler(
     config: Config, engine: TurnEngine, task: Task, params: SamplingParams, *, keep_changed: bool
 ) -> FunctionSampler:
@@ -105,10 +121,24 @@ def agent_sampler(
     rollout, agent = config.rollout, config.agent
     assert rollout.agent is not None, "the caller has looked"
     reader = build_reader(agent.tool_parser, agent.reasoning_parser)
-    host = FunctionHost(rollout.agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
     server = AgentServer(agent.host, agent.port, max_body_bytes=agent.max_body_bytes)
     policy = Policy(engine, task.tokens, reader, limits_of(rollout, task))
-    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed)
+    host = agent_host(config)
+    return AgentSampler(host, server, policy, task, params, keep_changed=keep_changed, rows=agent.rows)
+
+
+def agent_host(config: Config) -> AgentHost:
+    """Where `rollout.agent` runs, not started."""
+    rollout, agent = config.rollout, config.rollout.agent
+    if isinstance(agent, tuple):
+        return CommandHost(
+            agent,
+            limit_s=rollout.function_timeout_s,
+            most_at_once=config.agent.max_commands,
+            max_output_bytes=config.agent.max_output_bytes,
+        )
+    assert agent is not None, "the caller has looked"
+    return FunctionHost(agent, adapter=AGENT_ADAPTER, key="rollout.agent", limit_s=rollout.function_timeout_s)
 
 
 def limits_of(rollout: RolloutConfig, task: Task) -> Limits:

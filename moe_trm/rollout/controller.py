@@ -15,19 +15,21 @@ import numpy as np
 
 from moe_trm.batch.advantages import Array, opob
 from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, explained_variance, outcome_advantages
+from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
 from moe_trm.batch.token_advantages import score_energy, token_advantages
+from moe_trm.batch.train_rows import num_sampled, train_rows
+from moe_trm.batch.zero_variance import shaped
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
-from moe_trm.rollout.evaluation import Evaluator
+from moe_trm.rollout.evaluation import Evaluator, reward_of
 from moe_trm.rollout.mask_metrics import mask_metrics
 from moe_trm.rollout.producer import Producer
-from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.sampler import Sampler, SingleTurn, rewarded
 from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
@@ -35,6 +37,7 @@ from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
 from moe_trm.tasks.protocol import Task
+from moe_trm.tasks.rewards import Reward
 from moe_trm.types import MiniBatch, RolloutRecord, SamplingParams, ServerState, TrainBatch, TrainRow
 
 
@@ -111,8 +114,8 @@ class RolloutController:
         queue_ages = self._store.ages(version)
         groups = await self._producer.take(version)
         self._record(step, groups)
-        records = [record for group in groups for record in group.kept]
-        if not records:
+        samples = [record for group in groups for record in group.kept]
+        if not samples:
             raise ControllerError(
                 "no record of this step was accepted",
                 where=f"step {step}",
@@ -123,9 +126,9 @@ class RolloutController:
                 ),
             )
         if self._config.task.shuffle_rewards:
-            records = _shuffle_rewards(records, seed=self._config.seed, step=step)
-        rows = self._rows(records)
-        learner = self._config.learner
+            samples = _shuffle_rewards(samples, seed=self._config.seed, step=step)
+        rows = self._rows(samples)
+        learner, packed = self._config.learner, self._config.batch.layout == "packed"
         plan = plan_step(
             rows,
             seed=self._config.seed,
@@ -135,13 +138,20 @@ class RolloutController:
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
+            packed=packed,
         )
+        records = [row.record for row in rows]
         ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
-        metrics = self._metrics(records) | plan_metrics(plan) | ages
+        metrics = self._metrics(samples) | self._balance(plan) | ages
         versions = tuple(sorted({int(version) for record in records for version in record.versions}))
         if self._config.rollout.colocate:
             await self._engine.release_memory()
         return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+
+    def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
+        parallel = self._config.learner.parallel
+        packed = self._config.batch.layout == "packed"
+        return plan_metrics(plan, packed=packed, context=parallel.context, tensor=parallel.tensor)
 
     def servers(self) -> tuple[ServerState, ...]:
         """State of each rollout server now; none where the engine asks no servers."""
@@ -183,26 +193,29 @@ class RolloutController:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))
 
-    def _rows(self, records: Sequence[RolloutRecord]) -> list[TrainRow]:
-        """The records with their advantages."""
+    def _rows(self, samples: Sequence[RolloutRecord]) -> list[TrainRow]:
+        """The rows of the samples with their advantages."""
         settings = self._config.advantage
         if settings.name not in BY_TOKEN:
-            advantages = without_overlong(records, self._advantages(records), self._config.batch)
-            return [TrainRow(record, float(value)) for record, value in zip(records, advantages, strict=True)]
+            advantages = without_overlong(samples, self._advantages(samples), self._config.batch)
+            both = zip(samples, advantages, strict=True)
+            rows = [row for sample, value in both for row in train_rows(sample, float(value))]
+            return shaped(rows, settings.zero_variance_scale, self._config.batch)
         found = token_advantages(
             settings.name,
-            records,
+            samples,
             lone=settings.lone_sample,
             normalize_std=settings.normalize_std,
             discount=settings.turn_discount,
         )
-        trains = without_overlong(records, np.ones(len(records)), self._config.batch)
+        trains = without_overlong(samples, np.ones(len(samples)), self._config.batch)
         values = [(own * factor).astype(np.float32) for own, factor in zip(found, trains, strict=True)]
-        return [TrainRow(record, float(own.mean()), own) for record, own in zip(records, values, strict=True)]
+        return [row for sample, own in zip(samples, values, strict=True) for row in train_rows(sample, own)]
 
     def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
+        """Of each sample."""
         settings, groups = self._config.advantage, np.array([record.group_id for record in records])
-        num_tokens = np.array([record.num_sampled for record in records])
+        num_tokens = np.array([num_sampled(record) for record in records])
         if settings.name == GDPO:
             return advantages_by_part(
                 [record.reward_parts for record in records],
@@ -222,6 +235,7 @@ class RolloutController:
             num_tokens,
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
+            baselines=baselines_of(records) if ADVANTAGES[settings.name].reads_greedy else None,
         )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
@@ -240,9 +254,10 @@ class RolloutController:
         self._writer.write(step, accepted, rejected)
 
     def _metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
+        """Metrics of the samples that a step trains."""
         busy_s, idle_s = self._producer.clock.take()
         rewards = np.array([record.reward for record in records])
-        lengths = np.array([record.num_sampled for record in records])
+        lengths = np.array([num_sampled(record) for record in records])
         groups = np.array([record.group_id for record in records])
         spread = [np.ptp(rewards[groups == group]) for group in np.unique(groups)]
         if not self._ledger.balanced:
@@ -264,7 +279,7 @@ class RolloutController:
             **self._engine.metrics(),
             **self._sampler.metrics(),
             **turn_metrics(records),
-            **mask_metrics(records, self._params),
+            **mask_metrics([row for record in records for row in record.rows], self._params),
             **({"records/dropped/age": 0.0} if self.overlaps else {}),
             **self._ledger.metrics(),
         }
@@ -273,7 +288,7 @@ class RolloutController:
 def _shuffle_rewards(records: Sequence[RolloutRecord], *, seed: int, step: int) -> list[RolloutRecord]:
     order = np.random.default_rng((seed, step, 1)).permutation(len(records))
     return [
-        replace(record, reward=records[i].reward, reward_parts=records[i].reward_parts)
+        rewarded(record, Reward(reward_of(records[i]), records[i].reward_parts))
         for record, i in zip(records, order, strict=True)
     ]
 

@@ -146,7 +146,8 @@ class Producer:
             # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
             outcome = sample.bound()
             if self._needs_support:
-                recorded_support(outcome)
+                for row in outcome.rows:
+                    recorded_support(row)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moe_trm.config.engines import ENGINES
 from moe_trm.errors import BundleError, RecordRejected
-from moe_trm.recording.bundle import BundleReader
+from moe_trm.recording.bundle import BundleReader, joined
 from moe_trm.rollout.sampler import SingleTurn, rewarded
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.rewards import score
@@ -26,6 +26,7 @@ class BundleEngine:
         folder: a bundle.
         prompts_grow: a rollout function may have appended to a prompt before anything was sampled.
         prompts_own: an agent wrote the context itself.
+        several_rows: a sample may be several rows (`agent.rows`).
         waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """
@@ -38,11 +39,12 @@ class BundleEngine:
         *,
         prompts_grow: bool = False,
         prompts_own: bool = False,
+        several_rows: bool = False,
         waits: bool = False,
         delay_s: float = 0.0,
     ) -> None:
         self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()
-        self._prompts_grow, self._prompts_own = prompts_grow, prompts_own
+        self._prompts_grow, self._prompts_own, self._several_rows = prompts_grow, prompts_own, several_rows
         self._reader = BundleReader(folder)
         self._folder = folder
         self._step_of: dict[int, int] = {}
@@ -86,7 +88,7 @@ class BundleEngine:
             reason = self._rejected.get(sample_id, "not_recorded")
             raise RecordRejected(reason, "the recorded run rejected this sample", where=f"sample {sample_id}")
         record = self._records(step)[sample_id]
-        while self._waits and int(record.versions.max()) > self._version:
+        while self._waits and _newest(record) > self._version:
             self._pushed.clear()
             await self._pushed.wait()
         self._check_same_run(record, prompt, group_id)
@@ -124,7 +126,7 @@ class BundleEngine:
 
     def _records(self, step: int) -> dict[int, RolloutRecord]:
         if step not in self._loaded:
-            self._loaded[step] = {record.sample_id: record for record in self._reader.read(step)}
+            self._loaded[step] = joined(self._reader.read(step))
             if len(self._loaded) > KEPT_STEPS:
                 del self._loaded[min(self._loaded)]
         return self._loaded[step]
@@ -141,13 +143,26 @@ class BundleEngine:
                 expected=f"prompt {record.prompt_id!r} of group {record.group_id} with the same token ids",
                 fix="Use the seed, task and batch sizes of the recorded run (its config.json).",
             )
-        if int(record.versions.max()) > self._version:
+        if record.further and not self._several_rows:
+            raise BundleError(
+                "the recording has several rows of one sample",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"{len(record.rows)} rows",
+                expected="one row of each sample, as agent.rows=last makes them",
+                fix="Set agent.rows as in the recorded run (its config.json).",
+            )
+        if _newest(record) > self._version:
             raise BundleError(
                 "the recording is ahead of this run",
                 where=f"{self._folder}, sample {record.sample_id}",
-                got=f"sampled with weight version {int(record.versions.max())}",
+                got=f"sampled with weight version {_newest(record)}",
                 expected=f"at most {self._version}",
             )
+
+
+def _newest(record: RolloutRecord) -> int:
+    """The newest version that sampled anything of a sample."""
+    return max(int(row.versions.max()) for row in record.rows)
 
 
 class RecordedSampler(SingleTurn):

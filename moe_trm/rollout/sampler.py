@@ -36,8 +36,9 @@ class Sampler(Protocol):
 
 
 def rewarded(record: RolloutRecord, reward: Reward) -> RolloutRecord:
-    """The record with its reward and the reward's named parts."""
-    return replace(record, reward=reward.total, reward_parts=reward.parts)
+    """The record with its reward and the reward's named parts, in all its rows."""
+    further = tuple(rewarded(row, reward) for row in record.further)
+    return replace(record, reward=reward.total, reward_parts=reward.parts, further=further)
 
 
 class SingleTurn:

@@ -15,9 +15,10 @@ def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
     | metric | of |
     |---|---|
     | `reward/<name>/mean` | the samples whose reward has a part of that name |
-    | `turns/mean`, `turns/max` | answers per sample, where any sample has several |
-    | `turns/appended_tokens_mean` | tokens that a tool or user said between answers, per sample |
+    | `turns/mean`, `turns/max` | trained answers per sample, where any sample has several |
+    | `turns/appended_tokens_mean` | tokens that a tool or user said between trained answers, per sample |
     | `turns/later_token_fraction` | share of sampled tokens that come after the first answer, hence after a tool |
+    | `turns/rows_mean`, `turns/rows_max` | rows per sample, where any sample has several |
     """
     metrics = {
         f"reward/{name}/mean": float(
@@ -25,18 +26,29 @@ def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
         )
         for name in sorted({name for record in records for name in record.reward_parts})
     }
-    turns = np.array([int(record.turn_ids.max(initial=0)) + 1 for record in records])
+    turns = np.array([sum(_answers(row) for row in record.rows) for record in records])
     if turns.max() > 1:
-        later = [int((record.turn_ids[record.sampled] > 0).sum()) for record in records]
+        rows = [row for record in records for row in record.rows]
+        later = [int((row.turn_ids[row.sampled] > 0).sum()) for row in rows]
         metrics |= {
             "turns/mean": float(turns.mean()),
             "turns/max": float(turns.max()),
             "turns/appended_tokens_mean": float(np.mean([_appended(record) for record in records])),
-            "turns/later_token_fraction": sum(later) / sum(record.num_sampled for record in records),
+            "turns/later_token_fraction": sum(later) / sum(row.num_sampled for row in rows),
         }
+    several = [len(record.rows) for record in records]
+    if max(several) > 1:
+        metrics |= {"turns/rows_mean": float(np.mean(several)), "turns/rows_max": float(max(several))}
     return metrics
 
 
+def _answers(row: RolloutRecord) -> int:
+    """Answers that it trains."""
+    return len(np.unique(row.turn_ids[row.sampled]))
+
+
 def _appended(record: RolloutRecord) -> int:
-    """Tokens behind the first sampled one that were not sampled."""
+    """Tokens that were not sampled, between two trained answers of the sample."""
+    if record.session:
+        return sum(turn.added for turn in record.session if turn.row >= 0 and turn.parent >= 0)
     return int((~record.sampled[int(record.sampled.argmax()) :]).sum())

@@ -29,8 +29,9 @@ from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.methods.advantages import ADVANTAGES
-from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source
+from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
 from moe_trm.types import TokenBatch, TrainBatch
+from routing.router_shift import KEEP
 
 GIB = 2**30
 
@@ -42,13 +43,16 @@ class Anchors:
         config: the run's configuration.
         mode: whose routes the passes use.
         whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
+        watches: whether updates are told how far the routers have moved since the anchors.
     """
 
-    def __init__(self, config: Config, mode: ReplayMode, *, whole: bool) -> None:
+    def __init__(self, config: Config, mode: ReplayMode, *, whole: bool, watches: bool = False) -> None:
+        self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
         elsewhere = (
             whole
+            or watches
             or config.record.bundle
             or (config.kl.coef > 0 and config.kl.where == "reward")
             or config.optimizer.ess_scale != "off"
@@ -76,7 +80,8 @@ class Anchors:
             return self._anchored(batch, padded, proximal)
         skipped = int(self._own_forward_suffices(batch))
         flat = [item for part in padded[skipped:] for item in part]
-        passed = iter(learner.score(flat, [anchor_source(self._mode, item) for item in flat]))
+        sources = [watching(anchor_source(self._mode, item), self._watched) for item in flat]
+        passed = iter(learner.score(flat, sources))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
         if self._recovery == "snapshot":
@@ -97,8 +102,11 @@ class Anchors:
     ) -> list[Anchored]:
         anchored = []
         for mini, part, scores in zip(batch.mini_batches, padded, proximal, strict=True):
-            recorded = [score.recorded for score in scores] or [None] * len(part)
-            sources = [update_source(self._mode, item, own) for item, own in zip(part, recorded, strict=True)]
+            kept = [(score.recorded, score.router) for score in scores] or [(None, None)] * len(part)
+            sources = [
+                watching(update_source(self._mode, item, own), router)
+                for item, (own, router) in zip(part, kept, strict=True)
+            ]
             anchored.append(Anchored(mini, part, scores, sources, recovery=self._recovery, version=batch.step - 1))
         return anchored
 

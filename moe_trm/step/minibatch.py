@@ -1,6 +1,6 @@
 """The whole minibatch on every rank: for corrections and losses that cannot be computed on a part of it.
 
-Only sampled tokens travel, a few numbers each. Rows are ordered by sample id, so that the result does not depend on how
+Only sampled tokens travel, a few numbers each. Rows are ordered by their ids, so that the result does not depend on how
 ranks and micro-batches share them. Shape letters: N rows of the global minibatch, T sampled tokens of the longest,
 B rows and R forwarded tokens of one micro-batch.
 """
@@ -102,7 +102,7 @@ def gather_minibatch(part: Anchored, current: Sequence[Scores], learner: Learner
         current: their scores under the weights in training.
     """
     batches = part.batches
-    ids = [[row.record.sample_id for row in micro.rows] for micro in part.mini.micro_batches]
+    ids = [[row.record.row_id for row in micro.rows] for micro in part.mini.micro_batches]
     real = [slice(0, len(rows)) for rows in ids]
     device = batches[0].mask.device
     local_ids = torch.tensor([number for rows in ids for number in rows], dtype=torch.int64, device=device)

@@ -55,6 +55,7 @@ class Objective:
         self._adapted: dict[str, Parameter] = {}
         self._decision = Decision(config.correction.decide_after)
         self._sinks, self._seed = sinks, config.seed
+        self._has_turns = config.rollout.has_turns
 
     def state(self, learner: Learner) -> dict[str, Any]:
         """State for a checkpoint between two steps, as plain data. Collective."""
@@ -88,6 +89,11 @@ class Objective:
     def needs_entropy(self) -> bool:
         """True when the scores of updates have to carry the policy's entropy."""
         return self._recipe.entropy
+
+    @property
+    def watches_routers(self) -> bool:
+        """True when updates have to know how far the routers have moved since the anchors."""
+        return "routers" in self._recipe.loss.loss.needs
 
     def bind(self, part: Anchored, learner: Learner, *, first: bool) -> Callable[[int, Scores], Tensor]:
         """`objective(i, current) -> loss share` of the micro-batches of `part`. Collective: every rank binds its share.
@@ -138,6 +144,7 @@ class Objective:
                     num_sequences=part.mini.num_sequences,
                     num_tokens=part.mini.num_tokens,
                     horizon=chosen.horizon,
+                    sample_tokens=batch.sample_tokens,
                 )
                 for name, (values, keep, coef) in terms.items()
                 if coef
@@ -151,6 +158,7 @@ class Objective:
                     **diagnostics.metrics(evidence),
                     **diagnostics.divergences(evidence),
                     **diagnostics.acceptance(evidence, correction),
+                    **(diagnostics.by_turn(evidence) if self._has_turns else {}),
                     **diagnostics.gradient_power(evidence, correction),
                     **_first_update(ratios, first and part.scored),
                 }
@@ -207,6 +215,7 @@ class PartialJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            router_shift=current.router_shift,
             draw=self._draw,
         )
         return correction, self._loss(inputs)
@@ -248,6 +257,7 @@ class WholeJudge:
             rewards=evidence.rewards,
             group_ids=group_ids,
             entropy=current.entropy,
+            router_shift=current.router_shift,
             draw=self._draw,
         )
         return own, self._loss(inputs)

@@ -21,6 +21,7 @@ from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
+from routing.router_shift import RouterScores
 
 UNMEASURED = ("interpolate", "bypass")
 """Routes of recovery whose proximal policy is no pass of the learner."""
@@ -125,3 +126,14 @@ def update_source(mode: ReplayMode, batch: TokenBatch, recorded: Recorded | None
         assert recorded is not None, "R2 needs the proximal pass's recording"
         return ReplayRecorded(recorded)
     return Native()
+
+
+def watching(source: RouteSource, scores: RouterScores | None) -> RouteSource:
+    """The source whose pass also keeps its routers' scores (`KEEP`), or compares them with `scores`; None: neither.
+
+    Both passes have to use the same experts, so the live router's own choice is not watched.
+    """
+    if scores is None:
+        return source
+    assert not isinstance(source, Native), "router scores are compared at replayed experts"
+    return replace(source, scores=scores)

@@ -6,17 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Protocol
 
-from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.sync.distributed import Sender, announce
 from moe_trm.sync.rounding import Rounding
-
-
-def rounding_of(config: Config) -> Rounding:
-    """Rounding of the weights in every push of this run."""
-    rollout = config.rollout
-    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block)
 
 
 class Pusher(Protocol):
@@ -49,7 +42,8 @@ class DiskPusher:
 
     def push(self, version: int) -> None:
         directory = str(self._root / f"v{version:06d}")
-        self._rollouts.push(version, self._learner.export_shard(directory, self._rounding), directory=directory)
+        entries = self._learner.export_shard(directory, self._rounding.at(version))
+        self._rollouts.push(version, entries, directory=directory)
 
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
@@ -75,12 +69,13 @@ class BroadcastPusher:
         self._connected = False
 
     def push(self, version: int) -> None:
-        entries = announce(self._learner.owned_tensors(), self._rounding)
+        rounding = self._rounding.at(version)
+        entries = announce(self._learner.owned_tensors(), rounding)
         with self._rollouts.pushing(version, entries, meeting=self._sender.meeting):
             if not self._connected:
                 self._sender.connect()
                 self._connected = True
-            self._sender.send(self._learner.owned_tensors(), self._rounding)
+            self._sender.send(self._learner.owned_tensors(), rounding)
 
     def close(self) -> None:
         """The engine dissolves its groups when the controller closes."""

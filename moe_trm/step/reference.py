@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from moe_trm.batch.outcome import outcome_advantages
+from moe_trm.batch.outcome import baselines_of, outcome_advantages
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner
 from moe_trm.losses.kl import AdaptiveKL, kl_estimate
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.passes import Anchored
 from moe_trm.step.row_advantages import everyone, own_records, with_rows
 from routing.replay import Native
@@ -85,6 +86,7 @@ class Reference:
             for _, kl in zip(micro.rows, own, strict=False)  # an empty micro-batch has one row of padding
         ]
         records, settings = own_records(parts), self._config.advantage
+        reads_greedy = ADVANTAGES[settings.name].reads_greedy
         rewards = [(record.reward or 0.0) - self.coef * kl for record, kl in zip(records, kls, strict=True)]
         advantages = outcome_advantages(
             settings.name,
@@ -93,6 +95,7 @@ class Reference:
             everyone(learner, [record.num_sampled for record in records]),
             normalize_std=settings.normalize_std,
             lone=settings.lone_sample,
+            baselines=everyone(learner, baselines_of(records).tolist()) if reads_greedy else None,
         )
         return with_rows(self._config, learner, parts, advantages)
 

@@ -62,9 +62,9 @@ def everyone(learner: Learner, values: Sequence[float]) -> Array:
 def with_rows(config: Config, learner: Learner, parts: Sequence[Anchored], advantages: Array) -> list[Anchored]:
     """The minibatches with `advantages` `[N]` of all rows of the step, in the order of `everyone`. Collective."""
     records = own_records(parts)
-    ids = everyone(learner, [record.sample_id for record in records])
-    of_sample = dict(zip(ids.tolist(), advantages.tolist(), strict=True))
-    own = np.array([of_sample[record.sample_id] for record in records])
+    ids = everyone(learner, [record.row_id for record in records])
+    of_row = dict(zip(ids.tolist(), advantages.tolist(), strict=True))
+    own = np.array([of_row[record.row_id] for record in records])
     values = iter(without_overlong(records, own, config.batch).tolist())
     return [
         replace(

@@ -13,6 +13,7 @@ from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.scores import CONFIG_FILE, SCORES_FILE, ScoredBatch, ScoredUpdate, write_scores
 from moe_trm.step.passes import Anchored
+from moe_trm.types import TokenBatch
 
 Objective = Callable[[int, Scores], Tensor]
 
@@ -48,7 +49,10 @@ class ScoreRecorder:
         def watched(index: int, current: Scores) -> Tensor:
             # Detached: the graph of a whole step must not stay in memory.
             seen[index] = Scores(
-                current.logprobs.detach(), exact_kl=_detached(current.exact_kl), entropy=_detached(current.entropy)
+                current.logprobs.detach(),
+                exact_kl=_detached(current.exact_kl),
+                entropy=_detached(current.entropy),
+                router_shift=current.router_shift,
             )
             return objective(index, current)
 
@@ -84,12 +88,18 @@ def _detached(values: Tensor | None) -> Tensor | None:
     return None if values is None else values.detach()
 
 
+def _sample_tokens(batch: TokenBatch) -> Tensor:
+    """`[B]` scored tokens of the sample of each row."""
+    return batch.mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
+
+
 def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
     batches = []
+    several = any(batch.sample_tokens is not None for batch in part.batches)
     for index, (micro, batch) in enumerate(zip(part.mini.micro_batches, part.batches, strict=True)):
         assert batch.rewards is not None, "rows that train have rewards"
         assert batch.group_ids is not None, "rows that train have groups"
-        current, ids = seen[index], [row.record.sample_id for row in micro.rows]
+        current, ids = seen[index], [row.record.row_id for row in micro.rows]
         anchor = part.scores[index] if part.scores else None
         batches.append(
             ScoredBatch(
@@ -108,6 +118,8 @@ def _scored(part: Anchored, seen: dict[int, Scores]) -> ScoredUpdate:
                 exact_kl=current.exact_kl,
                 anchor_exact_kl=None if anchor is None else anchor.exact_kl,
                 entropy=current.entropy,
+                sample_tokens=_sample_tokens(batch) if several else None,
+                router_shift=current.router_shift,
             )
         )
     mini = part.mini

@@ -15,7 +15,7 @@ from moe_trm.store.ledger import Ledger
 from moe_trm.types import RolloutRecord
 
 Outcome = RolloutRecord | str
-"""Outcome of a sample: its record, or the reason of its rejection."""
+"""Outcome of a sample: its record, with all its rows, or the reason of its rejection."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Of the weights that sampled its oldest token."""
-        return min(int(record.versions.min()) for record in self.kept)
+        return min(int(row.versions.min()) for record in self.kept for row in record.rows)
 
 
 class GroupStore:

@@ -16,13 +16,15 @@ Shape letters: O outputs, I inputs, E experts.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_trm.config.schema import Config
 from moe_trm.methods.weight_formats import LARGEST, WeightFormat
+from moe_trm.sync.norm_noise import NormNoise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,11 +40,17 @@ class Rounding:
         dtype: the engine's arithmetic, e.g. "bfloat16".
         fake: format of the fake quantisation before the cast; None: the cast alone.
         block: side of the blocks that share a scale; None: one scale for each output channel.
+        noise: on norms, before anything is rounded; None: none. `held` is without it.
     """
 
     dtype: str
     fake: WeightFormat | None = None
     block: int | None = None
+    noise: NormNoise | None = None
+
+    def at(self, version: int) -> Rounding:
+        """The rounding of the push of this version."""
+        return self if self.noise is None else replace(self, noise=replace(self.noise, version=version))
 
     def dtype_of(self, name: str) -> str:
         """The dtype in which the Hugging Face tensor `name` is sent.
@@ -54,7 +62,9 @@ class Rounding:
 
     def pushed(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor of a checkpoint as it is sent: on the CPU, contiguous. Stacked experts are `[E, I, O]`."""
-        return self._rounded(name, tensor.detach().cpu(), inputs_first=tensor.dim() == 3).contiguous()
+        weights = tensor.detach().cpu()
+        weights = weights if self.noise is None else self.noise.added(name, weights)
+        return self._rounded(name, weights, inputs_first=tensor.dim() == 3).contiguous()
 
     def held(self, name: str, tensor: Tensor, *, inputs_first: bool = False) -> Tensor:
         """The learner's parameter `name` as the engine has it, in the dtype of the push.
@@ -101,3 +111,17 @@ def _to_grid(weight: Tensor, largest: Tensor, to: WeightFormat) -> Tensor:
     on_grid = weight / scale
     on_grid = on_grid.to(torch.float8_e4m3fn).float() if to == "fp8_e4m3" else on_grid.round()
     return on_grid * scale
+
+
+def rounding_of(config: Config) -> Rounding:
+    """Rounding of the weights in every push of this run."""
+    rollout, noise = config.rollout, None
+    if rollout.norm_noise:
+        steps = config.train.steps
+        noise = NormNoise(rollout.norm_noise, rollout.norm_noise_end, rollout.norm_noise_stages, steps, config.seed)
+    return Rounding(rollout.server.dtype, rollout.fake_quantization, rollout.fake_quantization_block, noise)
+
+
+def computes_in(config: Config) -> Rounding | None:
+    """Rounding of the weights in every pass of the learner; None: passes use them as they are."""
+    return replace(rounding_of(config), noise=None) if config.learner.round_like_rollout else None

@@ -79,7 +79,7 @@ class Tokens:
         Raises:
             CheckpointError: no template, or one that cannot write these messages.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise CheckpointError(
                 "the tokenizer has no chat template",
                 where=str(self.folder),
@@ -103,23 +103,37 @@ class Tokens:
             ) from error
         return str(rendered)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """True where the tokenizer can write conversations."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def encode_continuation(self, messages: Sequence[Mapping[str, str]], last_token: int) -> tuple[int, ...]:
         """The ids between an answer that ended in `last_token` and the next one, with `messages` in between.
 
         The template writes a whole conversation with a marked answer in it. Its text after the mark closes the answer,
         holds the messages and opens the next answer. The closing token is left out when the policy sampled it itself.
 
-        Raises `CheckpointError` as `render` does.
+        Raises `CheckpointError` as `render` does, and for a template that writes the beginning of a conversation
+        otherwise as it grows.
         """
-        answer = {"role": "assistant", "content": ANSWER_MARK}
-        rendered = self.render([{"role": "user", "content": "."}, answer, *messages])
-        _, found, behind = rendered.rpartition(ANSWER_MARK)
+        asked, answer = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
+        rendered, begun = self.render([asked, answer, *messages]), self.render([asked], opens_answer=False)
+        before, found, behind = rendered.rpartition(ANSWER_MARK)
         if not found or rendered.count(ANSWER_MARK) != 1:
             raise CheckpointError(
                 "the chat template does not write an assistant's answer as it is",
                 where=str(self.folder),
                 got=f"{rendered.count(ANSWER_MARK)} copies of it",
                 expected="1",
+                fix="append what follows an answer with Session.append_ids",
+            )
+        if not before.startswith(begun):
+            raise CheckpointError(
+                "the chat template changes the beginning of a conversation when messages follow",
+                where=str(self.folder),
+                got=repr(before),
+                expected=f"a text that begins with {begun!r}, which the policy was given",
                 fix="append what follows an answer with Session.append_ids",
             )
         token_ids = self.encode_plain(behind)

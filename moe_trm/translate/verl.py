@@ -55,6 +55,7 @@ _ADVANTAGES = {
     "grpo_passk": "pass_at_k",
     "reinforce_plus_plus": "reinforce_plus_plus",
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
 }
 
 
@@ -127,7 +128,7 @@ def _advantage(draft: Draft) -> None:
             "importance weights",
         )
     if name not in _ADVANTAGES:
-        raise NeedsDecisionError("algorithm.adv_estimator", f"{name}: there is no critic and no greedy baseline here")
+        raise NeedsDecisionError("algorithm.adv_estimator", f"{name}: there is no critic here")
     draft.put("advantage.name", _ADVANTAGES[name], "algorithm.adv_estimator")
     if _ADVANTAGES[name] in ("grpo", "pass_at_k"):
         normalize = draft.take("algorithm.norm_adv_by_std_in_grpo")

@@ -87,6 +87,7 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
                     num_sequences=update.num_sequences,
                     num_tokens=update.num_tokens,
                     horizon=chosen.horizon,
+                    sample_tokens=batch.sample_tokens,
                 )
                 slope, plain_slope = (
                     _slope(loss, scores.logprobs)[batch.mask] for loss in (loss_of(index, scores), plain)

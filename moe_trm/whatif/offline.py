@@ -17,6 +17,7 @@ from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
+from routing.row_ids import row_of
 
 
 class RecordedLearner:
@@ -79,7 +80,9 @@ class RecordedLearner:
 
 def current(batch: ScoredBatch) -> Scores:
     """The recorded scores of the update pass, as a new leaf without gradient."""
-    return Scores(batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy)
+    return Scores(
+        batch.current_logprobs.clone(), exact_kl=batch.exact_kl, entropy=batch.entropy, router_shift=batch.router_shift
+    )
 
 
 def _anchor(batch: ScoredBatch) -> Scores:
@@ -111,11 +114,13 @@ def _token_batch(batch: ScoredBatch) -> TokenBatch:
         kept_offsets=None,
         rewards=batch.rewards,
         group_ids=batch.group_ids,
+        sample_tokens=batch.sample_tokens,
     )
 
 
-def _row(sample_id: int) -> TrainRow:
-    """All that the objective asks of a row is which sample it is."""
+def _row(number: int) -> TrainRow:
+    """All that the objective asks of a row is which one it is."""
     none = np.zeros(0, np.int32)
-    record = RolloutRecord(sample_id, -1, "", none, none.astype(bool), none, none, none, none, None, None, "")
+    sample_id, row = row_of(number)
+    record = RolloutRecord(sample_id, -1, "", none, none.astype(bool), none, none, none, none, None, None, "", row=row)
     return TrainRow(record, 0.0)

@@ -15,6 +15,7 @@ from moe_trm.errors import BundleError
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import CONFIG_FILE, ScoredUpdate, ScoresReader
 from moe_trm.whatif import foreign
+from routing.row_ids import row_name
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _check_same_run(folder: Path, steps: Mapping[int, Sequence[ScoredUpdate]]) -
                 if sample >= 0 and not (sample in known and np.isin(own, known[sample]).all()):
                     raise BundleError(
                         "rollouts and scores of this bundle are of different runs",
-                        where=f"{folder}, step {step}, sample {sample}",
+                        where=f"{folder}, step {step}, {row_name(sample)}",
                         got="scores of log-probs that the rollouts beside them do not have",
                         expected="both as one run recorded them",
                         fix="Record the run again into an empty folder.",

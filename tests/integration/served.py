@@ -18,6 +18,7 @@ from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from tests.integration.kept_bounds import kept_bounds
 
 VOCAB = 250
 T = TypeVar("T")
@@ -94,10 +95,8 @@ def check_against_hf(record: RolloutRecord, checkpoint: Path) -> None:
     mask = record.sampling_mask
     assert mask is not None
     for row, kept in enumerate(np.split(mask.ids, mask.offsets[1:-1])):
-        ordered, ids = logprobs[row].exp().sort(descending=True)
-        mass_before = ordered.cumsum(0) - ordered
-        sure, possible = (ids[mass_before <= PARAMS.top_p + sign * ROUNDING] for sign in (-1, 1))
-        assert set(sure.tolist()) <= set(kept.tolist()) <= set(possible.tolist())
+        sure, possible = kept_bounds(logprobs[row], PARAMS.top_p, mass=ROUNDING, each=1e-4)
+        assert sure <= set(kept.tolist()) <= possible
         log_mass = logprobs[row][torch.from_numpy(kept.astype(np.int64))].exp().sum().log().item()
         assert abs(record.rollout_logprobs[row] - (record.full_logprobs[row] - log_mass)) < 1e-4
     assert record.routes is not None

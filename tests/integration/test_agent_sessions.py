@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
-from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import load, make_push
 from tests.integration.test_calculator import check_against_hf
 
@@ -85,6 +87,45 @@ def test_routes_and_log_probs_of_an_agents_branch_are_those_of_one_forward_over_
     assert metrics["agent/branches"] == 2 * SESSIONS
     assert metrics["agent/cut"] == metrics["agent/rewritten"] == metrics["agent/refused"] == 0
     assert len({tuple(np.array(record.tokens).tolist()) for record in records}) > 1
+
+
+def test_a_stop_text_of_several_tokens_ends_an_answer_where_it_is_complete(
+    served_config: Config, rollout_server: Server, tiny_moe: Path, tmp_path: Path
+) -> None:
+    """The likeliest tokens are always the same, so what they say is known before it is a stop text."""
+    load(served_config, rollout_server, make_push(tmp_path, tiny_moe, 0))
+    decode = Tokens(tiny_moe).decode_all
+    greedy = SamplingParams(temperature=1.0, top_k=1, max_new_tokens=24, stop_token_ids=(2,))
+
+    async def work() -> list[tuple[str, SampledTurn, SampledTurn]]:
+        """A text of two tokens, the answer that has it, and the answer with it as a stop text."""
+        engine = SglangEngine(served_config, rollout_server.api_key)
+        try:
+            await engine.start()
+            contexts = [tuple(range(first, first + 20)) for first in range(10, 70, 4)]
+            answers = await asyncio.gather(*(engine.turn(context, greedy) for context in contexts))
+            found = []
+            for context, whole in zip(contexts, answers, strict=True):
+                ids = whole.tokens.tolist()
+                # Half of this policy's ids have no text.
+                texts = [text for end in range(3, len(ids)) if len(text := decode(ids[end - 2 : end])) == 2]
+                if texts:
+                    params = replace(greedy, stop_texts=("never said", texts[-1]))
+                    found.append((texts[-1], whole, await engine.turn(context, params)))
+            return found
+        finally:
+            await engine.close()
+
+    found = asyncio.run(work())
+    assert found, "the policy said nothing that has a text"
+    for text, whole, stopped in found:
+        ids = stopped.tokens.tolist()
+        assert stopped.finish_reason == "stop"
+        assert ids == whole.tokens.tolist()[: len(ids)]
+        assert text in decode(ids)
+        assert text not in decode(ids[:-1])
+        assert stopped.routes is not None
+        assert stopped.routes.num_rows == 20 + len(ids) - 1
 
 
 def with_template(checkpoint: Path, folder: Path) -> Path:

@@ -21,6 +21,7 @@ from tests.integration.jobs import run_job as run_forked
 
 STEPS = 4
 PLACES = ("queued", "in_flight", "trained", "rejected", "dropped")
+RULES = "[{name: trm_max, target_reject_rate: 0.3}]"
 KEY = "a-key-that-nobody-else-has-7f3b"
 WATCHED = {
     "time/learner_idle_share",
@@ -182,6 +183,31 @@ def test_a_recorded_overlapping_run_repeats_bit_for_bit(
         assert {k: v for k, v in one.items() if not k.startswith(TIMING)} == {
             k: v for k, v in two.items() if not k.startswith(TIMING)
         }
+
+
+def test_packs_of_stale_samples_some_of_them_dropped_train_as_padded_rows(folder: Path, config: Path) -> None:
+    runs = {}
+    for layout in ("padded", "packed"):
+        overrides = [f"name={layout}", f"batch.layout={layout}", "pipeline.mode=async", "pipeline.max_staleness=1"]
+        overrides += [f"train.steps={STEPS}", "learner.parallel.expert=1", "probe.every=0", "rollout.engine=bundle"]
+        overrides += [
+            f"rollout.bundle={folder / 'bundle'}",
+            f"correction.rules={RULES}",
+            "correction.calibration_steps=1",
+        ]
+        assert run_forked(config, overrides) == 0
+        runs[layout] = timeless(metrics_of(folder / "runs" / layout)[1:])
+    for padded, packed in zip(runs["padded"], runs["packed"], strict=True):
+        assert packed["batch/padding_fraction"] == 0.0 < padded["batch/padding_fraction"]
+        same = {key for key in padded if not key.startswith((*TIMING, "batch/"))}
+        assert same <= packed.keys()
+        for key in same:
+            if isinstance(padded[key], str) or key.endswith("kept_fraction"):
+                assert packed[key] == padded[key], key
+            else:
+                assert packed[key] == pytest.approx(padded[key], rel=1e-3, abs=1e-5), key
+    assert any(row["rollout/stale_tokens"] for row in runs["packed"])
+    assert 0 < min(row["correction/kept_fraction"] for row in runs["packed"]) < 1
 
 
 @pytest.fixture(scope="module")

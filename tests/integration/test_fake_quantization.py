@@ -33,3 +33,52 @@ def test_the_probe_finds_the_share_of_quantisation(
         assert row["probe/arithmetic_k3_kl"] < row["probe/quantization_k3_kl"] / 1000
         assert "probe/cast_k3_kl" not in row
         assert row["replay/applied_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
+def test_a_learner_that_rounds_like_the_rollout_has_no_mismatch_left(
+    backend: str, tmp_path: Path, brief_checkpoint: Path, attached: list[str]
+) -> None:
+    """The same run with exact passes and with rounded ones: what was quantisation is gone, and updates still act."""
+    found = {}
+    for name, rounds in (("exact", "false"), ("rounded", "true")):
+        overrides = [
+            f"name={name}",
+            f"learner.backend={backend}",
+            "learner.parallel.expert=1",
+            "rollout.fake_quantization=int4",
+            f"learner.round_like_rollout={rounds}",
+            "replay.mode=R3",
+            "probe.every=1",
+            *attached,
+        ]
+        assert run_job(write_config(tmp_path, brief_checkpoint), overrides) == 0
+        found[name] = metrics_of(tmp_path / "runs" / name)[1:]
+    for exact, rounded in zip(found["exact"], found["rounded"], strict=True):
+        assert exact["engine/k3_kl"] > 1e-4
+        assert rounded["engine/k3_kl"] < exact["engine/k3_kl"] / 1000
+        assert "probe/quantization_k3_kl" not in rounded
+        assert rounded["update/first_nonzero_fraction"] == 0
+        assert rounded["optimizer/grad_norm"] > 0
+        assert rounded["replay/applied_fraction"] == 1.0
+
+
+def test_noise_on_norms_reaches_the_server_and_only_from_its_first_stage_on(
+    tmp_path: Path, brief_checkpoint: Path, attached: list[str]
+) -> None:
+    """Of two steps the first is sampled without noise; both pushes are proved by the engine's checksums."""
+    overrides = [
+        "name=noisy",
+        "learner.parallel.expert=1",
+        "rollout.norm_noise=0.05",
+        "rollout.norm_noise_stages=1",
+        "sync.verify=true",
+        "replay.mode=R3",
+        "probe.every=1",
+        *attached,
+    ]
+    assert run_job(write_config(tmp_path, brief_checkpoint), overrides) == 0
+    first, second = metrics_of(tmp_path / "runs" / "noisy")[1:]
+    assert first["engine/k3_kl"] < 1e-9
+    assert second["engine/k3_kl"] > 1e-6
+    assert second["replay/applied_fraction"] == 1.0

@@ -28,16 +28,21 @@ OTHER_STAGE = "backend=deepspeed:stage=2:from=3"
 RECOMPUTE_2, RECOMPUTE_3 = (f"backend=deepspeed:stage={stage}:recompute=full" for stage in (2, 3))
 OFFLOAD_2, OFFLOAD_3 = (f"backend=deepspeed:stage={stage}:offload=1" for stage in (2, 3))
 BFLOAT16_2, BFLOAT16_3 = (f"backend=deepspeed:stage={stage}:dtype=bfloat16" for stage in (2, 3))
+PACKED_MEGATRON = f"{MEGATRON}:layout=packed"
+PACKED_2, PACKED_3 = (f"backend=deepspeed:stage={stage}:layout=packed" for stage in (2, 3))
+PACKED_RECOMPUTE = f"{PACKED_3}:recompute=full"
 ZERO_FAMILIES = [f"backend=deepspeed:stage={2 + place % 2}:model={name}" for place, name in enumerate(FAMILIES)]
 # Sigmoid scores, a bias and groups that choose, shared experts and a dense layer: the family most unlike the main one.
 MEGATRON_GLM, *MEGATRON_FAMILIES = (f"{MEGATRON}:model={name}" for name in sorted(FAMILIES, key="glm4_moe".__ne__))
+PACKED_FAMILIES = [f"{run}:layout=packed" for run in (MEGATRON_GLM, *MEGATRON_FAMILIES, *ZERO_FAMILIES)]
+SLOW_FAMILIES = [*MEGATRON_FAMILIES, *ZERO_FAMILIES, *PACKED_FAMILIES]
 OTHER_FAMILIES = [
     MEGATRON_GLM,
-    *(pytest.param(run, marks=pytest.mark.slow) for run in (*MEGATRON_FAMILIES, *ZERO_FAMILIES)),
+    *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW_FAMILIES),
 ]
-FEW = [MEGATRON, ZERO_1, ZERO_2, ZERO_3]
-MORE = [RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD_3]
-EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)]
+FEW = [MEGATRON, ZERO_1, ZERO_2, ZERO_3, PACKED_2]
+MORE = [PACKED_3, PACKED_RECOMPUTE, RECOMPUTE_2, RECOMPUTE_3, OFFLOAD_2, OFFLOAD_3]
+EVERY = [*FEW, *(pytest.param(run, marks=pytest.mark.slow) for run in (*MORE, PACKED_MEGATRON))]
 WITH_BFLOAT16 = [*EVERY, *(pytest.param(run, marks=pytest.mark.slow) for run in (BFLOAT16_2, BFLOAT16_3))]
 EVERY_MODEL = [*WITH_BFLOAT16, *OTHER_FAMILIES]
 
@@ -57,11 +62,12 @@ class Finished:
 
     GROUPS = (
         (MEGATRON,),
-        (ZERO_1, ZERO_2, ZERO_3, OTHER_STAGE),
+        (ZERO_1, ZERO_2, ZERO_3, OTHER_STAGE, PACKED_2),
         (*MORE, BFLOAT16_2, BFLOAT16_3),
         (MEGATRON_GLM,),
+        (PACKED_MEGATRON,),
         tuple(MEGATRON_FAMILIES),
-        *((run,) for run in ZERO_FAMILIES),
+        *((run,) for run in (*ZERO_FAMILIES, *PACKED_FAMILIES)),
     )
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
@@ -149,6 +155,11 @@ def in_checkpoint_form(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def model_of(run: str) -> str:
+    """The checkpoint that a run names; empty for the main one."""
+    return run.partition("model=")[2].partition(":")[0]
+
+
 def scores(ranks: Ranks, run: str) -> dict[str, Tensor]:
     parts = [ranks.saved(run, "scores", rank) for rank in range(ranks.num_ranks)]
     return {key: value for part in parts for key, value in part.items() if key != "gathered"}
@@ -173,7 +184,7 @@ def moved(ranks: Ranks, run: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("run", [*EVERY, *EVERY_MODEL[len(WITH_BFLOAT16) :]])
 def test_weights_come_in_and_go_out_bit_for_bit(finished: Finished, checkpoint: Path, run: str) -> None:
     ranks = finished[run]
-    start = checkpoint.with_name(run.partition("model=")[2] or checkpoint.name)
+    start = checkpoint.with_name(model_of(run) or checkpoint.name)
     assert same_bits(ranks.exported(run, "before"), load_file(start / "model.safetensors"))
     weights = load_reference(ranks.folder / run / "final").state_dict()
     after = ranks.exported(run, "after")
@@ -215,7 +226,7 @@ def test_the_first_step_is_that_of_the_float64_gradient_of_the_sum(finished: Fin
 def test_scores_of_other_families_are_those_of_transformers_in_float64(
     finished: Finished, checkpoint: Path, run: str
 ) -> None:
-    model = load_reference(checkpoint.with_name(run.partition("model=")[2])).double()
+    model = load_reference(checkpoint.with_name(model_of(run))).double()
     model.set_experts_implementation("eager")
     got = scores(finished[run], run)
     for number in range(NUM_BATCHES):
@@ -229,7 +240,7 @@ def test_scores_of_other_families_are_those_of_transformers_in_float64(
 def test_the_first_step_of_other_families_is_that_of_the_float64_gradient(
     finished: Finished, checkpoint: Path, run: str
 ) -> None:
-    model = load_reference(checkpoint.with_name(run.partition("model=")[2])).double()
+    model = load_reference(checkpoint.with_name(model_of(run))).double()
     model.set_experts_implementation("eager")
     for number in range(NUM_BATCHES):
         batch = global_batch(number)
@@ -279,7 +290,7 @@ def test_what_must_be_refused_leaves_the_weights_alone(finished: Finished, run: 
     ranks = finished[run]
     for rank in range(2):
         facts = ranks.saved(run, "facts", rank)
-        for kind in ("deaf", "of_no_sample", "shifted", "swapped", "unknown_snapshot"):
+        for kind in ("deaf", "of_no_sample", "misplaced", "shifted", "swapped", "unknown_snapshot"):
             assert facts[kind] == 1.0, kind
         assert facts["broken_applied"] == 0.0
     assert same_bits(ranks.exported(run, "refused"), ranks.exported(run, "second"))

@@ -1,4 +1,7 @@
-"""The Megatron learner on every parallel layout of two ranks, and on products of four, against one process."""
+"""The Megatron learner on every parallel layout of two ranks, and on products of four, against one process.
+
+Of padded rows and of packs; the one process has padded rows.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ LAYOUTS = {
     "PP2+VPP2": "pipeline=2:virtual_pipeline=2",
     "CP2": "context=2",
 }
-MORE = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2")}
+COMPOSED = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2")}
 """Layouts made of others, for the slow tests."""
-FEW = {name: options for name, options in LAYOUTS.items() if name not in MORE}
+FEW = {name: options for name, options in LAYOUTS.items() if name not in COMPOSED}
 PRODUCTS = {
     "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
     "TP2xCP2": "tensor=2:expert_tensor=2:context=2",
@@ -32,8 +35,20 @@ PRODUCTS = {
     "PP4": "pipeline=4",
     "TP2xEP2xPP2+VPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
 }
+ONE_PACKED = "expert=1:layout=packed"
+
+
+def packed(layouts: dict[str, str]) -> dict[str, str]:
+    """The same on packs of tokens."""
+    return {f"{name} packed": f"{options}:layout=packed" for name, options in layouts.items()}
+
+
+PACKED = packed(FEW)
+MORE = COMPOSED | packed(COMPOSED)
+EVERY_PRODUCT = PRODUCTS | packed(PRODUCTS)
 RECOMPUTE = ("none", "full")
 SLOW_RECOMPUTE = "selective"
+PACKED_SLOW = ("full", SLOW_RECOMPUTE)
 MODES = ("R3", "R2")
 MOE_LAYERS = 3
 
@@ -57,6 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = [train("expert=1"), train("expert=1", "tied"), matrix("expert=1", "none")]
+    runs += [train(ONE_PACKED), train(ONE_PACKED, "tied"), matrix(ONE_PACKED, "none"), matrix(ONE_PACKED, "full")]
     return run_ranks(tmp_path_factory.mktemp("one"), checkpoint, 1, *runs)
 
 
@@ -67,28 +83,59 @@ def runs_of(layouts: dict[str, str], *recompute: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs_of(FEW, *RECOMPUTE))
+    runs = [*runs_of(FEW, *RECOMPUTE), *(train(options) for options in PACKED.values())]
+    runs += [matrix(options, "none") for options in PACKED.values()]
+    return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
     runs += [matrix(options, SLOW_RECOMPUTE) for options in FEW.values()]
+    runs += [train(options, "tied") for options in PACKED.values()]
+    runs += [matrix(options, kind) for options in PACKED.values() for kind in PACKED_SLOW]
     return run_ranks(tmp_path_factory.mktemp("more"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs_of(PRODUCTS, *RECOMPUTE, SLOW_RECOMPUTE))
+    return run_ranks(
+        tmp_path_factory.mktemp("four"), checkpoint, 4, *runs_of(EVERY_PRODUCT, *RECOMPUTE, SLOW_RECOMPUTE)
+    )
 
 
-SLOW = [*(("more", name, options) for name, options in MORE.items()), *(("four", *case) for case in PRODUCTS.items())]
+SLOW = [
+    *(("more", name, options) for name, options in MORE.items()),
+    *(("four", *case) for case in EVERY_PRODUCT.items()),
+]
 CASES = [
-    *(pytest.param("two", options, id=name) for name, options in FEW.items()),
+    *(pytest.param("two", options, id=name) for name, options in (FEW | PACKED).items()),
+    pytest.param("one", ONE_PACKED, id="one process packed"),
     *(pytest.param(ranks, options, id=name, marks=pytest.mark.slow) for ranks, name, options in SLOW),
+]
+STEPPED = [
+    *(pytest.param("two", options, "main", id=f"{name}-main") for name, options in (FEW | PACKED).items()),
+    *(pytest.param("two", options, "tied", id=f"{name}-tied") for name, options in FEW.items()),
+    *(
+        pytest.param("more", options, "tied", id=f"{name}-tied", marks=pytest.mark.slow)
+        for name, options in PACKED.items()
+    ),
+    *(pytest.param("one", ONE_PACKED, model, id=f"one process packed-{model}") for model in ("main", "tied")),
+    *(
+        pytest.param(ranks, options, model, id=f"{name}-{model}", marks=pytest.mark.slow)
+        for ranks, name, options in SLOW
+        for model in ("main", "tied")
+    ),
 ]
 REPLAYED = [
     *(pytest.param("two", options, kind, id=f"{name}-{kind}") for name, options in FEW.items() for kind in RECOMPUTE),
+    *(pytest.param("one", ONE_PACKED, kind, id=f"one process packed-{kind}") for kind in RECOMPUTE),
+    *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in PACKED.items()),
+    *(
+        pytest.param("more", options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
+        for name, options in PACKED.items()
+        for kind in PACKED_SLOW
+    ),
     *(
         pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
         for ranks, name, options in (*(("more", *case) for case in FEW.items()), *SLOW)
@@ -156,8 +203,7 @@ def test_ranks_of_one_model_agree_on_every_bit(ranks: str, options: str, request
         assert all(torch.equal(values[0], other) for other in values)
 
 
-@pytest.mark.parametrize("model", ["main", "tied"])
-@pytest.mark.parametrize(("ranks", "options"), CASES)
+@pytest.mark.parametrize(("ranks", "options", "model"), STEPPED)
 def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
     one: Ranks, ranks: str, options: str, model: str, checkpoint: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -172,3 +218,20 @@ def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
         assert float((moved - wanted).norm() / wanted.norm()) < 2e-5, name
     norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (world, run))]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "options"), [case for case in CASES if "packed" in str(case.id)])
+def test_every_score_of_a_pack_is_that_of_padded_rows(
+    one: Ranks, ranks: str, options: str, request: pytest.FixtureRequest
+) -> None:
+    """Masked and full log-probs, kept mass and exact KL, in scoring passes, in the update, and at a snapshot."""
+    world, expected = request.getfixturevalue(ranks), one.saved(train("expert=1"), "logprobs")
+    seen: set[str] = set()
+    for rank in range(world.num_ranks):
+        found = world.saved(train(options), "logprobs", rank)
+        seen |= found.keys()
+        for name, values in found.items():
+            torch.testing.assert_close(
+                values, expected[name], atol=1e-5, rtol=0, msg=lambda text, name=name: name + text
+            )
+    assert seen == expected.keys()

@@ -19,6 +19,7 @@ def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(blocks) >= 3
     assert names["replayed"].report.matched == names["replayed"].report.replayed == (3 + 5) * 2
     assert names["replayed"].report.local_flips == 0
+    assert names["first"].report.matched == (1 + 3) * 2
     assert names["got"].keep.sum() == 8
     assert names["model"].get_input_embeddings().weight.grad.abs().sum() > 0
     assert "16 of 16 token-layers" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.paper_table import REPOSITORY, rows
 from moe_trm.config import resolve
 from moe_trm.config.schema import Config
+from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.types import RolloutRecord
 from routing import token_digest
@@ -55,16 +56,19 @@ class Kind:
         group_size: samples of a prompt.
         refills: groups of equal rewards are dropped, and others are sampled in the same step.
         old: samples are one version old, where there was one.
+        greedy: each prompt has a greedy answer, too.
     """
 
     group_size: int
     refills: bool
     old: bool
+    greedy: bool
 
     @classmethod
     def of(cls, config: Config) -> Kind:
         drops = config.batch.zero_variance == "drop"
-        return cls(config.rollout.group_size, drops, old=config.pipeline.staleness_limit > 0)
+        greedy = ADVANTAGES[config.advantage.name].reads_greedy
+        return cls(config.rollout.group_size, drops, old=config.pipeline.staleness_limit > 0, greedy=greedy)
 
     @property
     def settings(self) -> list[str]:
@@ -86,7 +90,7 @@ def recording(
 
     @cache
     def made(kind: Kind) -> Path:
-        bundle = folder / f"{kind.group_size}-{kind.refills}-{kind.old}"
+        bundle = folder / f"{kind.group_size}-{kind.refills}-{kind.old}-{kind.greedy}"
         if kind.old:
             reader, writer = BundleReader(str(made(replace(kind, old=False)))), BundleWriter(str(bundle))
             for step in reader.steps():
@@ -94,6 +98,7 @@ def recording(
             return bundle
         # Of one sample there is no group to compare.
         whole = ["advantage.name=reinforce_plus_plus"] if kind.group_size == 1 else []
+        whole += ["advantage.name=remax"] if kind.greedy else []
         run = [f"name={bundle.name}", f"train.steps={RECORDED}", f"record.bundle={bundle}", "learner.parallel.expert=1"]
         plain = [*run, *whole, "probe.every=0", "probe.save=false"]
         assert run_job(config, [*attached, *REWARD, *kind.settings, *plain], 1) == 0

@@ -92,6 +92,8 @@ def reasons() -> frozenset[str]:
     calls = {
         f"{whose}_{how}" for whose in ("reward", "rollout") for how in ("error", "timeout", "crash", "type", "nan")
     }
+    # More reasons of `FunctionFailed`, which only a command line has.
+    calls.add("rollout_output")
     routes = {f"route_{reason}" for reason in _first_arguments("RouteError")}
     return frozenset({*_first_arguments("RecordRejected"), "logprob_value", *calls, *routes})
 
@@ -129,6 +131,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "records/dropped/{reason}": [f"records/dropped/{reason}" for reason in ("age", "overlong", "zero_variance")],
         "records/rejected/{reason}": [f"records/rejected/{reason}" for reason in reasons()],
         "reference/{name}_kl": ["reference/k1_kl", "reference/k3_kl"],
+        "rejected_rows/{rejection.reason}": [f"agent/rejected_rows/{reason}" for reason in reasons()],
         "reward/{name}/mean": [f"reward/{WORD}/mean"],
         "rollout/age_share/{age}": [f"rollout/age_share/{NUMBER}"],
         "routing/flips/engine/margin_{least}_{most}": [f"routing/flips/engine/margin_{a}_{b}" for a, b in margins],
@@ -171,6 +174,7 @@ def _measured() -> Iterator[str]:
     yield from (key.partition(":")[0] for key in diagnostics.acceptance(evidence, correction))
     for one in (evidence, _example(split=False)):
         yield from summable.finalize(diagnostics.metrics(one))
+        yield from (key.partition(":")[0] for key in diagnostics.by_turn(one))
     inputs = _inputs(evidence)
     for loss in map(losses.get, losses.names()):
         yield from summable.finalize(loss(inputs).metrics)
@@ -216,6 +220,7 @@ def _inputs(evidence: Evidence) -> LossInputs:
         rewards=evidence.rewards,
         group_ids=torch.arange(ROWS) // 2,
         entropy=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(0)),
+        router_shift=torch.rand(ROWS, TOKENS, generator=torch.Generator().manual_seed(1)),
     )
 
 

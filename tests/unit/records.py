@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
-from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.record import SamplingMask, split
 from moe_trm.types import RolloutRecord
 from routing import RouteRecord, token_digest
 
@@ -46,3 +49,32 @@ def make_record(
         finish_reason="stop",
         reward=reward,
     )
+
+
+def split_record(record: RolloutRecord, sizes: Sequence[int]) -> RolloutRecord:
+    """The same sample as several rows: of `sizes` sampled tokens each, with all that came before as context."""
+    places, rows, first = np.flatnonzero(record.sampled), list[RolloutRecord](), 0
+    masks = [None] * len(sizes) if record.sampling_mask is None else split(record.sampling_mask, sizes)
+    for number, (size, mask) in enumerate(zip(sizes, masks, strict=True)):
+        own = slice(first, first + size)
+        length = int(places[own][-1]) + 1
+        tokens, sampled = record.tokens[:length], np.zeros(length, bool)
+        sampled[places[own]] = True
+        routes = record.routes
+        if routes is not None:
+            routes = replace(routes, experts=routes.experts[: length - 1], token_digest=token_digest(tokens))
+        row = replace(
+            record,
+            row=number,
+            tokens=tokens,
+            sampled=sampled,
+            turn_ids=record.turn_ids[:length],
+            rollout_logprobs=record.rollout_logprobs[own],
+            full_logprobs=record.full_logprobs[own],
+            versions=record.versions[own],
+            routes=routes,
+            sampling_mask=mask,
+        )
+        rows.append(row.bound())
+        first += size
+    return replace(rows[0], further=tuple(rows[1:]))

@@ -22,6 +22,8 @@ from moe_trm.tasks.problems import Problem
 REPOSITORY = Path(__file__).parents[2]
 CALCULATOR = REPOSITORY / "examples" / "calculator" / "rollout.py"
 AGENT = REPOSITORY / "examples" / "agent" / "agent.py"
+TERMINAL = REPOSITORY / "examples" / "terminal" / "agent.py"
+PARSER = REPOSITORY / "examples" / "openai_agents" / "parser.py"
 OWN_METHODS = REPOSITORY / "examples" / "own_methods" / "methods.py"
 PAGE = (REPOSITORY / "docs" / "tasks.md").read_text(encoding="utf-8")
 
@@ -60,6 +62,30 @@ def test_the_agent_calculates_as_the_rollout_function_does() -> None:
     calculate, other = (load_function(f"{path}:calculate", key="test") for path in (AGENT, CALCULATOR))
     for text in ("2+9", ",7+3+1", "~2-7", "12+34", "", "2+"):
         assert calculate(text) == other(f"{text}=")
+
+
+def test_the_terminal_calculates_as_the_rollout_function_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real shell, which cannot see the key of its session."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    calculate = load_function(f"{CALCULATOR}:calculate", key="test")
+    with load_function(f"{TERMINAL}:Terminal", key="test")() as terminal:
+        for text in ("2+9", "7+3+1", "2-7", "2-7-1", "12+34", "0-10", "5-25"):
+            assert terminal.run(f"calc {text}") == calculate(f"{text}=")
+        assert "secret" not in terminal.run("env")
+        assert terminal.run("pwd") == str(tmp_path)
+        terminal.run("x=3")
+        assert terminal.run("echo $x; no-such-command").startswith("3\n")
+        with pytest.raises(EOFError):
+            terminal.run("exit")
+
+
+def test_the_parser_of_the_frameworks_example() -> None:
+    calls = load_function(f"{PARSER}:calls", key="test")
+    for text, beside, expression in (("2+9", "", "2+9"), (",7+3+1", ",", "7+3+1"), ("~2-7", "~", "2-7")):
+        assert calls(text, ()) == (beside, [{"name": "calculator", "arguments": {"expression": expression}}])
+    for text in ("#711", "#-5", "", "2+", "12"):
+        assert calls(text, ()) == (text, [])
 
 
 def test_the_correction_of_ones_own() -> None:

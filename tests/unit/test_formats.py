@@ -24,17 +24,18 @@ from moe_trm.errors import BundleError, CheckpointError
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.recording.scores import ScoresReader
 from moe_trm.runtime.interruption import Interruption
+from moe_trm.types import SessionTurn
 from routing import token_digest
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-@pytest.mark.parametrize("name", ["bundle-4", "bundle-5"])
-def test_a_bundle_of_format_4_or_5(name: str) -> None:
+@pytest.mark.parametrize("name", ["bundle-4", "bundle-5", "bundle-6"])
+def test_a_bundle_of_format_4_to_6(name: str) -> None:
     reader = BundleReader(str(DATA / name))
     assert reader.steps() == [1]
     assert reader.header(1).rejected == {4: "mask_violation"}
-    records = reader.read(1)
+    records = reader.read(1)[:4]
     assert [record.tokens.tolist() for record in records] == [
         [5, 6, 7, 8, 9],
         [5, 6, 7, 3],
@@ -53,11 +54,12 @@ def test_a_bundle_of_format_4_or_5(name: str) -> None:
     assert records[0].versions.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["bundle-4", "bundle-5"])
-def test_routes_and_masks_of_a_bundle_of_format_4_or_5(name: str) -> None:
+@pytest.mark.parametrize("name", ["bundle-4", "bundle-5", "bundle-6"])
+def test_routes_and_masks_of_a_bundle_of_format_4_to_6(name: str) -> None:
     """Routes of format 4 are bound to their tokens alone; reading binds them to their samples."""
-    records = BundleReader(str(DATA / name)).read(1)
+    records = BundleReader(str(DATA / name)).read(1)[:4]
     assert [record.routes is None for record in records] == [False, False, True, False]
+    assert all(record.row == 0 and record.session == () for record in records)
     for record in (records[0], records[3]):
         assert record.routes is not None
         row_TLK = np.arange(record.num_tokens - 1)[:, None, None] + [[0, 1], [1, 2]]
@@ -72,8 +74,23 @@ def test_routes_and_masks_of_a_bundle_of_format_4_or_5(name: str) -> None:
     assert records[3].sampling_mask is None
 
 
-def test_scores_of_format_1() -> None:
-    (update,) = ScoresReader(DATA / "scores-1").read(1)
+def test_a_session_in_a_bundle_of_format_6() -> None:
+    """Sample 5 is two rows: its second answer has the first as context."""
+    first, second = BundleReader(str(DATA / "bundle-6")).read(1)[4:]
+    assert [(row.sample_id, row.row, row.group_id) for row in (first, second)] == [(5, 0, 1), (5, 1, 1)]
+    assert first.session == second.session == (SessionTurn(-1, 2, 2, 0), SessionTurn(0, 1, 1, 1, cut=True))
+    assert first.tokens.tolist() == [5, 6, 7, 8]
+    assert second.tokens.tolist() == [5, 6, 7, 8, 9, 3]
+    assert second.sampled.tolist() == [False] * 5 + [True]
+    assert (first.rollout_logprobs.tolist(), second.rollout_logprobs.tolist()) == ([-0.25, -0.5], [-0.75])
+    for row in (first, second):
+        assert row.routes is not None
+        assert row.routes.token_digest == token_digest(row.tokens, row.origin)
+
+
+@pytest.mark.parametrize("name", ["scores-1", "scores-2"])
+def test_scores_of_format_1_or_2(name: str) -> None:
+    (update,) = ScoresReader(DATA / name).read(1)
     assert (update.num_sequences, update.num_tokens, update.recovery, update.version) == (4, 6, "same", 1)
     assert update.kl_coef == 0.5
     assert len(update.batches) == 2
@@ -91,6 +108,8 @@ def test_scores_of_format_1() -> None:
         assert batch.exact_kl is not None
         assert batch.exact_kl[batch.mask].tolist() == [0.25, 0.125, 0.0]
         assert batch.behavior_logprobs is None
+    tokens = [None if batch.sample_tokens is None else batch.sample_tokens.tolist() for batch in update.batches]
+    assert tokens == ([None, None] if name == "scores-1" else [[3, 3], [2, 1]])
 
 
 def test_a_checkpoint_of_format_2() -> None:
@@ -116,7 +135,7 @@ def test_a_bundle_of_the_format_before_is_refused_with_what_to_do() -> None:
             read(1)
         said = str(refused.value)
         assert "moe-trm-bundle 3" in said
-        assert "moe-trm-bundle 5 or 4" in said
+        assert "moe-trm-bundle 6 or 5 or 4" in said
         assert "Record the run again, or read it with the version of moe-trm that wrote it (older" in said
 
 
@@ -142,8 +161,8 @@ def test_a_run_does_not_begin_anew_over_checkpoints_of_the_format_before(
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "bundle-5": ("step-000001.safetensors", lambda folder: BundleReader(str(folder)).read(1)),
-    "scores-1": ("scores-000001-rank-000.safetensors", lambda folder: ScoresReader(folder).read(1)),
+    "bundle-6": ("step-000001.safetensors", lambda folder: BundleReader(str(folder)).read(1)),
+    "scores-2": ("scores-000001-rank-000.safetensors", lambda folder: ScoresReader(folder).read(1)),
 }
 
 
@@ -154,7 +173,7 @@ def test_other_numbers_are_refused_with_what_to_do(tmp_path: Path, name: str, ch
     folder = shutil.copytree(DATA / name, tmp_path / name)
     with safe_open(folder / file, framework="np") as opened:
         header = msgspec.json.decode(opened.metadata()["bundle"])
-    header["version"] += change * (2 if name == "bundle-5" else 1)  # 4 is read, too
+    header["version"] += change * (3 if name == "bundle-6" else 2)  # the formats before are read, too
     save_file(load_file(folder / file), folder / file, metadata={"bundle": msgspec.json.encode(header).decode()})
     with pytest.raises(BundleError, match="another format") as refused:
         read(folder)

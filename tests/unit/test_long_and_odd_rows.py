@@ -53,6 +53,7 @@ def test_losses(name: str, lengths: list[int]) -> None:
         rewards=seen.rewards,
         group_ids=torch.zeros(len(lengths), dtype=torch.int64),
         entropy=torch.ones(seen.mask.shape),
+        router_shift=torch.ones(seen.mask.shape),
     )
     values = losses.get(name).bind(**dict.fromkeys(required, 0.1))(inputs).values
     loss = aggregate(values, inputs.keep, seen.mask, "token-mean", num_sequences=len(lengths), num_tokens=sum(lengths))

@@ -147,7 +147,8 @@ class Config(Section):
         if self.sampling_mask.mode != "auto":
             return self.sampling_mask.mode == "keep"
         exact = any(rule.thresholds.get("divergence") == "exact" for rule in self.correction.rules)
-        return self.rollout.truncates or exact or ADVANTAGES[self.advantage.name].reads_support
+        reads = ADVANTAGES[self.advantage.name].reads_support or self.advantage.zero_variance_scale > 0
+        return self.rollout.truncates or exact or reads
 
     def dump(self) -> dict[str, Any]:
         """The resolved configuration as plain data, without secrets."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from moe_trm.config.schema.section import Positive, Section
 
+AgentRows = Literal["last", "trajectory", "turns"]
+
 
 class AgentConfig(Section):
     """OpenAI's interface to the policy, for `rollout.agent` (docs/agents.md)."""
 
+    rows: AgentRows = "last"
+    """Part of a session that is trained. `last`: the branch of the last answer, one row; what was sampled elsewhere is
+    counted and left out. `trajectory`: every branch, one row for each; what branches share is scored in the first.
+    `turns`: one row for each answer, with its history as context. A session is one member of its group, and one
+    sequence of the loss, in all of them."""
     tool_parser: str | None = None
     """Form of the model's tool calls: a name of SGLang's `--tool-call-parser`, e.g. `qwen25`, or a function of your
     own, `path/to/file.py:function`. None: requests with tools are refused."""
@@ -25,3 +32,7 @@ class AgentConfig(Section):
     """TCP port; 0: any free one."""
     max_body_bytes: Positive = 16777216
     """Longest body of a request."""
+    max_commands: Positive = 128
+    """Command lines of `rollout.agent` that run at the same time. The others wait, and their time has not begun."""
+    max_output_bytes: Positive = 16777216
+    """Most that one command line may print. A sample whose command prints more is rejected (`rollout_output`)."""

@@ -47,6 +47,11 @@ class OptimizerConfig(Section):
     `optimizer.surge_window` steps ago; none: never. Try 1.2."""
     surge_window: Positive = 100
     """Training steps to look back, and to wait between two halvings."""
+    alignment_limit: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Largest cosine between the gradients of two consecutive updates (`optimizer/grad_cosine`): what is along the one
+    before is scaled down to it (GAC). 1: measured alone; none: not measured. Costs a copy of the gradient. It is not in
+    checkpoints: the first update after a resumption has no gradient before it. Try 1, then 0.1 where stale samples lift
+    the cosine."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or weight decay."""
     extra: dict[str, bool | int | float | str] = {}
@@ -150,6 +155,11 @@ class LearnerConfig(Section):
     (`selective`), or those of every layer (`full`: least memory, about a third more time)."""
     distributed_optimizer: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    round_like_rollout: bool = False
+    """Every pass computes with the weights as a push rounds them: `rollout.fake_quantization`, then the cast to
+    `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So
+    the rollout's policy is the learner's, and its rounding is no mismatch (QaRL). Each pass takes two copies of the
+    weights through host memory."""
     freeze_router: bool = False
     """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
     (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""

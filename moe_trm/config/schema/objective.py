@@ -16,7 +16,8 @@ class AdvantageConfig(Section):
     name: AdvantageName = "grpo"
     """Advantage estimator. `grpo`: reward minus group mean, over the group's standard deviation. `gdpo`: the
     same for each named reward by itself, weighted by `task.reward_weights` afterwards. `otb`: a baseline for each
-    token, from the recorded distributions. `turn_grpo`: a baseline for each turn. The others are described in
+    token, from the recorded distributions. `turn_grpo`: a baseline for each turn. `remax`: the reward minus that of a
+    greedy answer to the same prompt, which is asked for beside the samples. The others are described in
     docs/methods.md."""
     normalize_std: bool = True
     """`grpo`, `pass_at_k`, `turn_grpo`: divide by the group's standard deviation; off: mean only, as in Dr.GRPO."""
@@ -24,6 +25,11 @@ class AdvantageConfig(Section):
     """Advantage of a sample that is alone in its group because the others were rejected. `zero`: it has nothing to be
     compared with. `reward`: its reward, as in verl. None: `reward` for `grpo`, `dr_grpo`, `gdpo`, `otb` and
     `turn_grpo`, else `zero`."""
+    zero_variance_scale: Annotated[float, Field(ge=0)] = 0.0
+    """Advantage per nat of entropy in groups whose samples all have the same reward, and so no other advantage
+    (RL-ZVP): all right (reward above 0), a token gets this times its entropy; all wrong, minus this times what its
+    entropy lacks to the highest of its row. Reads the recorded distributions (`sampling_mask.mode=keep`). 0: such
+    groups train without effect. Try 0.1."""
     turn_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """`turn_grpo`: the return of a turn is the reward times this for each turn that follows. 1: every turn has the
     whole reward."""

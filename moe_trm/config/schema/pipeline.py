@@ -10,7 +10,7 @@ from moe_trm.config.schema.section import Count, Section
 
 
 class BatchConfig(Section):
-    """Selection of the valid samples that are trained."""
+    """Selection of the valid samples that are trained, and how they are forwarded."""
 
     zero_variance: Literal["keep", "drop"] = "keep"
     """Groups whose samples all have the same reward, and so no advantage: train them without effect (`keep`), or
@@ -20,6 +20,10 @@ class BatchConfig(Section):
     """Samples cut off at `rollout.max_new_tokens`. `keep`: train them as they were rewarded. `drop`: drop
     them before their group is compared. `mask`: they count in the group's mean and in the denominators,
     but their own advantage is 0."""
+    layout: Literal["padded", "packed"] = "padded"
+    """What the learner forwards. `padded`: rows as long as the longest of their micro-batch. `packed`: their tokens one
+    after the other, without padding; micro-batches then have like numbers of tokens, and `learner.micro_batch_tokens`
+    counts real ones. Both compute the same. Try it where `batch/padding_fraction` is high."""
     refill_limit: Annotated[float, Field(ge=1)] = 3.0
     """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`. At that limit the step trains
     what it has. 1: nothing is refilled."""

@@ -22,6 +22,15 @@ class ServerConfig(Section):
     """Where the server computes; `auto`: CUDA where there is one."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Arithmetic of the rollout engine."""
+    fp32_head: bool = False
+    """Compute logits in float32 from the last hidden states and the output weight, as the learner always does, and
+    everything before them in `rollout.server.dtype`. Weights are pushed and proved as without it. It costs a float32
+    product over the vocabulary for each sampled token."""
+    deterministic: bool = False
+    """Batch-invariant kernels and a seed for each answer, so that the same prompts, weights and `seed` are sampled
+    alike whatever else the server is doing (SGLang's deterministic inference). Slower. Needs CUDA, and
+    `rollout.min_p=0`. Answers of a rollout function or an agent take their seeds in the order in which they are asked
+    for."""
     max_total_tokens: Positive = 65536
     """KV cache size in tokens. Always set: the engine's own default may take all memory."""
     max_running_requests: Positive = 128
@@ -78,6 +87,14 @@ class RolloutConfig(Section):
     steps say how much of the mismatch the rounding makes (`probe/quantization_k3_kl`). None: weights as they are."""
     fake_quantization_block: Positive | None = None
     """Side of the blocks of weights that share a scale, e.g. 128. None: one scale for each output channel."""
+    norm_noise: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the noise on both norms of each block in pushed weights, at its first stage: rollouts
+    explore more, and are from a policy of their own (QeRL). Evaluations are of the noisy policy; exported checkpoints
+    have none. 0: no noise. Try 0.01."""
+    norm_noise_end: Annotated[float, Field(gt=0)] = 1e-4
+    """The same at the last stage; it falls geometrically in between."""
+    norm_noise_stages: Positive = 10
+    """Stages of `rollout.norm_noise`. With one interval without noise before them they share the run evenly."""
     prompts_per_step: Positive = 16
     """Prompts per training step."""
     group_size: Positive = 8
@@ -96,9 +113,10 @@ class RolloutConfig(Section):
     function: str | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that makes a sample of
     several turns, e.g. with tools (docs/tasks.md); none: one answer to the prompt."""
-    agent: str | None = None
+    agent: str | tuple[str, ...] | None = None
     """`package.module:function` or `path/to/file.py:function`: an async function of your own that is given an address
-    of OpenAI's interface and makes a sample with its client (docs/agents.md); none: no agent."""
+    of OpenAI's interface and makes a sample with its client (docs/agents.md). A list, e.g. `[python, my_agent.py]`: a
+    command line that is started for every sample, with the address in its environment. None: no agent."""
     function_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds that one call of `rollout.function` or `rollout.agent` may take, waiting for the engine included. After
     that its sample is rejected (`rollout_timeout`)."""
@@ -154,8 +172,8 @@ class RolloutConfig(Section):
 
     @property
     def rounds_weights(self) -> str | None:
-        """Format to which the engine's weights are rounded on purpose; None: they are not."""
-        return self.quantization or self.fake_quantization
+        """Format to which the engine's weights are rounded on purpose, or `noise`; None: they are the learner's."""
+        return self.quantization or self.fake_quantization or ("noise" if self.norm_noise else None)
 
     @property
     def starts_server(self) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config
+from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
@@ -26,6 +27,7 @@ from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import family_of
+from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
 
 
@@ -43,8 +45,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
-    device = _start_process_group()
-    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full")
+    device, packed = _start_process_group(), config.batch.layout == "packed"
+    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full", packed=packed)
     freeze(policy.causal, config.learner)
     partitioned = config.learner.deepspeed.zero_stage == 3
     engine = _initialize(policy, config, device)
@@ -54,16 +56,20 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
-    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale)
+    alignment = alignment_of(config.optimizer.alignment_limit)
+    optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale, alignment)
     return DeepSpeedLearner(
         engine,
         optimizer,
         replayer,
         HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
-        (PartitionSnapshots if partitioned else Snapshots)([policy], inputs_first=family_of(hf, folder) is GPT_OSS),
+        (PartitionSnapshots if partitioned else Snapshots)(
+            [policy], inputs_first=family_of(hf, folder) is GPT_OSS, computes_in=computes_in(config)
+        ),
         TrainingState(policy.causal, engine, optimizer),
         temperature=config.rollout.temperature,
         device=device,
+        packed=packed,
     )
 
 

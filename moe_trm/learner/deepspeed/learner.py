@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,15 @@ from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
 from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.hf_export import HfExporter
 from moe_trm.learner.protocol import Scores, UpdateResult
-from moe_trm.learner.scoring import Scoring, on_device
+from moe_trm.learner.scoring import Scoring, cut_scoring, on_device, whole_planes
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.types import TokenBatch
 from routing.hf import HFReplayer
-from routing.replay import Record, Recorded, RouteSource
+from routing.layout import Layout
+from routing.packed_layout import AnyLayout, PackedLayout
+from routing.replay import Record, Recorded, RouteSource, row_lengths
+from routing.replay_pass import ReplayPass
+from routing.sample_flips import keys_of
 
 
 class DeepSpeedLearner(LearnerBase):
@@ -38,6 +43,7 @@ class DeepSpeedLearner(LearnerBase):
         training: saves and restores weights and optimizer.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model computes.
+        packed: micro-batches are forwarded as packs of their tokens, not as padded rows.
     """
 
     _replayer: HFReplayer | None
@@ -53,11 +59,12 @@ class DeepSpeedLearner(LearnerBase):
         *,
         temperature: float,
         device: torch.device,
+        packed: bool = False,
     ) -> None:
         assert dist.group.WORLD is not None, "torch.distributed must be initialised"
         super().__init__(replayer, exporter, snapshots, training, DataGroup(dist.group.WORLD, device))
         self._engine, self._optimizer = engine, optimizer
-        self._temperature, self._device = temperature, device
+        self._temperature, self._device, self._packed = temperature, device, packed
 
     @torch.no_grad()
     def score(
@@ -71,7 +78,7 @@ class DeepSpeedLearner(LearnerBase):
         """See `Learner.score`."""
         self._engine.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
-        with self._snapshots.using(weights):
+        with self._snapshots.computing(weights):
             scores = [self._forward(batch, source, scoring_of) for batch, source in zip(batches, sources, strict=True)]
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
@@ -91,16 +98,18 @@ class DeepSpeedLearner(LearnerBase):
         assert batches, "an optimizer step needs a micro-batch"
         self._engine.train()
         self._optimizer.begin()
-        for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
-            self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            current = self._forward(batch, source, scoring_of)
-            value = objective(index, current)
-            if not value.requires_grad:
-                # A batch without scored tokens still runs backward: the other ranks wait for its part of the reduction.
-                value = value + 0.0 * current.logprobs.sum()
-            # ZeRO averages gradients over the ranks; the objective already carries its denominators.
-            self._engine.backward(value * self.data_size, scale_wrt_gas=False)
-        self._verify(batches, sources, partial(self._look, batches))
+        with self._snapshots.computing():
+            for index, (batch, source) in enumerate(zip(batches, sources, strict=True)):
+                self._engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+                current = self._forward(batch, source, scoring_of)
+                value = objective(index, current)
+                if not value.requires_grad:
+                    # A batch without scored tokens still runs backward: the other ranks wait for its part of the
+                    # reduction.
+                    value = value + 0.0 * current.logprobs.sum()
+                # ZeRO averages gradients over the ranks; the objective already carries its denominators.
+                self._engine.backward(value * self.data_size, scale_wrt_gas=False)
+            self._verify(batches, sources, partial(self._look, batches))
         return self._optimizer.step(lr_scale)
 
     @torch.no_grad()
@@ -111,14 +120,43 @@ class DeepSpeedLearner(LearnerBase):
         ]
 
     def _forward(self, batch: TokenBatch, source: RouteSource, scoring_of: Callable[[TokenBatch], Scoring]) -> Scores:
-        moved = on_device(batch, self._device)
+        moved, layout = on_device(batch, self._device), self._layout(batch)
         scoring = scoring_of(moved)
+        inputs = layout.cut_tokens(moved.input_ids), cut_scoring(scoring, layout), layout
         if self._replayer is None:
             check_native(source)
-            return scoring.scores(self._engine(moved.input_ids, scoring))
-        with self._replayer.use(
-            source, batch.input_ids, batch.target_ids, batch.valid, samples=batch.sample_ids
-        ) as this_pass:
-            planes_PBR = self._engine(moved.input_ids, scoring)
+            planes = self._engine(*inputs)
+            return scoring.scores(whole_planes(planes, layout))
+        with self._routed(self._replayer, batch, source, layout) as this_pass:
+            planes = self._engine(*inputs)
         recorded: Recorded | None = this_pass.recorded() if isinstance(source, Record) else None
-        return replace(scoring.scores(planes_PBR), recorded=recorded)
+        if recorded is not None and isinstance(layout, PackedLayout):
+            recorded = replace(recorded, layout=layout)
+        scores = replace(scoring.scores(whole_planes(planes, layout)), recorded=recorded)
+        if this_pass.watch is None:
+            return scores
+        shift = this_pass.watch.shift()
+        return replace(
+            scores,
+            router=this_pass.watch.scores(),
+            router_shift=None if shift is None else layout.from_router(shift) * moved.mask,
+        )
+
+    def _layout(self, batch: TokenBatch) -> AnyLayout:
+        rows, length = batch.input_ids.shape
+        return PackedLayout(tuple(row_lengths(batch.valid)), length) if self._packed else Layout(rows, length)
+
+    @staticmethod
+    def _routed(
+        replayer: HFReplayer, batch: TokenBatch, source: RouteSource, layout: AnyLayout
+    ) -> AbstractContextManager[ReplayPass]:
+        """The context of one forward, by the layout of its rows."""
+        if not isinstance(layout, PackedLayout):
+            return replayer.use(source, batch.input_ids, batch.target_ids, batch.valid, samples=batch.sample_ids)
+        return replayer.use_rows(
+            source,
+            layout.rows(),
+            layout.cut_tokens(batch.input_ids),
+            layout.cut_tokens(batch.target_ids),
+            samples=keys_of(batch.sample_ids, batch.input_ids),
+        )

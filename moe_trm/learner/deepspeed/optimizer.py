@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from moe_trm.config.learning_rate import LearningRate
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
+from moe_trm.learner.alignment import GradientAlignment
 from moe_trm.learner.deepspeed.weights import checkpoint_form
 from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
@@ -45,11 +48,14 @@ class GuardedOptimizer(Steps):
         engine: DeepSpeed's engine, which clips by the global norm and refuses non-finite gradients on all ranks alike.
         rate: the learning rate of each step.
         loss_scale: of a float16 model; DeepSpeed multiplies and divides by it.
+        alignment: of consecutive gradients, at ZeRO 1 and 2.
     """
 
-    def __init__(self, engine: Any, rate: LearningRate, loss_scale: LossScale | None) -> None:
+    def __init__(
+        self, engine: Any, rate: LearningRate, loss_scale: LossScale | None, alignment: GradientAlignment | None = None
+    ) -> None:
         super().__init__(rate, loss_scale)
-        self._engine = engine
+        self._engine, self._alignment = engine, alignment
 
     def begin(self) -> None:
         """Call it before the first backward of a step."""
@@ -61,6 +67,37 @@ class GuardedOptimizer(Steps):
         lr = lr_scale * self.lr
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
+        cosine = None
+        if self._alignment is not None:
+            cosine = self._alignment.apply(self._gradients(), _inner)
+            self._measure_again()
         self._engine.step()
         norm, applied = float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
-        return self.finish(norm, lr, applied=applied)
+        return self.finish(norm, lr, applied=applied, cosine=cosine)
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's share of the gradient, reduced, which the optimizer is about to use."""
+        zero = self._engine.optimizer
+        if zero.cpu_offload:
+            from deepspeed.accelerator import get_accelerator
+
+            # Gradients travel to the host beside the computation.
+            get_accelerator().synchronize()
+            return [partition.grad for partition in zero.single_partition_of_fp32_groups]
+        return [gradient for index in range(len(zero.bit16_groups)) for gradient in zero.averaged_gradients[index]]
+
+    def _measure_again(self) -> None:
+        """Norms by which an offloaded step is clipped: DeepSpeed took them when the gradients arrived."""
+        zero = self._engine.optimizer
+        for number in zero.norm_for_param_grads if zero.cpu_offload else ():
+            group, _, start, length = zero.grad_position[number]
+            gradient = zero.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, start, length)
+            zero.norm_for_param_grads[number] = gradient.norm()
+
+
+def _inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Inner product over the ranks, each of which has another share."""
+    sums = [torch.dot(one.flatten(), other.flatten()).double() for one, other in zip(left, right, strict=True)]
+    product = torch.stack(sums).sum()
+    dist.all_reduce(product)
+    return float(product)

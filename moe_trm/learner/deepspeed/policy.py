@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.deepspeed.packed import register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.models.hf_config import expert_width, num_experts, read_hf_config
+from routing.packed_layout import AnyLayout, PackedLayout
 
 
 class ScoringHead(nn.Module):
@@ -37,14 +39,23 @@ class HfPolicy(nn.Module):
         self.causal = causal
         self.head = ScoringHead(causal.get_output_embeddings().weight)
 
-    def forward(self, input_ids: Tensor, scoring: Scoring) -> Tensor:
-        """`[B, R]` right-padded tokens -> `[P, B, R]` scores. Causal attention alone keeps the padding out."""
-        hidden_BRH = self.causal.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    def forward(self, input_ids: Tensor, scoring: Scoring, layout: AnyLayout) -> Tensor:
+        """`[B, R]` right-padded tokens -> `[P, B, R]` scores. Causal attention alone keeps the padding out.
+
+        Of a pack, `[1, T]` tokens -> `[P, 1, T]`; its sequences are kept apart by `packed.attention`.
+        """
+        pack: dict[str, Any] = {}
+        if isinstance(layout, PackedLayout):
+            pack = {
+                "position_ids": layout.position_ids().to(input_ids.device),
+                "sequence_lengths": layout.sequences,
+            }
+        hidden_BRH = self.causal.base_model(input_ids=input_ids, use_cache=False, **pack).last_hidden_state
         return self.head(hidden_BRH, scoring)  # type: ignore[no-any-return]
 
 
-def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool) -> HfPolicy:
-    """The model of `checkpoint` on the CPU, every tensor of it used.
+def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed: bool = False) -> HfPolicy:
+    """The model of `checkpoint` on the CPU, every tensor of it used; with `packed` it is forwarded on packs only.
 
     Raises:
         CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
@@ -58,6 +69,7 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool) -> HfP
         dtype=getattr(torch, dtype),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
+        **({"attn_implementation": register()} if packed else {}),
         **_experts(read_hf_config(checkpoint.folder), getattr(torch, dtype)),
     )
     for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):

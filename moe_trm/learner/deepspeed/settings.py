@@ -10,6 +10,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.models.hf_config import num_experts
+from moe_trm.models.registry import FAMILIES, find_family
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -23,7 +24,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: logits that are more than `W h`, or layers that transformers drops.
-        ConfigError: replay of a dense model, or no DeepSpeed.
+        ConfigError: replay of a dense model, packs of a model that is not known to keep them apart, or no DeepSpeed.
     """
     if find_spec("deepspeed") is None:
         raise ConfigError(
@@ -43,6 +44,14 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
                 expected="logits that are hidden states times output weight",
                 fix="Use another model: log-probs would be wrong.",
             )
+    if config.batch.layout == "packed" and find_family(hf_config) is None:
+        raise ConfigError(
+            "packed sequences are not known to be kept apart by every layer of this model",
+            where="batch.layout",
+            got=f"packed with {hf_config.get('architectures')}",
+            expected=f"padded, or one of {', '.join(family.architecture for family in FAMILIES.values())}",
+            fix="Set batch.layout=padded.",
+        )
     check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
 
 

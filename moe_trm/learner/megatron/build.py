@@ -21,11 +21,13 @@ from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
+from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
+from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
 
@@ -43,7 +45,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
     check_groups(config.optimizer, checkpoint.names)
-    layers = layers_here(config.learner)
+    layers, packed = layers_here(config.learner), config.batch.layout == "packed"
+    if packed:
+        check_packed(layers, hf)
     device = _start_process_group()
     _start_parallel_groups(config.learner.parallel, config.seed)
     model_config = transformer_config(hf, config.learner, layers)
@@ -74,9 +78,10 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
             partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
         ),
         TrainingState(chunks, optimizer, hf),
-        Parts(fp8.alignment(config.learner)),
+        Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,
+        computes_in=computes_in(config),
     )
 
 

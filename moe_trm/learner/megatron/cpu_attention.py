@@ -1,4 +1,4 @@
-"""Attention in plain torch: of whole rows, and of the columns that context-parallel ranks share.
+"""Attention in plain torch: of whole rows or packs, and of the columns that context-parallel ranks share.
 
 Used on CPU, where Megatron's own needs Transformer Engine and CUDA. Shape letters: S columns of whole rows, C columns
 of this rank, B rows, N query heads, G key/value heads, D head dimension.
@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
 from routing.layout import Layout
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal softmax attention over right-padded rows, with grouped key/value heads.
+    """Causal softmax attention over right-padded rows or the sequences of a pack, with grouped key/value heads.
 
     Rows are padded on the right, so under the causal mask a real token never sees padding. No mask tensor is needed.
     The same kernel runs with and without gradient, so scoring and training passes are bit-identical.
@@ -48,13 +50,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D.
 
-        The mask is causal whatever `attention_mask` says.
+        The mask is causal whatever `attention_mask` says. With `packed_seq_params` see `packed`.
         """
-        assert packed_seq_params is None, "rows are padded, not packed, in this layer"
+        if packed_seq_params is not None:
+            return self.packed(query, key, value, packed_seq_params)
         length, rows, heads, _ = query.shape
         repeats = heads // key.shape[2]
         if repeats > 1:
@@ -66,6 +69,33 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         )
         return context_BNSD.permute(2, 0, 1, 3).reshape(length, rows, -1)
 
+    def packed(self, query: Tensor, key: Tensor, value: Tensor, parameters: PackedSeqParams) -> Tensor:
+        """`query` `[C, N, D]`, `key` and `value` `[C, G, D]` of this rank's part of a pack -> `[C, N * D]`.
+
+        Each sequence by itself. Where ranks share sequences, every rank gathers all keys and values.
+        """
+        lengths, group = parameters.cu_seqlens_q.diff().tolist(), parallel_state.get_context_parallel_group()
+        if group.size() == 1:
+            return attend_within(query, key, value, lengths, self.kind()).flatten(1)
+        own = [length // group.size() for length in lengths]
+        key, value = (
+            _Gathered.apply(x, group).unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
+            for x in (key, value)
+        )
+        key, value = for_all_heads(query.shape[1], key, value)
+        kind, contexts = self.kind(), []
+        parts = zip(lengths, query.split(own), key.split(own, 1), value.split(own, 1), strict=True)
+        for length, query_CND, key_RCND, value_RCND in parts:
+            positions = [Layout(1, length, group.size(), rank).positions() for rank in range(group.size())]
+            before_CS = positions[group.rank()][:, None] - torch.cat(positions)[None, :]
+            whole = (values.flatten(0, 1)[None] for values in (key_RCND, value_RCND))
+            contexts.append(attend(query_CND[None], *whole, kind, before_CS)[0])
+        return torch.cat(contexts).flatten(1)
+
+    def kind(self) -> AttentionKind:
+        """This layer's attention, as packs need it."""
+        return AttentionKind(self.scale, self.dropout if self.training else 0.0)
+
 
 class ContextAttention(CausalAttention):
     """Causal attention of this rank's columns over everyone's.
@@ -74,8 +104,18 @@ class ContextAttention(CausalAttention):
     context parallelism without a GPU.
     """
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_options: Any) -> Tensor:
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_rest: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_options: Any,
+    ) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
+        if packed_seq_params is not None:
+            return self.packed(query, key, value, packed_seq_params)
         columns, rows, heads, dim = query.shape
         key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
         key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))

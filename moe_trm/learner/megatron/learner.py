@@ -25,6 +25,7 @@ from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.protocol import Scores, UpdateResult
 from moe_trm.learner.scoring import Scoring
 from moe_trm.learner.snapshots import Snapshots
+from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.megatron import MegatronReplayer
 from routing.megatron_checks import all_moe_layer_ids
@@ -46,6 +47,7 @@ class MegatronLearner(LearnerBase):
         parts: cuts micro-batches for this rank.
         temperature: of the rollout; divides the logits in every pass.
         device: where the model lives.
+        computes_in: rounding of the weights in every pass; None: passes use them as they are.
     """
 
     def __init__(
@@ -60,11 +62,12 @@ class MegatronLearner(LearnerBase):
         *,
         temperature: float,
         device: torch.device,
+        computes_in: Rounding | None = None,
     ) -> None:
         super().__init__(
             replayer,
             exporter,
-            Snapshots(chunks),
+            Snapshots(chunks, computes_in=computes_in),
             training,
             DataGroup(parallel_state.get_data_parallel_group(), device),
             leads=parts.leads,
@@ -87,13 +90,13 @@ class MegatronLearner(LearnerBase):
         for chunk in self._wrapped:
             chunk.eval()
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
-        with self._snapshots.using(weights):
-            planes, recorded = self._schedule.run(batches, sources, scoring_of)
+        with self._snapshots.computing(weights):
+            planes, kept = self._schedule.run(batches, sources, scoring_of)
             if replays(sources):
                 self._verify(batches, sources, partial(self._look, batches))
         return [
-            replace(scoring_of(batch).scores(scored), recorded=routes)
-            for batch, scored, routes in zip(batches, planes, recorded, strict=True)
+            replace(scoring_of(batch).scores(scored), recorded=routed.recorded, router=routed.scores)
+            for batch, scored, routed in zip(batches, planes, kept, strict=True)
         ]
 
     def update(
@@ -108,27 +111,30 @@ class MegatronLearner(LearnerBase):
         """See `Learner.update`."""
         scoring_of = partial(Scoring.of, temperature=self._temperature, entropy=entropy)
 
-        def loss(index: int, planes_PBR: Tensor) -> Tensor:
-            return objective(index, scoring_of(batches[index]).scores(planes_PBR))
+        def loss(index: int, planes_PBR: Tensor, router_shift: Tensor | None = None) -> Tensor:
+            scores = scoring_of(batches[index]).scores(planes_PBR)
+            return objective(index, replace(scores, router_shift=router_shift))
 
         for chunk in self._wrapped:
             chunk.train()
         self._optimizer.zero_grad()
-        planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
-        if not self._parts.on_last_stage:
-            # The gradient came from the last stage; what an objective counts and remembers has to be the same on all of
-            # them.
-            with torch.no_grad():
-                for index, scored in enumerate(planes):
-                    loss(index, scored)
-        self._verify(batches, sources, partial(self._look, batches))
+        with self._snapshots.computing():
+            planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
+            if not self._parts.on_last_stage:
+                # The gradient came from the last stage; what an objective counts and remembers has to be the same on
+                # all of them.
+                with torch.no_grad():
+                    for index, scored in enumerate(planes):
+                        loss(index, scored)
+            self._verify(batches, sources, partial(self._look, batches))
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
-        return self._schedule.run(batches, sources, partial(Scoring.of, temperature=self._temperature))[1]
+        _, kept = self._schedule.run(batches, sources, partial(Scoring.of, temperature=self._temperature))
+        return [routed.recorded for routed in kept]
 
     def sum_over_slices(self, values: Tensor) -> Tensor:
         """See `Learner.sum_over_slices`."""

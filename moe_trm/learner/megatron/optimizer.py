@@ -7,16 +7,20 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from moe_trm.config.learning_rate import LearningRate
 from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
+from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.loss_scale import LossScale
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -93,6 +97,7 @@ class GuardedOptimizer(Steps):
     ) -> None:
         super().__init__(rate, loss_scale)
         self._wrapped = wrapped
+        self._alignment = alignment_of(settings.alignment_limit)
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
             list(wrapped),
@@ -111,13 +116,54 @@ class GuardedOptimizer(Steps):
             for chunk in self._wrapped:
                 chunk.scale_gradients(1 / self.loss_scale.value)
         self.megatron.prepare_grads()
+        # These gradients are views of the buffers, so that Megatron's step finds them as they are left here.
+        cosine = None if self._alignment is None else self._alignment.apply(self._gradients(), self._inner)
         norm, lr = float(self.megatron.get_grad_norm()), lr_scale * self.lr
         applied = False
         if math.isfinite(norm):
             for group in self.megatron.param_groups:
                 group["lr"] = lr * group["lr_mult"]
             applied = bool(self.megatron.step()[0])
-        return self.finish(norm, lr, applied=applied)
+        return self.finish(norm, lr, applied=applied, cosine=cosine)
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's gradients, which the optimizer is about to use."""
+        return [gradient for part in self._parts for gradient in _main_gradients(part)]
+
+    def _inner(self, left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+        """Inner product over the whole model, each parameter once. Both are in the order of `_gradients`."""
+        total, start = 0.0, 0
+        for part in self._parts:
+            own = _main_gradients(part)
+            # As in its gradient norm: of a tensor that several ranks hold, one counts.
+            once = part.get_main_grads_for_grad_norm()
+            counted = {gradient.data_ptr() for gradient in once if gradient.numel()}
+            sums = [
+                torch.dot(left[start + place].flatten(), right[start + place].flatten()).double()
+                for place, gradient in enumerate(own)
+                if gradient.numel() and gradient.data_ptr() in counted
+            ]
+            product = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self._device)
+            dist.all_reduce(product, group=part.get_grad_stats_parallel_group())
+            total, start = total + float(product), start + len(own)
+        return total
+
+    @property
+    def _parts(self) -> Sequence[MegatronOptimizer]:
+        """Megatron's optimizers: one for dense and one for expert parameters, where they are sharded differently."""
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._wrapped[0].parameters()).device
+
+
+def _main_gradients(part: MegatronOptimizer) -> list[Tensor]:
+    found = [
+        getattr(parameter, "decoupled_grad", None) if parameter.grad is None else parameter.grad
+        for parameter in part.get_parameters()
+    ]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: bool) -> MegatronOptimizerConfig:

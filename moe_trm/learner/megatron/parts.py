@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
-from moe_trm.learner.scoring import Scoring
+from moe_trm.learner.scoring import whole_planes
 from moe_trm.types import TokenBatch
 from routing.layout import Layout, padding_multiple
+from routing.packed_layout import AnyLayout, PackedLayout
+from routing.replay import row_lengths
 
 
 class Parts:
@@ -27,50 +29,54 @@ class Parts:
 
     Args:
         columns: what the number of columns that a rank computes is a multiple of.
+        packed: micro-batches are forwarded as packs of their tokens, not as padded rows.
 
     Attributes:
         leads: whether this rank speaks for its rows: the first of the ranks that share them.
         on_last_stage: whether this rank computes scores.
     """
 
-    def __init__(self, columns: int = 1) -> None:
-        self._columns = columns
+    def __init__(self, columns: int = 1, *, packed: bool = False) -> None:
+        self._columns, self._packed = columns, packed
         self._slices = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.leads = all(group.rank() == 0 for group in (*self._slices, self._stages))
         self.on_last_stage = self._stages.rank() == self._stages.size() - 1
 
     def padded(self, batch: TokenBatch) -> TokenBatch:
-        """`batch` with padding columns added until it can be cut evenly.
+        """`batch` with padding columns added until it can be cut evenly; a pack has alignment columns instead.
 
         Fields that only objectives read stay as they are.
         """
         length = batch.input_ids.shape[1]
         tensor, context = self._slices
         more = -length % (self._columns * padding_multiple(context.size(), tensor.size()))
-        if not more:
+        if not more or self._packed:
             return batch
         input_ids, target_ids, valid, mask = (
             F.pad(values, (0, more)) for values in (batch.input_ids, batch.target_ids, batch.valid, batch.mask)
         )
         return replace(batch, input_ids=input_ids, target_ids=target_ids, valid=valid, mask=mask)
 
-    def layout(self, batch: TokenBatch) -> Layout:
+    def layout(self, batch: TokenBatch) -> AnyLayout:
         """Layout by which this rank cuts the padded `batch`."""
         rows, length = batch.input_ids.shape
         tensor, context = self._slices
-        return Layout(rows, length, context.size(), context.rank(), tensor.size(), tensor.rank())
+        ranks = context.size(), context.rank(), tensor.size(), tensor.rank()
+        if self._packed:
+            return PackedLayout(tuple(row_lengths(batch.valid)), length, *ranks)
+        return Layout(rows, length, *ranks)
 
-    def whole_rows(self, planes_PBC: Tensor, layout: Layout) -> Tensor:
-        """`[P, B, C]` scores of this rank's columns -> `[P, B, R]`, the same bits on every rank.
+    def whole_rows(self, planes_PBC: Tensor, layout: AnyLayout) -> Tensor:
+        """`[P, B, C]` scores of this rank's columns (`[P, 1, C]` of a pack) -> `[P, B, R]`, the same bits everywhere.
 
         The gradient reaches this rank's own columns only: each rank computes the loss of the whole rows, and gradients
         of parameters are summed over the ranks.
         """
+        planes_PBR = whole_planes(planes_PBC, layout)
         if layout.cp_size == 1:
-            return planes_PBC
-        placed = layout.uncut_tokens(planes_PBC.movedim(0, -1)).movedim(-1, 0)
-        return _WithOthers.apply(placed, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
+            return planes_PBR
+        return _WithOthers.apply(planes_PBR, self._slices[1])  # type: ignore[no-untyped-call, no-any-return]
 
     def from_last_stage(
         self, planes: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], device: torch.device
@@ -92,29 +98,6 @@ class Parts:
     def sum_over_stages(self, values: Tensor) -> Tensor:
         """Sum over the ranks that hold other layers."""
         return _summed(values, (self._stages,))
-
-
-def cut_scoring(scoring: Scoring, layout: Layout) -> Scoring:
-    """Scoring of this rank: the positions of its own columns with their kept ids."""
-    if layout.cp_size == 1:
-        return scoring
-    mask = layout.cut_tokens(scoring.mask)
-    own = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
-    if scoring.kept_ids is None or scoring.kept_offsets is None:
-        return own
-    number = torch.zeros(scoring.mask.shape, dtype=torch.int64, device=mask.device)
-    number[scoring.mask] = torch.arange(len(scoring.kept_offsets) - 1, device=mask.device)
-    tokens = layout.cut_tokens(number)[mask]
-    sizes, starts = scoring.kept_offsets.diff()[tokens], scoring.kept_offsets[tokens]
-    offsets = F.pad(sizes.cumsum(0), (1, 0))
-    kept = torch.arange(int(offsets[-1]), device=mask.device) + torch.repeat_interleave(starts - offsets[:-1], sizes)
-    logprobs = scoring.kept_logprobs
-    return replace(
-        own,
-        kept_ids=scoring.kept_ids[kept],
-        kept_offsets=offsets,
-        kept_logprobs=None if logprobs is None else logprobs[kept],
-    )
 
 
 def _summed(values: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

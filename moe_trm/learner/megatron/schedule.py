@@ -6,7 +6,7 @@ Shape letters: B rows, R padded row length, C columns of this rank, P planes of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,27 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moe_trm.learner.base import check_native
-from moe_trm.learner.megatron.parts import Parts, cut_scoring
-from moe_trm.learner.scoring import Scoring, on_device
+from moe_trm.learner.megatron.packed import packed_parameters
+from moe_trm.learner.megatron.parts import Parts
+from moe_trm.learner.scoring import Scoring, cut_scoring, on_device
 from moe_trm.types import TokenBatch
-from routing.layout import Layout
 from routing.megatron import MegatronReplayer
-from routing.replay import Native, Record, Recorded, RouteSource
+from routing.packed_layout import AnyLayout
+from routing.replay import Native, Recorded, RouteSource
+from routing.replay_pass import ReplayPass
+from routing.router_shift import RouterScores
 
 ScoringOf = Callable[[TokenBatch], Scoring]
-Loss = Callable[[int, Tensor], Tensor]
-"""The loss of a micro-batch from its number and its `[P, B, R]` planes."""
+Loss = Callable[[int, Tensor, Tensor | None], Tensor]
+"""The loss of a micro-batch from its number, its `[P, B, R]` planes and the shift of its routers `[B, R]`, if asked."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What one pass kept of this rank's routers: the routes where they were to be recorded, and the scores."""
+
+    recorded: Recorded | None = None
+    scores: RouterScores | None = None
 
 
 class Schedule:
@@ -54,11 +65,11 @@ class Schedule:
         sources: Sequence[RouteSource],
         scoring_of: ScoringOf,
         loss: Loss | None = None,
-    ) -> tuple[list[Tensor], list[Recorded | None]]:
+    ) -> tuple[list[Tensor], list[Routed]]:
         """All micro-batches, backward too when there is a `loss`, which only the last stage calls.
 
-        Returns the planes of each micro-batch, without gradient and on every rank, and the routes of this rank's layers
-        where they were to be recorded.
+        Returns the planes of each micro-batch, without gradient and on every rank, and what was to be kept of this
+        rank's routers.
         """
         assert len(batches) == len(sources), "one route source per micro-batch"
         if not batches:
@@ -71,13 +82,13 @@ class Schedule:
         def forward(waiting: Iterator[int | None], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             number = next(waiting)
             batch, source = step.inputs(number)
-            layout = self._parts.layout(batch)
-            output, recorded = self._forward(model, batch, source, layout, scoring_of)
-            if number is not None and recorded is not None:
-                step.keep_routes(number, recorded)
+            layout = step.layout(number)
+            output, this_pass = self._forward(model, batch, source, layout, scoring_of)
+            if number is not None and this_pass is not None:
+                step.keep(number, this_pass, layout)
             return output, partial(step.finish, number, layout)
 
-        rows, length = step.padded[0].input_ids.shape
+        rows, length = step.layout(0).fed
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(numbers) for _ in self._wrapped],
@@ -90,23 +101,24 @@ class Schedule:
         )
         shapes = [(len(scoring_of(batch).planes), *batch.input_ids.shape) for batch in batches]
         scored = self._parts.from_last_stage([step.planes[i] for i in sorted(step.planes)], shapes, self._device)
-        return scored, [step.routes.get(number) for number in range(len(batches))]
+        return scored, [Routed(step.routes.get(number), step.scores.get(number)) for number in range(len(batches))]
 
     def _forward(
-        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: Layout, scoring_of: ScoringOf
-    ) -> tuple[Tensor, Recorded | None]:
+        self, model: torch.nn.Module, batch: TokenBatch, source: RouteSource, layout: AnyLayout, scoring_of: ScoringOf
+    ) -> tuple[Tensor, ReplayPass | None]:
         moved = on_device(batch, self._device)
-        positions = torch.arange(layout.length, device=self._device).expand_as(moved.input_ids)
         scoring = cut_scoring(scoring_of(moved), layout)
-        inputs = layout.cut_tokens(moved.input_ids), layout.cut_tokens(positions), None
+        inputs = layout.cut_tokens(moved.input_ids), layout.position_ids().to(self._device), None
+        pack = packed_parameters(layout, self._device)
+        options = {"labels": scoring, "packed_seq_params": pack}
         if self._replayer is None:
             check_native(source)
-            return model(*inputs, labels=scoring), None
+            return model(*inputs, **options), None
         with self._replayer.use(
             source, layout, batch.input_ids, batch.target_ids, batch.valid, model=model, samples=batch.sample_ids
         ) as this_pass:
-            output: Tensor = model(*inputs, labels=scoring)
-        return output, this_pass.recorded() if isinstance(source, Record) else None
+            output: Tensor = model(*inputs, **options)
+        return output, this_pass
 
 
 class _Step:
@@ -122,7 +134,10 @@ class _Step:
     ) -> None:
         self.padded = [parts.padded(batch) for batch in batches]
         self.planes: dict[int, Tensor] = {}
+        self._layouts: dict[int | None, AnyLayout] = {}
         self.routes: dict[int, Recorded] = {}
+        self.scores: dict[int, RouterScores] = {}
+        self._shifts: dict[int, Tensor] = {}
         self._lengths = [batch.input_ids.shape[1] for batch in batches]
         self._sources, self._parts, self._loss, self._device = sources, parts, loss, device
 
@@ -136,12 +151,27 @@ class _Step:
             return empty, Native()
         return self.padded[number], self._sources[number]
 
-    def keep_routes(self, number: int, recorded: Recorded) -> None:
-        """Remember what one chunk of the model recorded."""
-        before = self.routes.get(number)
-        self.routes[number] = recorded if before is None else before.with_layers_of(recorded)
+    def layout(self, number: int | None) -> AnyLayout:
+        """This rank's cut of that micro-batch."""
+        if number not in self._layouts:
+            self._layouts[number] = self._parts.layout(self.inputs(number)[0])
+        return self._layouts[number]
 
-    def finish(self, number: int | None, layout: Layout, output: Tensor, **_non_loss_data: bool) -> Any:
+    def keep(self, number: int, this_pass: ReplayPass, layout: AnyLayout) -> None:
+        """Remember what one chunk of the model recorded, and how far its routers have moved."""
+        if this_pass.records:
+            recorded, before = this_pass.recorded(), self.routes.get(number)
+            self.routes[number] = recorded if before is None else before.with_layers_of(recorded)
+        if this_pass.watch is None:
+            return
+        if (scores := this_pass.watch.scores()) is not None:
+            self.scores[number] = scores
+        if (shift := this_pass.watch.shift()) is not None:
+            # Each slice of the columns has its own tokens, and all slices run the same micro-batch now.
+            whole = self._parts.sum_over_slices(layout.from_router(shift))
+            self._shifts[number] = (whole * self.padded[number].mask.to(whole.device))[:, : self._lengths[number]]
+
+    def finish(self, number: int | None, layout: AnyLayout, output: Tensor, **_non_loss_data: bool) -> Any:
         """Megatron's loss function: called with the output `[P, B, C]` of the last stage."""
         planes = self._parts.whole_rows(output, layout)
         if number is not None:
@@ -149,7 +179,7 @@ class _Step:
             self.planes[number] = planes.detach()
         if self._loss is None:
             return None
-        value = planes.new_zeros(()) if number is None else self._loss(number, planes)
+        value = planes.new_zeros(()) if number is None else self._loss(number, planes, self._shifts.get(number))
         if not value.requires_grad:
             # A batch without scored tokens still runs backward: the other ranks wait for its part of the expert
             # exchange.

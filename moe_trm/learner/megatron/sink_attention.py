@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from moe_trm.learner.megatron.cpu_attention import CausalAttention, everyones
+from moe_trm.learner.sequence_attention import AttentionKind
 
 
 class SinkAttention(CausalAttention):
@@ -31,8 +33,18 @@ class SinkAttention(CausalAttention):
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, **_options: Any) -> Tensor:
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_rest: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_options: Any,
+    ) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
+        if packed_seq_params is not None:
+            return self.packed(query, key, value, packed_seq_params)
         columns, rows, heads, dim = query.shape
         key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
         query_BNCD, key_BNSD, value_BNSD = (
@@ -47,3 +59,9 @@ class SinkAttention(CausalAttention):
         weights_BNCS = torch.cat([logits_BNCS, sinks_BNC1], -1).softmax(-1)[..., :-1].to(value.dtype)
         weights_BNCS = torch.dropout(weights_BNCS, self.dropout, self.training)
         return (weights_BNCS @ value_BNSD).permute(2, 0, 1, 3).reshape(columns, rows, heads * dim)
+
+    def kind(self) -> AttentionKind:
+        """This layer's attention, as packs need it."""
+        return AttentionKind(
+            self.scale, self.dropout if self.training else 0.0, self.columns_before, self.softmax_offset
+        )

@@ -1,9 +1,10 @@
 """Samples made by a user's agent (`rollout.agent`), which talks with the policy by OpenAI's interface.
 
-The sample is the branch of the last answer; what was sampled in other branches is counted and not trained. Reasons of
-rejection, besides those of the engine's answers:
+`agent.rows` says what of a session is trained (`moe_trm.rollout.agents.rows`). Reasons of rejection, besides those of
+the engine's answers:
 
-- `rollout_error`: it raised. `rollout_timeout`. `rollout_crash`: it ended its process.
+- `rollout_error`: it raised, or its command has another exit status than 0. `rollout_timeout`.
+- `rollout_crash`: it ended its process, or a signal did. `rollout_output`: its command printed too much.
 - `rollout_type`: its result is no reward. `rollout_nan`: a reward that is not finite.
 - `rollout_flood`: it went on with requests that were refused. `rollout_parser`: an answer could not be read.
 - `empty_output`: it never got an answer.
@@ -12,24 +13,30 @@ rejection, besides those of the engine's answers:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from moe_trm.config.schema.agent import AgentRows
 from moe_trm.errors import RecordRejected
-from moe_trm.functions.host import FunctionHost
 from moe_trm.functions.process import Answerer, FunctionFailed, Refused
+from moe_trm.rollout.agents.agent_host import AgentHost
 from moe_trm.rollout.agents.live_session import LiveSession, Policy
+from moe_trm.rollout.agents.rows import SessionRows, session_rows, spoken
 from moe_trm.rollout.agents.server import Address, AgentServer
-from moe_trm.rollout.agents.tree import conversation_of
 from moe_trm.rollout.sampler import rewarded
 from moe_trm.rollout.turn import naming
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import read_reward, score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
 
+log = logging.getLogger(__name__)
+
 ADAPTER = "moe_trm.rollout.agents.agent:adapt"
+NUM_TOLD = 3
+"""Rejected rows of each reason that are logged in full; the rest are only counted."""
 
 
 class AgentSampler:
@@ -42,20 +49,22 @@ class AgentSampler:
         task: gives the reward where the agent does not.
         params: how the behaviour policy samples.
         keep_changed: keep samples with an answer during which the weights changed, without the routes of before.
+        rows: what of a session becomes a row; evaluations take the branch of the last answer.
     """
 
     def __init__(
         self,
-        host: FunctionHost,
+        host: AgentHost,
         server: AgentServer,
         policy: Policy,
         task: Task,
         params: SamplingParams,
         *,
         keep_changed: bool,
+        rows: AgentRows = "last",
     ) -> None:
         self._host, self._server, self._policy, self._task, self._params = host, server, policy, task, params
-        self._keep_changed = keep_changed
+        self._keep_changed, self._rows = keep_changed, rows
         self._totals: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -90,7 +99,9 @@ class AgentSampler:
         | `agent/rewritten` | of these, with an answer that the chat template would write in another form |
         | `agent/cut` | requests of which the chat template changes earlier text: a new branch |
         | `agent/branches` | branches |
-        | `agent/left_out_tokens` | sampled tokens in branches that are not trained |
+        | `agent/rows` | rows of accepted samples |
+        | `agent/rejected_rows/<reason>` | rows that were rejected, of samples with others |
+        | `agent/left_out_tokens` | sampled tokens of accepted samples that no row trains |
         """
         totals = self._totals
         return {
@@ -102,7 +113,9 @@ class AgentSampler:
             "agent/rewritten": float(totals["rewritten"]),
             "agent/cut": float(totals["cut"]),
             "agent/branches": float(totals["branches"]),
+            "agent/rows": float(totals["rows"]),
             "agent/left_out_tokens": float(totals["left_out_tokens"]),
+            **{f"agent/{name}": float(n) for name, n in sorted(totals.items()) if name.startswith("rejected_rows/")},
         }
 
     async def close(self) -> None:
@@ -126,21 +139,26 @@ class AgentSampler:
         if not session.tree.nodes:
             raise RecordRejected("empty_output", "the agent got no answer", got=0, expected="at least 1 answer")
         leaf = session.tree.nodes[-1]
-        record = conversation_of(leaf, prompt.prompt_id).record(
+        finish_reason = "length" if session.ended else leaf.turn.finish_reason
+        found = session_rows(
+            session.tree,
+            "last" if bare else self._rows,
+            prompt_id=prompt.prompt_id,
             sample_id=sample_id,
             group_id=group_id,
             keep_changed=self._keep_changed,
-            finish_reason="length" if session.ended else None,
+            finish_reason=finish_reason,
         )
         if returned is None:
             begun = replace(prompt, token_ids=leaf.path()[0].context.added)
-            return rewarded(record, await score(self._task, begun, record))
-        return rewarded(
-            record,
-            read_reward(
+            reward = await score(self._task, begun, spoken(leaf, prompt.prompt_id, finish_reason))
+        else:
+            reward = read_reward(
                 returned, self._task.reward_weights, prompt.prompt_id, prefix="rollout", place=self._host.place
-            ),
-        )
+            )
+        if not bare:
+            self._count_rows(found)
+        return rewarded(found.sample, reward)
 
     async def _run(self, prompt: Prompt, session: LiveSession, address: Address) -> Any:
         """The agent's result. A fault of the engine ends the call, whatever the agent makes of it."""
@@ -165,7 +183,7 @@ class AgentSampler:
                 "the agent failed",
                 got=failure.what,
                 expected="a sample in time",
-                fix="rollout.function_timeout_s bounds one call; its standard error is in the controller's log",
+                fix="rollout.function_timeout_s bounds one call; the controller's log has what functions print",
             ) from failure
         finally:
             call.cancel()
@@ -177,8 +195,14 @@ class AgentSampler:
         self._totals.update(tree.counts)
         self._totals["sessions"] += 1
         self._totals["branches"] += len(tree.leaves())
-        if tree.nodes:
-            self._totals["left_out_tokens"] += tree.left_out(tree.nodes[-1])
+
+    def _count_rows(self, found: SessionRows) -> None:
+        self._totals.update(found.counts)
+        for rejection in found.rejections:
+            if self._totals[f"rejected_rows/{rejection.reason}"] <= NUM_TOLD:
+                log.warning(
+                    "a row of sample %d rejected as %s: %s", found.sample.sample_id, rejection.reason, rejection
+                )
 
 
 async def _nothing_to_ask(op: str, arguments: Mapping[str, Any]) -> NoReturn:

@@ -12,7 +12,7 @@ from moe_trm.errors import CheckpointError, RecordRejected
 from moe_trm.rollout.agents.api_error import ApiError
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import Asked, ChatRequest, CompletionRequest, one_token_stops
-from moe_trm.rollout.agents.seam import Answer
+from moe_trm.rollout.agents.seam import Answer, cut_at_stop
 from moe_trm.rollout.agents.template import ChatTemplate
 from moe_trm.rollout.agents.tree import Context, Node, SessionTree
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
@@ -162,17 +162,19 @@ class LiveSession:
             self.params,
             max_new_tokens=min(self.params.max_new_tokens, room, asked.max_tokens or room),
             stop_token_ids=(*own, *(token for token in dict.fromkeys(stops) if token not in own)),
+            stop_texts=asked.stop,
         )
 
     def _read(self, turn: SampledTurn, params: SamplingParams, tools: Tools | None) -> Answer:
         ids, decode = turn.tokens.tolist(), self._policy.tokens.decode_all
         ended = turn.finish_reason == "stop" and ids[-1] in params.stop_token_ids
         body, end = (decode(ids[:-1]), decode(ids[-1:])) if ended else (decode(ids), "")
+        body, end, stop = cut_at_stop(body, end, params.stop_texts)
         if tools is None:
-            return Answer(None, body, end)
+            return Answer(None, body, end, stop)
         message = self._policy.reader(body, tools)
         for call in message.get("tool_calls", ()):
             # Nine letters and digits: some templates take no other ids.
             call["id"] = f"call{self._calls:05d}"
             self._calls += 1
-        return Answer(message, body, end)
+        return Answer(message, body, end, stop)

@@ -53,6 +53,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that change nothing here."""
 
+MAX_STOPS, MAX_STOP_BYTES = 32, 128
+"""Stop texts of a request, and the length of each: what SGLang takes, whatever has to be escaped in them."""
+
 COMMON = frozenset({"model", "stream", "stream_options", "stop", "max_tokens", "logprobs"})
 CHAT = frozenset({"messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs"})
 COMPLETION = frozenset({"prompt"})
@@ -161,6 +164,9 @@ def _asked(fields: Mapping[str, Any], params: SamplingParams, *, logprobs: bool)
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise ApiError(400, "stop is a text or a list of texts", param="stop")
+    if len(stop) > MAX_STOPS or any(len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES for text in stop):
+        text = f"at most {MAX_STOPS} stop texts of at most {MAX_STOP_BYTES} bytes each can be looked for"
+        raise ApiError(400, text, param="stop", code="unsupported_parameter")
     stream_options = fields.get("stream_options", {})
     if not isinstance(stream_options, Mapping):
         raise ApiError(400, "stream_options is an object", param="stream_options")
@@ -223,15 +229,6 @@ def _variables(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def one_token_stops(stop: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
-    """The ids of stop texts. A text of several tokens has no place where the sampled ids could be cut exactly.
-
-    Raises `ApiError`.
-    """
-    found = []
-    for text in stop:
-        ids = encode(text)
-        if len(ids) != 1:
-            message = f"a stop text is one token of the policy; {text!r:.80} is {len(ids)}"
-            raise ApiError(400, message, param="stop", code="unsupported_parameter")
-        found.append(ids[0])
-    return tuple(found)
+    """The ids of those stop texts that are one token of the policy. The engine stops at these without reading text."""
+    written = [encode(text) for text in stop]
+    return tuple(ids[0] for ids in written if len(ids) == 1)

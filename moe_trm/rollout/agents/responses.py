@@ -29,7 +29,7 @@ def chat_completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict
         "message": message,
         "finish_reason": "tool_calls" if message.get("tool_calls") else node.turn.finish_reason,
         "logprobs": {"content": _logprobs(node, tokens)} if asked.logprobs else None,
-        "matched_stop": _matched_stop(node, asked),
+        "matched_stop": _matched_stop(node),
     }
     return _head(node, name, "chat.completion") | {"choices": [choice], "usage": _usage(node)}
 
@@ -41,7 +41,7 @@ def completion(node: Node, name: str, asked: Asked, tokens: Tokens) -> dict[str,
         "text": node.answer.body,
         "finish_reason": node.turn.finish_reason,
         "logprobs": None,
-        "matched_stop": _matched_stop(node, asked),
+        "matched_stop": _matched_stop(node),
     }
     if asked.logprobs:
         found = _logprobs(node, tokens)
@@ -99,9 +99,9 @@ def weights_of(node: Node) -> str:
     return f"weights-{int(node.turn.versions[-1])}"
 
 
-def _matched_stop(node: Node, asked: Asked) -> str | None:
+def _matched_stop(node: Node) -> str | None:
     """The stop text of the request that ended the answer, as SGLang's servers say it."""
-    return node.answer.end if node.answer.end in asked.stop else None
+    return node.answer.stop or None
 
 
 def _head(node: Node, name: str, kind: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ the answer. What follows must be the answer. The rest is new, and the only part 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moe_trm.rollout.agents.messages import Message, reads_as
@@ -22,12 +22,20 @@ class Answer:
     Attributes:
         message: the message that the client got; None for a completion.
         body: text of the sampled ids, without the token that ended it.
-        end: text of that token; empty where a limit cut the answer.
+        end: text of that token; empty where a limit cut the answer. Where a stop text ended it: all sampled text from
+            the stop text on.
+        stop: the request's stop text that ended it; empty where there was none.
     """
 
     message: Message | None
     body: str
     end: str
+    stop: str = ""
+
+    @property
+    def overruns(self) -> bool:
+        """True where text behind the stop text was sampled. The client never saw it."""
+        return bool(self.stop) and self.end != self.stop
 
 
 @dataclass(frozen=True)
@@ -44,25 +52,46 @@ class Seam:
     rewritten: bool
 
 
-def find_seam(answer: Answer, tail: str, closing: str, read: Reader) -> Seam | None:
+def find_seam(answer: Answer, tail: str, closing: str | None, read: Reader) -> Seam | None:
     """The seam of `answer` in `tail`, or None where the template writes another answer.
 
     Args:
         answer: as it was sampled.
         tail: the template's text from the beginning of the answer on.
-        closing: the template's text between an answer and the next message.
+        closing: the template's text between an answer and the next message; None where that is another one than behind
+            the last answer.
         read: tells whether the template's form of the answer is the same message.
     """
     rest = tail.removeprefix(answer.body)
+    # What the ids end in may be nothing that the client or the template knows.
+    known = not answer.overruns and (closing is not None or not answer.end)
     if tail.startswith(answer.body):
         if answer.end and rest.startswith(answer.end):
             return Seam(rest.removeprefix(answer.end), rewritten=False)
-        if rest.startswith(closing) and (closing or answer.body):
+        if known and rest.startswith(closing or "") and (closing or answer.body):
             return Seam(rest, rewritten=bool(answer.end))
     if answer.message is None:
         return None
-    for mark in (answer.end, closing):
+    for mark in (answer.end, (closing or "") if known else ""):
         head, found, behind = tail.partition(mark) if mark else (tail, "", "")
         if found and reads_as(answer.message, read(head)):
             return Seam(behind if mark == answer.end else mark + behind, rewritten=True)
     return None
+
+
+def cut_at_stop(body: str, end: str, stops: Sequence[str]) -> tuple[str, str, str]:
+    """Body, end and stop text of an answer that may have one of `stops` in it.
+
+    An engine looks at text after whole tokens. So the last token may have text behind the stop text; and an answer that
+    a weight push interrupted in the middle of a stop text goes on. Nothing that was sampled is left out: it is the end.
+    """
+    whole = body + end
+    found = [
+        (place, stop)
+        for stop in stops
+        if 0 <= (place := whole.find(stop)) < len(body) or (place == len(body) and stop == end)
+    ]
+    if not found:
+        return body, end, ""
+    place, stop = min(found, key=lambda one: one[0])
+    return whole[:place], whole[place:], stop

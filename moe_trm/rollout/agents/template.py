@@ -28,10 +28,11 @@ class Template(Protocol):
     def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         """The whole conversation, ready for the policy to answer. Raises `CheckpointError`."""
 
-    def closing(self, options: TemplateOptions) -> str:
+    def closing(self, options: TemplateOptions) -> str | None:
         """The text between an answer and the message after it.
 
-        It is empty where the next message itself ends the answer, and where it is not known.
+        It is empty where the next message itself ends the answer, and where it is not known. None: the template ends
+        the last answer with another token than an earlier one.
         """
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -51,11 +52,11 @@ class ChatTemplate:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
-    def render(self, messages: Sequence[Message], options: TemplateOptions) -> str:
-        """See `Template.render`."""
-        return self._render(messages, options, opens_answer=True)
+    def render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool = True) -> str:
+        """See `Template.render`. Without `opens_answer` the text ends behind the last message."""
+        return self._render(messages, options, opens_answer=opens_answer)
 
-    def closing(self, options: TemplateOptions) -> str:
+    def closing(self, options: TemplateOptions) -> str | None:
         """See `Template.closing`.
 
         It is what stands behind an answer both at the end and before a message. A template that opens the next answer
@@ -68,8 +69,14 @@ class ChatTemplate:
         except CheckpointError:
             # A template that only writes conversations of another form, e.g. with a system message.
             return ""
+        return self.shared(last, between)
+
+    def shared(self, last: str, between: str) -> str | None:
+        """The beginning that two texts behind an answer share; None where they begin with different tokens."""
         pairs = zip(last, between, strict=False)
-        return "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        first_tokens = [self.decode(self.encode(text)[:1]) for text in (last, between)]
+        return None if all(len(token) > len(same) for token in first_tokens) else same
 
     def _behind_mark(self, talk: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
         """The text behind the marked answer; empty where the template does not write it as it is."""
@@ -80,24 +87,45 @@ class ChatTemplate:
         """See `Template.encode`."""
         return self._tokens.encode_plain(text) if text else ()
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Ids as text, special tokens included."""
+        return self._tokens.decode_all(token_ids)
+
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         """See `Template.encode_prompt`."""
         return self._tokens.encode(text)
 
     def _render(self, messages: Sequence[Message], options: TemplateOptions, *, opens_answer: bool) -> str:
-        def write(given: Sequence[Message]) -> str:
-            return self._tokens.render(
-                given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
-            )
+        whole = [_with_thinking(message) for message in messages]
+        # Some templates put arguments together as text, others write a mapping as JSON themselves. And one takes no
+        # reasoning beside content and calls.
+        forms = [form(list(given)) for given in (whole, messages) for form in (list, _all_textual)]
+        refusal: CheckpointError | None = None
+        for number, given in enumerate(forms):
+            if given in forms[:number]:
+                continue
+            try:
+                return self._tokens.render(
+                    given, tools=options.tools or None, variables=options.variables, opens_answer=opens_answer
+                )
+            except CheckpointError as error:
+                refusal = refusal or error
+        assert refusal is not None, "there is one form at least"
+        raise refusal
 
-        try:
-            return write(messages)
-        except CheckpointError:
-            # Some templates put arguments together as text, others write a mapping as JSON themselves.
-            textual = [_with_textual_arguments(message) for message in messages]
-            if textual == list(messages):
-                raise
-            return write(textual)
+
+def _all_textual(messages: Sequence[Message]) -> list[Message]:
+    return [_with_textual_arguments(message) for message in messages]
+
+
+def _with_thinking(message: Message) -> Message:
+    """The message with its reasoning under the name that gpt-oss's template has for it, too.
+
+    That one writes reasoning before calls only, and some copies of it write an answer with reasoning as reasoning.
+    """
+    if "reasoning_content" not in message or "tool_calls" not in message:
+        return message
+    return message | {"thinking": message["reasoning_content"]}
 
 
 def _with_textual_arguments(message: Message) -> Message:

@@ -8,8 +8,8 @@ branch at the last node for which that holds, or at the root.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from moe_trm.rollout.agents.messages import Message, returned, same
 from moe_trm.rollout.agents.seam import Answer, Reader, find_seam
@@ -28,7 +28,8 @@ class Context:
         text: all of it, as the template writes it.
         added: `[A]` ids behind those of the parent; the policy did not sample them.
         rewritten: the template would write the parent's answer in another form.
-        cut: the messages continue an answer that the ids do not, because the template changes earlier text.
+        cut: the messages continue an answer that the ids do not: the template changes earlier text, or text was sampled
+            that the client never saw.
     """
 
     parent: Node | None
@@ -124,18 +125,26 @@ class SessionTree:
 
     def completion(self, prompt: str) -> Context:
         """The context of the completion of `prompt`, which may begin with an earlier prompt and its completion."""
-        found = [
+        begun = [
             (len(node.context.text) + len(node.answer.body), -node.children, number, node)
             for number, node in enumerate(self.nodes)
-            if node.context.messages is None and prompt.startswith(node.context.text + node.answer.body)
+            if node.context.messages is None and prompt.startswith(_shown(node))
         ]
+        # Text behind a stop text was sampled, and the client never saw it.
+        found = [one for one in begun if not one[3].answer.overruns or prompt.startswith(one[3].answer.end, one[0])]
         if not found:
-            return Context(None, None, prompt, self.template.encode_prompt(prompt))
+            return Context(None, None, prompt, self.template.encode_prompt(prompt), cut=bool(begun))
         length, _, _, node = max(found, key=lambda item: item[:3])
+        longest = max(one[0] for one in begun)
         rest = prompt[length:]
         rewritten = bool(node.answer.end) and not rest.startswith(node.answer.end)
         return Context(
-            node, None, prompt, self.template.encode(rest.removeprefix(node.answer.end)), rewritten=rewritten
+            node,
+            None,
+            prompt,
+            self.template.encode(rest.removeprefix(node.answer.end)),
+            rewritten=rewritten,
+            cut=length < longest,
         )
 
     def add(self, context: Context, turn: SampledTurn, answer: Answer) -> Node:
@@ -150,10 +159,6 @@ class SessionTree:
         """The last answer of every branch, in the order in which they came."""
         return [node for node in self.nodes if not node.children]
 
-    def left_out(self, leaf: Node) -> int:
-        """Sampled tokens that are not in the branch of `leaf`."""
-        return sum(node.turn.num_sampled for node in self.nodes) - sum(node.turn.num_sampled for node in leaf.path())
-
     def _deepest(self, messages: tuple[Message, ...]) -> Node | None:
         """The node with the longest conversation that `messages` begin with.
 
@@ -167,8 +172,16 @@ class SessionTree:
         return max(found, key=lambda item: item[:3])[3] if found else None
 
 
-def conversation_of(leaf: Node, prompt_id: str) -> Conversation:
+def conversation_of(
+    leaf: Node, prompt_id: str, *, trained: Collection[Node] | None = None, routes: bool = True
+) -> Conversation:
     """The branch of `leaf` as one conversation, whose record goes to the learner.
+
+    Args:
+        leaf: its last answer.
+        prompt_id: of the sample.
+        trained: the answers that the record is about, `leaf` among them; the others are its context. None: all.
+        routes: with the recorded routes.
 
     Raises `RecordRejected` as `Conversation.add` does.
     """
@@ -177,8 +190,18 @@ def conversation_of(leaf: Node, prompt_id: str) -> Conversation:
     for node in nodes:
         if node.parent is not None:
             conversation.append(node.context.added)
-        conversation.add(node.turn)
+        turn = node.turn if routes else replace(node.turn, routes=None)
+        conversation.add(turn, trained=trained is None or node in trained)
     return conversation
+
+
+def _shown(node: Node) -> str:
+    """Text that a prompt has to begin with to continue the completion `node`.
+
+    One without any text but its end is continued where that is in the prompt: else the same prompt asked again would be
+    taken for its continuation.
+    """
+    return node.context.text + (node.answer.body or node.answer.end)
 
 
 def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: Answer) -> bool:

@@ -33,6 +33,8 @@ class Conversation:
         self._sampled = [False] * len(prompt.token_ids)
         self._turn_ids = [0] * len(prompt.token_ids)
         self._turns: list[SampledTurn] = []
+        self._starts: list[int] = []
+        self._trained: list[bool] = []
         self._routes: RouteRecord | None = None
 
     @property
@@ -54,8 +56,8 @@ class Conversation:
         """Tokens that the policy did not sample. They belong to the turn of the answer after them."""
         self._extend(token_ids, sampled=False)
 
-    def add(self, turn: SampledTurn) -> None:
-        """The engine's answer to `tokens`.
+    def add(self, turn: SampledTurn, *, trained: bool = True) -> None:
+        """The engine's answer to `tokens`. With `trained` False it is the context of what follows, as a prompt is.
 
         Raises:
             RecordRejected: `route_*`, routes that do not continue those known; `route_missing`, of one answer but not
@@ -70,16 +72,24 @@ class Conversation:
             )
         if turn.routes is not None:
             self._routes = _continue(self._routes, turn.routes)
-        self._extend(turn.tokens.tolist(), sampled=True)
+        self._starts.append(len(self._tokens))
+        self._trained.append(trained)
+        self._extend(turn.tokens.tolist(), sampled=trained)
         self._turns.append(turn)
 
     def record(
-        self, *, sample_id: int, group_id: int, keep_changed: bool, finish_reason: str | None = None
+        self,
+        *,
+        sample_id: int,
+        group_id: int,
+        keep_changed: bool,
+        finish_reason: str | None = None,
+        row: int = 0,
     ) -> RolloutRecord:
         """The record, up to the last sampled token: the policy never saw the text appended after it.
 
         Args:
-            sample_id, group_id: go into the record.
+            sample_id, group_id, row: go into the record.
             keep_changed: keep a sample with routes that the engine computed again, without them; else reject it.
             finish_reason: of the whole; None: that of the last answer.
 
@@ -87,12 +97,13 @@ class Conversation:
             RecordRejected: `empty_output` (no answer), `version_span` and `retracted` (recomputed routes, after the
                 weights changed and under unchanged ones).
         """
+        assert not self._turns or self._trained[-1], "a row ends with an answer that it trains"
         if not self._turns:
             raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 answer")
         sampled_T = np.array(self._sampled, bool)
         length = int(np.flatnonzero(sampled_T)[-1]) + 1
-        versions_S = np.concatenate([turn.versions for turn in self._turns])
-        masks = [turn.sampling_mask for turn in self._turns if turn.sampling_mask is not None]
+        own = [turn for turn, trained in zip(self._turns, self._trained, strict=True) if trained]
+        masks = [turn.sampling_mask for turn in own if turn.sampling_mask is not None]
         record = RolloutRecord(
             sample_id=sample_id,
             group_id=group_id,
@@ -100,12 +111,13 @@ class Conversation:
             tokens=np.array(self._tokens[:length], np.int32),
             sampled=sampled_T[:length],
             turn_ids=np.array(self._turn_ids[:length], np.int16),
-            rollout_logprobs=np.concatenate([turn.rollout_logprobs for turn in self._turns]),
-            full_logprobs=np.concatenate([turn.full_logprobs for turn in self._turns]),
-            versions=versions_S,
-            routes=self._trusted_routes(sampled_T[:length], keep_changed=keep_changed),
+            rollout_logprobs=np.concatenate([turn.rollout_logprobs for turn in own]),
+            full_logprobs=np.concatenate([turn.full_logprobs for turn in own]),
+            versions=np.concatenate([turn.versions for turn in own]),
+            routes=self._trusted_routes(keep_changed=keep_changed),
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
+            row=row,
         )
         return record.bound()
 
@@ -114,17 +126,15 @@ class Conversation:
         self._sampled.extend([sampled] * len(token_ids))
         self._turn_ids.extend([len(self._turns)] * len(token_ids))
 
-    def _trusted_routes(self, sampled_T: np.ndarray, *, keep_changed: bool) -> RouteRecord | None:
+    def _trusted_routes(self, *, keep_changed: bool) -> RouteRecord | None:
         """The routes, without those that the engine may have recomputed (`SampledTurn.recomputed`)."""
-        routes, first = self._routes, 0
-        for number, turn in enumerate(self._turns):
+        routes = self._routes
+        for number, (turn, start) in enumerate(zip(self._turns, self._starts, strict=True)):
             if routes is not None and turn.recomputed:
                 if not keep_changed:
                     raise _recomputed(turn, number)
                 # The row that predicts the token after the recomputed ones is its own; all rows before it may not be.
-                last = np.flatnonzero(sampled_T)[first + turn.recomputed]
-                routes = routes.uncover(slice(0, int(last) - 1))
-            first += turn.num_sampled
+                routes = routes.uncover(slice(0, start + turn.recomputed - 1))
         return routes
 
 

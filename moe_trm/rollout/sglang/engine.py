@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.sglang.seeds import Seeds
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
@@ -84,6 +86,7 @@ class SglangEngine:
         self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
+        self._seeds = Seeds(config.seed if server.deterministic else None)
 
     def write_text(self, checkpoint: str) -> None:
         """Let intake processes decode samples, with the tokenizer of this folder. Before `start`."""
@@ -115,6 +118,7 @@ class SglangEngine:
     ) -> tuple[RolloutRecord, tuple[str, str] | None]:
         """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
         keep_changed = self._wanted.missing == "native"
+        params = replace(params, seed=self._seeds.of_sample(sample_id))
         whole = Whole(sample_id, group_id, prompt.prompt_id, params, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
@@ -147,6 +151,7 @@ class SglangEngine:
     ) -> Reading:
         """The turn after `context`; its record, where an intake process could make that of the first answer."""
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
+        params = params if params.seed is not None else replace(params, seed=self._seeds.next())
         so_far: SampledTurn | None = None
         refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
         for _ in range(params.max_new_tokens + REISSUES):
@@ -264,18 +269,24 @@ class SglangEngine:
 
         The server refuses masks together with `n > 1`, hence one request each.
         """
+        sampling: dict[str, object] = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "max_new_tokens": params.max_new_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+            **({} if params.seed is None else {"sampling_seed": params.seed}),
+        }
         request: dict[str, object] = {
             "input_ids": list(token_ids),
-            "sampling_params": {
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "min_p": params.min_p,
-                "max_new_tokens": params.max_new_tokens,
-                "stop_token_ids": list(params.stop_token_ids),
-            },
+            "sampling_params": sampling,
             "return_logprob": True,
         }
+        if params.stop_texts:
+            # SGLang looks for a text in as many last tokens as the tokenizer writes it in; the policy may take more.
+            # For an expression it looks at as many as there are characters (0.5.23, `Req._stop_match_tail_len`).
+            sampling["stop_regex"] = [re.escape(text) for text in params.stop_texts]
         if bare:
             return request
         if self._wanted.routes:

@@ -21,7 +21,7 @@ import torch
 
 from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
-from moe_trm.errors import CheckpointError, EngineError
+from moe_trm.errors import CheckpointError, ConfigError, EngineError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.credentials import without_key
@@ -135,8 +135,16 @@ def on_cpu(settings: ServerConfig) -> bool:
 
 
 def launch_command(config: Config, checkpoint: Path, port: int, config_file: str) -> list[str]:
-    """The complete command line of the server."""
+    """The complete command line of the server. Raises `ConfigError` for what its device cannot do."""
     settings = config.rollout.server
+    if settings.deterministic and on_cpu(settings):
+        raise ConfigError(
+            "SGLang's deterministic kernels need CUDA",
+            where="rollout.server.deterministic",
+            got="true on a CPU",
+            expected="false, or a CUDA device",
+            fix="set rollout.server.deterministic=false; rollout.server.dtype=float32 leaves the least rounding here",
+        )
     options = {
         "--config": config_file,
         "--model-path": str(checkpoint),
@@ -150,6 +158,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         "--random-seed": config.seed,
     }
     flags = ["--enable-return-routed-experts"]
+    flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []
+    flags += ["--enable-deterministic-inference"] if settings.deterministic else []
     if on_cpu(settings):
         options |= {
             "--device": "cpu",

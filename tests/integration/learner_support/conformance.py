@@ -26,7 +26,7 @@ from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing import ReplayProofError, RouteError
+from routing import Layout, PackedLayout, ReplayProofError, RouteError, Rows
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from routing.replay_pass import ReplayPass
 from tests.integration.learner_support.liars import liars
@@ -47,6 +47,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "model": {"checkpoint": checkpoint},
                 "replay": {"max_local_flip_rate": float(options.get("flips", 1.0))},
                 "rollout": {"temperature": TEMPERATURE},
+                "batch": {"layout": options.get("layout", "padded")},
                 "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
                 "learner": {
                     "backend": options["backend"],
@@ -195,6 +196,12 @@ def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRec
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ReplayPass, "choose", lambda _self, _layer, live, _recompute: live)
         facts["deaf"] = refused(ReplayProofError, lambda: learner.update(batches, random, loss))
+    # A route at the wrong token: the shared map is off by one place, which only a second cut can tell.
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Layout, "router_index"), (PackedLayout, "router_index"), (Rows, "places")):
+            right = getattr(owner, name)
+            patch.setattr(owner, name, lambda self, right=right: right(self).roll(1))
+        facts["misplaced"] = refused(ReplayProofError, lambda: learner.update(batches, random, loss))
     # Random routes look like shifted rows: no live router would choose them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner._replayer, "max_local_flip_rate", 0.3)  # type: ignore[attr-defined]

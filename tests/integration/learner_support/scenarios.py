@@ -45,6 +45,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
             "replay": {"mode": options.get("mode", "R3"), "max_local_flip_rate": float(options.get("flips", 1.0))},
             "probe": {"every": 0},
             "rollout": {"temperature": TEMPERATURE},
+            "batch": {"layout": options.get("layout", "padded")},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {
                 "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},

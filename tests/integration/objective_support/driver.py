@@ -140,7 +140,7 @@ class Keep(Sink):
 
 def _detached(scores: Scores) -> Scores:
     entropy = None if scores.entropy is None else scores.entropy.detach().clone()
-    return Scores(scores.logprobs.detach().clone(), entropy=entropy)
+    return Scores(scores.logprobs.detach().clone(), entropy=entropy, router_shift=scores.router_shift)
 
 
 def _rows(batches: Sequence[TokenBatch]) -> list[tuple[int, float, float]]:

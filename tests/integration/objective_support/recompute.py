@@ -60,6 +60,9 @@ def recompute(
         entropy=stacked([_given(score.entropy) for score in current]).double()
         if current[0].entropy is not None
         else None,
+        router_shift=stacked([_given(score.router_shift) for score in current])
+        if current[0].router_shift is not None
+        else None,
     )
     loss = aggregate(
         losses.get(name).bind(**parameters)(inputs).values,

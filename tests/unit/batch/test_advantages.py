@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_trm.batch import advantages as adv
-from moe_trm.batch.outcome import GDPO, OUTCOME, advantages_by_part, outcome_advantages
+from moe_trm.batch.outcome import GDPO, OUTCOME, REMAX, advantages_by_part, outcome_advantages
 from moe_trm.errors import ConfigError, ControllerError
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
@@ -128,7 +128,7 @@ def test_reinforce_plus_plus_is_whitened_over_tokens() -> None:
 
 
 def test_every_estimator_by_name_is_the_function_it_names() -> None:
-    assert set(ADVANTAGES) == {*OUTCOME, GDPO, *BY_TOKEN, "opob"}
+    assert set(ADVANTAGES) == {*OUTCOME, GDPO, REMAX, *BY_TOKEN, "opob"}
     lengths = np.array([4, 2, 6, 3, 3, 6])
     expected = {
         "grpo": adv.grpo(R, G),
@@ -144,6 +144,20 @@ def test_every_estimator_by_name_is_the_function_it_names() -> None:
     np.testing.assert_array_equal(plain, adv.reinforce_plus_plus(R, lengths))
     baseline = outcome_advantages("reinforce_plus_plus_baseline", R, G, lengths)
     np.testing.assert_array_equal(baseline, adv.reinforce_plus_plus_baseline(R, G, lengths))
+
+
+def test_remax_against_a_loop_and_its_gradient() -> None:
+    """E[A grad log p] does not depend on the baseline: by enumeration of a softmax over three answers."""
+    rewards, baselines = np.array([1.0, 0.0, -2.0, 0.5]), np.array([0.25, 0.25, 1.0, 0.5])
+    expected = [reward - baseline for reward, baseline in zip(rewards, baselines, strict=True)]
+    np.testing.assert_array_equal(
+        outcome_advantages("remax", rewards, G[:4], np.ones(4), baselines=baselines), expected
+    )
+    probs, of_answer = np.array([0.5, 0.3, 0.2]), np.array([1.0, 0.0, 0.5])
+    scores = np.eye(3) - probs
+    plain = (probs * of_answer) @ scores
+    with_baseline = (probs * adv.remax(of_answer, np.full(3, of_answer[probs.argmax()]))) @ scores
+    np.testing.assert_allclose(with_baseline, plain, atol=1e-15)
 
 
 def test_pass_at_k_of_a_lonely_survivor_is_nothing() -> None:

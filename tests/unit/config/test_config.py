@@ -155,6 +155,7 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["observe.sinks=[wandb, wandb]"], "observe.sinks"),
         (["task.eval_sets={a/b: x.jsonl}"], "task.eval_sets"),
         (["learner.micro_batch_rows=4", "learner.micro_batch_tokens=4096"], "learner.micro_batch_tokens"),
+        (["batch.layout=packed", "learner.fp8=tensorwise", "learner.dtype=bfloat16"], "batch.layout"),
         (["rollout.max_new_tokens=64", "learner.micro_batch_tokens=63"], "learner.micro_batch_tokens"),
         (
             ["rollout.group_size=1", "advantage.name=reinforce_plus_plus", "batch.zero_variance=drop"],
@@ -166,6 +167,10 @@ EXACT = "correction.rules=[{name: trm_max, thresholds: {max_kl: 0.1, divergence:
         (["learner.parallel.virtual_pipeline=2"], "learner.parallel.virtual_pipeline"),
         (["learner.parallel.expert_tensor=2"], "learner.parallel.expert_tensor"),
         (["learner.parallel.tensor=4", "learner.parallel.expert_tensor=3"], "learner.parallel.expert_tensor"),
+        (["loss.name=rspo", "replay.mode=none"], "replay.mode"),
+        (["loss.name=rspo", "replay.missing=native"], "replay.missing"),
+        (["loss.name=rspo", "learner.parallel.pipeline=2"], "learner.parallel.pipeline"),
+        (["loss.name=rspo", "pipeline.mode=async", "pipeline.behavior=interpolate"], "pipeline.behavior"),
         (["rollout.engine=sglnag"], "rollout.engine"),
         (["rollout.engine=nowhere.py:engine"], "rollout.engine"),
     ],

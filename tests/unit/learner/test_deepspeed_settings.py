@@ -92,3 +92,13 @@ def test_checks_import_no_engine() -> None:
         "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_packs_of_a_model_that_may_mix_them_are_refused() -> None:
+    """A layer with a state, for instance, would carry one sequence into the next."""
+    packed = config({}, batch={"layout": "packed"}, replay={"mode": "none"})
+    other = {"architectures": ["Qwen3NextForCausalLM"], "num_experts": 8}
+    with pytest.raises(ConfigError, match="kept apart"):
+        check_model(packed, other)
+    check_model(packed, MOE)
+    check_model(config({}, replay={"mode": "none"}), other)

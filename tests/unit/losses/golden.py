@@ -98,6 +98,15 @@ GOLDEN = [
         1.683613,
         {"beta": 0.5, "beta_value": 0.5},
     ),
+    Golden("acr_clip", -0.002694, (0.085013, 0.062979, -0.069603, 0.103835, 0), 0.777885),
+    Golden(
+        "acr_clip",
+        -0.092136,
+        (0.076923, 0.062979, -0.056986, 0.207671, 0),
+        0.878045,
+        correction=("token_tis", {}),
+        case="decoupled",
+    ),
     Golden("turn_ppo", -0.009380, (0.080867, 0.080867, -0.074401, 0.089372, 0), 0.810429),
 ]
 
@@ -114,6 +123,7 @@ def evaluate(golden: Golden, fx: WorkedExample, current: Tensor) -> Tensor:
         rewards=(fx.signs > 0).double(),
         group_ids=torch.tensor([0, 0, 1, 1]),
         entropy=torch.ones(4, 5),
+        router_shift=torch.zeros(4, 5),
         turn_ids=torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [0] * 5, [0] * 5]),
     )
     objective = losses.get(golden.name)

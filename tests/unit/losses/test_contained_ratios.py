@@ -58,6 +58,7 @@ def slope(loss: str, moved: str | None, ratio: str) -> torch.Tensor:
         rewards=torch.tensor([1.0, 0.0]),
         group_ids=torch.zeros(2, dtype=torch.int64),
         entropy=torch.ones(2, 3),
+        router_shift=torch.zeros(2, 3),
     )
     values = losses.get(loss)(inputs, ratio=ratio, **PARAMETERS.get(loss, {})).values
     return torch.autograd.grad(values[mask].sum(), current)[0]

@@ -29,6 +29,7 @@ def test_nothing_kept_gives_zero_loss_and_gradient(name: str, fx: WorkedExample)
         rewards=fx.signs,
         group_ids=torch.tensor([0, 0, 1, 1]),
         entropy=torch.ones(4, 5),
+        router_shift=torch.full((4, 5), 0.1),
     )
     loss = aggregate(
         losses.get(name)(inputs).values,
@@ -74,6 +75,7 @@ def test_correction_weights_scale_the_gradient(name: str, fx: WorkedExample) -> 
             rewards=fx.signs,
             group_ids=torch.tensor([0, 0, 1, 1]),
             entropy=torch.ones(4, 5),
+            router_shift=torch.full((4, 5), 0.1),
         )
         gradients += torch.autograd.grad(losses.get(name)(inputs).values[fx.mask].sum(), current)
     assert gradients[0].any()
@@ -87,7 +89,13 @@ def test_extreme_ratios_stay_finite(name: str, fx: WorkedExample) -> None:
         inputs = LossInputs.uncorrected(
             LogRatios(fx.rollout.float(), fx.behavior.float(), current, fx.mask), current, fx.advantages.float()
         )
-        inputs = replace(inputs, rewards=fx.signs, group_ids=torch.tensor([0, 0, 1, 1]), entropy=torch.ones(4, 5))
+        inputs = replace(
+            inputs,
+            rewards=fx.signs,
+            group_ids=torch.tensor([0, 0, 1, 1]),
+            entropy=torch.ones(4, 5),
+            router_shift=torch.full((4, 5), 0.1),
+        )
         values = losses.get(name)(inputs).values[fx.mask]
         values.sum().backward()
         assert values.isfinite().all()

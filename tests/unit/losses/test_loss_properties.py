@@ -48,6 +48,7 @@ class Batch:
             rewards=torch.where(rewards > 0, 1.0, 0.0).double(),
             group_ids=self.groups,
             entropy=self.entropy,
+            router_shift=self.entropy / 10,
         )
 
     def loss(self, name: str, current: Tensor) -> Tensor:

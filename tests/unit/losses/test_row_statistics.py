@@ -106,6 +106,7 @@ def test_a_dropped_token_without_a_number_is_in_no_statistic(loss: str) -> None:
         rewards=torch.tensor([1.0, 0.0]),
         group_ids=torch.zeros(2, dtype=torch.int64),
         entropy=torch.ones(2, 3),
+        router_shift=torch.zeros(2, 3),
     )
     values = losses.get(loss)(inputs).values
     assert values[keep].isfinite().all()

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, EngineError, RecordRejected
 from moe_trm.functions.host import FunctionHost
-from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.sync.manifest import WeightPush
@@ -171,36 +169,3 @@ def test_a_function_that_does_not_await_is_refused_at_launch(tmp_path: Path) -> 
     host = FunctionHost(f"{path}:rollout", adapter=ADAPTER, key="rollout.function", limit_s=1.0)
     with pytest.raises(ConfigError, match="await its session"):
         asyncio.run(host.start())
-
-
-def test_the_ledger_balances_whatever_the_functions_do(tmp_path: Path) -> None:
-    moods = ["plays", *REASONS, "goes on", "rewards", "catches"]
-    config = Config.model_validate(
-        {
-            "model": {"checkpoint": "unused"},
-            "rollout": {"prompts_per_step": len(moods), "group_size": 2},
-            "learner": {"minibatches": 1},
-            "batch": {"refill_limit": 1},
-        }
-    )
-
-    async def go() -> Mapping[str, float]:
-        engine, task = WholeEngine(), MoodTask(moods)
-        made = sampler(tmp_path, engine, task)
-        controller = RolloutController(config, engine, task, SamplingParams(top_k=16), made)
-        try:
-            await controller.load_weights(WeightPush(0, "", ()))
-            [share] = await controller.plan(1, data_size=1)
-        finally:
-            await controller.close()
-        return share.metrics
-
-    metrics = asyncio.run(go())
-    places = ("queued", "in_flight", "trained", "rejected", "dropped")
-    assert metrics["ledger/issued"] == sum(metrics[f"ledger/{place}"] for place in places) == 2 * len(moods)
-    for reason in set(REASONS.values()):
-        assert metrics[f"records/rejected/{reason}"] == 2 * list(REASONS.values()).count(reason)
-    assert metrics["ledger/trained"] == 8
-    assert metrics["turns/max"] == 4
-    assert 0 < metrics["turns/later_token_fraction"] < 1
-    assert metrics["reward/tool/mean"] == 2.0

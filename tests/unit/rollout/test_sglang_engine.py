@@ -6,6 +6,7 @@ import asyncio
 import json
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def test_a_request_asks_for_exactly_what_the_configuration_needs(tmp_path: Path)
         "sampling_logprobs_mode": "support",
     }
     plain = config(tmp_path, replay={"mode": "none"}, probe={"every": 0}, sampling_mask={"mode": "off"})
+    stopping = SglangEngine(plain, None).generate_request((1, 2), replace(params, stop_texts=("a.b", "\n")))
+    assert stopping["sampling_params"]["stop_regex"] == ["a\\.b", "\\\n"]  # type: ignore[index]
     assert SglangEngine(plain, None).generate_request((1, 2), params).keys() == {
         "input_ids",
         "sampling_params",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from moe_trm import summable
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, Recovery
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.objective import TERMS, Objective
 from moe_trm.step.passes import Anchored
@@ -109,17 +110,35 @@ def config(**changes: Any) -> Config:
 
 
 def outcome(
-    settings: Config, *, ranks: int, micro_batch_rows: int, first: bool = False, steps: int = 1
+    settings: Config,
+    *,
+    ranks: int,
+    micro_batch_rows: int,
+    first: bool = False,
+    steps: int = 1,
+    given: Sequence[TrainRow] | None = None,
 ) -> dict[str, Any]:
-    """Loss, gradient and keep mask by sample, and metrics of rank 0, of one minibatch shared in this way."""
-    shares = plan_step(rows(), seed=0, step=1, minibatches=1, data_size=ranks, micro_batch_rows=micro_batch_rows)
+    """Loss, gradient and keep mask by row, and metrics of rank 0, of one minibatch shared in this way.
+
+    `given`: its rows; None: `rows()`.
+    """
+    shares = plan_step(
+        given or rows(), seed=0, step=1, minibatches=1, data_size=ranks, micro_batch_rows=micro_batch_rows
+    )
     meeting, results = Ranks(ranks), [dict[str, Any]() for _ in range(ranks)]
 
     def work(rank: int) -> None:
         learner, objective = FakeLearner(meeting, rank), Objective(settings)
         reference = Reference(settings, learner)
         for _ in range(steps):
-            results[rank] = one_update(objective, learner, shares[rank][0], first=first, reference=reference)
+            results[rank] = one_update(
+                objective,
+                learner,
+                shares[rank][0],
+                first=first,
+                reference=reference,
+                recovery=settings.pipeline.recovery,
+            )
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(work, range(ranks)))
@@ -133,25 +152,34 @@ def outcome(
 
 
 def one_update(
-    objective: Objective, learner: FakeLearner, mini: MiniBatch, *, first: bool, reference: Reference | None = None
+    objective: Objective,
+    learner: FakeLearner,
+    mini: MiniBatch,
+    *,
+    first: bool,
+    reference: Reference | None = None,
+    recovery: Recovery = "same",
 ) -> dict[str, Any]:
     batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
     scores = [Scores((current_logprobs if first else anchor_logprobs)(batch)) for batch in batches]
-    part = Anchored(mini, batches, scores, [Native()] * len(batches))
+    part = Anchored(mini, batches, scores, [Native()] * len(batches), recovery=recovery)
     if reference is not None:
         [part] = reference.score(learner, [part])
     loss_of = objective.bind(part, learner, first=first)
     total, gradients, entropy_gradients = 0.0, dict[int, Tensor](), dict[int, Tensor]()
     for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):
         current, entropy = current_logprobs(batch).requires_grad_(), entropies(batch).requires_grad_()
-        loss = loss_of(index, Scores(current, entropy=entropy if objective.needs_entropy else None))
+        scores = Scores(current, entropy=entropy if objective.needs_entropy else None)
+        if objective.watches_routers:
+            scores = replace(scores, router_shift=entropies(batch) / 10)
+        loss = loss_of(index, scores)
         if loss.requires_grad:
             loss.backward()
         total += float(loss.detach())
         for values, found in ((current, gradients), (entropy, entropy_gradients)):
             gradient = torch.zeros_like(values) if values.grad is None else values.grad
             for i, row in enumerate(micro.rows):
-                found[row.record.sample_id] = gradient[i][batch.mask[i]]
+                found[row.record.row_id] = gradient[i][batch.mask[i]]
     metrics = objective.take(learner)
     metrics |= reference.adapt(metrics, mini.num_sequences) if reference else {}
     return {"loss": total, "gradients": gradients, "entropy_gradients": entropy_gradients, "metrics": metrics}

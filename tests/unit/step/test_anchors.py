@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from moe_trm.step.recipe import recipe
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
 from routing.replay import Recorded, RouteSource
+from routing.router_shift import KEEP, RouterScores
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
@@ -203,3 +205,23 @@ def test_weights_that_a_resumed_run_does_not_have_are_told() -> None:
     assert live.state() == []
     with pytest.raises(LearnerError, match="not in the checkpoint"):
         at(3, learner, Anchors(config(), "R3", whole=False), batch_of(3, [0, 2]))
+
+
+def test_the_routers_of_the_anchor_are_what_updates_compare_with() -> None:
+    class Watched(FakeLearner):
+        def score(self, batches: Any, sources: Any, **options: Any) -> list[Scores]:
+            assert all(source.scores is KEEP for source in sources)
+            found = super().score(batches, sources, **options)
+            return [replace(one, router=RouterScores({i: torch.zeros(1)})) for i, one in enumerate(found)]
+
+    for mode in ("R2", "R3"):
+        learner = Watched()
+        parts = at(1, learner, Anchors(config(eta=0), mode, whole=False, watches=True), batch_of(1, [0]))
+        assert learner.passes == [None]
+        for part in parts:
+            assert part.scored
+            sources = zip(part.sources, part.scores, strict=True)
+            assert all(source.scores is scores.router for source, scores in sources)
+        assert parts[0].sources[0].scores != parts[1].sources[0].scores
+    with pytest.raises(AssertionError):
+        at(1, Watched(), Anchors(config(eta=0), "none", whole=False, watches=True), batch_of(1, [0]))

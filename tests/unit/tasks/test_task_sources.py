@@ -152,3 +152,11 @@ def test_a_template_that_hides_answers_is_refused(tmp_path: Path) -> None:
     save(tiny_model(0, SHAPE), tokenizer, tmp_path)
     with pytest.raises(CheckpointError, match="as it is"):
         Tokens(tmp_path).encode_continuation([{"role": "user", "content": "x"}], EOS)
+
+
+def test_a_template_that_rewrites_the_beginning_is_refused(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}:" + TEMPLATE
+    save(tiny_model(0, SHAPE), tokenizer, tmp_path)
+    with pytest.raises(CheckpointError, match="changes the beginning"):
+        Tokens(tmp_path).encode_continuation([{"role": "user", "content": "x"}], EOS)

@@ -10,6 +10,13 @@ from typing import Any
 CALL = re.compile(r"\n?<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
 DEEPSEEK_CALLS = re.compile(r"<\|calls\|>.*<\|callsend\|>", re.DOTALL)
 DEEPSEEK_CALL = re.compile(r"<\|call\|>(.*?)<\|sep\|>(.*?)<\|callend\|>", re.DOTALL)
+ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant", re.DOTALL)
+HARMONY_CALL = re.compile(
+    r"(?: to=functions\.(\w+)<\|channel\|>commentary json"
+    r"|<\|channel\|>commentary to=functions\.(\w+) <\|constrain\|>json)<\|message\|>(.*)",
+    re.DOTALL,
+)
+"""In the template's form, and in that of the model."""
 
 Found = tuple[str, list[dict[str, Any]]]
 
@@ -37,4 +44,20 @@ def deepseek(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 def think(text: str) -> tuple[str, str]:
     before, found, behind = text.partition("</think>")
-    return (before.removeprefix("<think>"), behind) if found else ("", text)
+    return (before.lstrip().removeprefix("<think>"), behind) if found else ("", text)
+
+
+def harmony_reasoning(text: str) -> tuple[str, str]:
+    found = ANALYSIS.match(text)
+    rest = text[found.end() :] if found else text
+    return found[1] if found else "", rest.removeprefix("<|channel|>final<|message|>")
+
+
+def harmony(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
+    found = HARMONY_CALL.fullmatch(text)
+    if found is None:
+        return text, []
+    try:
+        return "", [{"name": found[1] or found[2], "arguments": json.loads(found[3])}]
+    except ValueError:
+        return text, []

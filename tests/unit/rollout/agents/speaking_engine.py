@@ -53,10 +53,15 @@ class SpeakingEngine(StandInEngine):
 
     Args:
         speak: the ids of the answer to a context.
+        decode: the text of ids, where stop texts are looked for.
     """
 
-    def __init__(self, speak: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        self.speak, self.version = speak, 0
+    def __init__(
+        self,
+        speak: Callable[[Sequence[int]], Sequence[int]],
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.speak, self.decode, self.version = speak, decode, 0
         self.asked: list[SamplingParams] = []
         self.wait = asyncio.Event()
         self.wait.set()
@@ -68,10 +73,18 @@ class SpeakingEngine(StandInEngine):
         await self.wait.wait()
         said = list(self.speak(context))
         ends = [place for place, token in enumerate(said) if token in params.stop_token_ids]
-        said = said[: ends[0] + 1] if ends else said
+        ends += self._ends_of_texts(said, params.stop_texts)
+        said = said[: min(ends) + 1] if ends else said
         cut = said[: params.max_new_tokens]
-        reason = "stop" if cut[-1] in params.stop_token_ids else "length"
+        reason = "stop" if ends and len(cut) == min(ends) + 1 else "length"
         return turn_of(context, cut, start=start, version=self.version, reason=reason)
+
+    def _ends_of_texts(self, said: Sequence[int], texts: Sequence[str]) -> list[int]:
+        """The first place up to which the text has one of `texts`."""
+        if self.decode is None:
+            return []
+        heads = (self.decode(said[: place + 1]) for place in range(len(said)))
+        return [place for place, head in enumerate(heads) if any(text in head for text in texts)][:1]
 
     async def load_weights(self, push: WeightPush) -> None:
         self.version = push.version

@@ -32,10 +32,17 @@ CALLS: dict[str, Callable[[random.Random], str]] = {
         f"\n<tool_call>add\n<arg_key>a</arg_key>{rng.choice(('', chr(10)))}<arg_value>1</arg_value>\n</tool_call>"
     ),
     "deepseek": lambda rng: f'<|calls|><|call|>add<|sep|>{{"a":{rng.choice((" ", ""))}1}}<|callend|><|callsend|>',
+    "glm45": lambda rng: (
+        f"\n<tool_call>add\n<arg_key>a</arg_key>{rng.choice(('', chr(10)))}<arg_value>1</arg_value>\n</tool_call>"
+    ),
 }
+MODELS_CALL = "<|channel|>commentary to=functions.add <|constrain|>json"
+"""A call as gpt-oss writes it; its template writes it in another form."""
 READERS = {
     "chatml": AnswerReader(parsers.hermes, parsers.think),
     "glm": AnswerReader(parsers.glm, None),
+    "glm45": AnswerReader(parsers.glm, parsers.think),
+    "harmony": AnswerReader(parsers.harmony, parsers.harmony_reasoning),
     "deepseek": AnswerReader(parsers.deepseek, None),
 }
 
@@ -84,7 +91,7 @@ class Talk:
         self.tokens = tokens_of(self.name)
         self.tree = SessionTree(ChatTemplate(self.tokens))
         self.reader = READERS.get(self.name, AnswerReader())
-        self.tools = TOOLS if self.name in CALLS else ()
+        self.tools = TOOLS if self.name in (*CALLS, "harmony") else ()
 
     def go(self, turns: int) -> None:
         if self.rng.random() < 0.5:
@@ -101,11 +108,23 @@ class Talk:
                 self.history.append({"role": "user", "content": words(self.rng)})
 
     def say(self) -> str:
+        if self.name == "harmony":
+            return self.say_in_channels()
         text = f"<think>{words(self.rng)}</think>" if self.rng.random() < self.thinks else ""
         text += words(self.rng)
         if self.name in CALLS and self.rng.random() < 0.5:
             text += CALLS[self.name](self.rng)
         return text
+
+    def say_in_channels(self) -> str:
+        start = "<|start|>assistant"
+        text = (
+            f"<|channel|>analysis<|message|>{words(self.rng)}<|end|>{start}" if self.rng.random() < self.thinks else ""
+        )
+        if self.rng.random() < 0.5:
+            return f"{text}<|channel|>final<|message|>{words(self.rng)}"
+        form = self.rng.choice((" to=functions.add<|channel|>commentary json", MODELS_CALL))
+        return f'{text}{form}<|message|>{{"a":{self.rng.choice((" ", ""))}1}}'
 
     def context(self) -> Context:
         options = TemplateOptions(self.tools)

@@ -64,7 +64,23 @@ GLM = """\
 <arg_value>{{ value }}</arg_value>
 {% endfor %}</tool_call>{% endfor %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""GLM-4.5: no token closes an answer; that of the next role does."""
+"""GLM-4: no token closes an answer; that of the next role does."""
+
+GLM45 = """\
+[gMASK]<sop>{% set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'user' %}<|user|>
+{{ m.content }}{% elif m.role == 'system' %}<|system|>
+{{ m.content }}{% elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}{% else %}<|assistant|>{{ '\\n<think>' }}
+{%- if loop.index0 > ns.last and m.reasoning_content %}{{ m.reasoning_content | trim }}{% endif %}</think>
+{%- if m.content | trim %}{{ '\\n' + m.content | trim }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>' + call.function.name }}
+{%- for key, value in call.function.arguments.items() %}{{ '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+{{- value }}</arg_value>{% endfor %}{{ '\\n</tool_call>' }}{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""GLM-4.5: every answer has a place for thinking, and after the user's next message nothing stands there."""
 
 DEEPSEEK = """\
 {%- set ns = namespace(first=true, system='') %}
@@ -78,6 +94,31 @@ DEEPSEEK = """\
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|outputsend|>{% endif %}
 {%- endif %}{% endfor %}"""
 """DeepSeek-V3: roles by tokens without newlines, arguments as text, state between tool messages."""
+
+HARMONY = """\
+<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>
+{%- if tools %}<|start|>developer<|message|>
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}<|end|>{% endif %}
+{%- set ns = namespace(called=none) %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m.tool_calls %}
+{%- set later = namespace(final=false) %}
+{%- for n in messages[loop.index:] %}
+{%- if n.role == 'assistant' and 'tool_calls' not in n %}{% set later.final = true %}{% endif %}{% endfor %}
+{%- if m.thinking and not later.final %}<|start|>assistant
+{{- '<|channel|>analysis<|message|>' + m.thinking }}<|end|>{% endif %}
+{%- set ns.called = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ ns.called.name }}
+{{- '<|channel|>commentary json<|message|>' }}{{ ns.called.arguments | tojson }}<|call|>
+{%- elif m.role == 'assistant' and loop.last and not add_generation_prompt %}
+{%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}<|start|>assistant
+{{- '<|channel|>final<|message|>' + m.content }}<|return|>
+{%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+{%- elif m.role == 'tool' %}<|start|>functions.{{ ns.called.name }} to=assistant<|channel|>commentary<|message|>
+{{- m.content | tojson }}<|end|>
+{%- else %}<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+"""gpt-oss: analysis is kept while tools work and until a final answer; the last answer has an end of its own."""
 
 MIXTRAL = """\
 <bos>{% for m in messages %}{% if m.role in ('user', 'system', 'tool') %}[INST] {{ m.content }} [/INST]
@@ -107,7 +148,9 @@ EAGER = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}as
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": (CHATML, "<|im_end|>"),
     "glm": (GLM, "<|user|>", "<|observation|>"),
+    "glm45": (GLM45, "<|user|>", "<|observation|>"),
     "deepseek": (DEEPSEEK, "<eos>"),
+    "harmony": (HARMONY, "<|return|>", "<|call|>"),
     "mixtral": (MIXTRAL, "<eos>"),
     "thinking": (THINKING, "<|im_end|>"),
     "rewriting": (REWRITING, "<|im_end|>"),
@@ -117,6 +160,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
 SPECIAL = (
     *("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "[gMASK]", "<sop>", "<|user|>", "<|system|>"),
     *("<|observation|>", "<|assistant|>", "<|User|>", "<|Assistant|>", "<|calls|>", "<|call|>", "<|sep|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|constrain|>"),
     *("<|callend|>", "<|callsend|>", "<|outputs|>", "<|output|>", "<|outputend|>", "<|outputsend|>"),
 )
 PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -11,6 +11,7 @@ import pytest
 
 from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.schema import Config
+from moe_trm.config.schema.agent import AgentRows
 from moe_trm.config.task_rules import refusals
 from moe_trm.errors import ConfigError, EngineError, RecordRejected
 from moe_trm.functions.host import FunctionHost
@@ -19,9 +20,7 @@ from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader, build_reader
 from moe_trm.rollout.agents.server import AgentServer
-from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks import RewardInput
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.tokens import Tokens
@@ -127,14 +126,21 @@ def speak(context: Sequence[int]) -> list[int]:
 
 
 def sampler(
-    folder: Path, engine: SpeakingEngine, task: MoodTask, *, turns: int = 4, seconds: float = 5.0
+    folder: Path,
+    engine: SpeakingEngine,
+    task: MoodTask,
+    *,
+    turns: int = 4,
+    seconds: float = 5.0,
+    rows: AgentRows = "last",
+    agent: str = AGENT,
 ) -> AgentSampler:
     path = folder / "own_agent.py"
-    path.write_text(AGENT)
+    path.write_text(agent)
     host = FunctionHost(f"{path}:run", adapter=ADAPTER, key="rollout.agent", limit_s=seconds)
     server = AgentServer("127.0.0.1", 0, max_body_bytes=1 << 20)
     policy = Policy(engine, TOKENS, AnswerReader(), Limits(turns, 1000))
-    return AgentSampler(host, server, policy, task, PARAMS, keep_changed=False)
+    return AgentSampler(host, server, policy, task, PARAMS, keep_changed=False, rows=rows)
 
 
 def outcomes(
@@ -260,42 +266,6 @@ def test_a_port_that_is_taken_is_refused_at_launch() -> None:
             await first.close()
 
     asyncio.run(go())
-
-
-def test_the_ledger_balances_whatever_the_agents_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_session, "MAX_REFUSED", 20)
-    reasons = {mood: reason for mood, reason in REASONS.items() if reason != "rollout_timeout"}
-    moods = ["plays", *reasons, "goes on", "rewards", "forgets"]
-    config = Config.model_validate(
-        {
-            "model": {"checkpoint": "unused"},
-            "rollout": {"prompts_per_step": len(moods), "group_size": 2},
-            "learner": {"minibatches": 1},
-            "batch": {"refill_limit": 1},
-        }
-    )
-
-    async def go() -> Mapping[str, float]:
-        engine, task = SpeakingEngine(speak), MoodTask(moods)
-        made = sampler(tmp_path, engine, task)
-        await made.start()
-        controller = RolloutController(config, engine, task, PARAMS, made)
-        try:
-            await controller.load_weights(WeightPush(0, "", ()))
-            [share] = await controller.plan(1, data_size=1)
-        finally:
-            await controller.close()
-        return share.metrics
-
-    metrics = asyncio.run(asyncio.wait_for(go(), 120))
-    places = ("queued", "in_flight", "trained", "rejected", "dropped")
-    assert metrics["ledger/issued"] == sum(metrics[f"ledger/{place}"] for place in places) == 2 * len(moods)
-    for reason in set(reasons.values()):
-        assert metrics[f"records/rejected/{reason}"] == 2 * list(reasons.values()).count(reason)
-    assert metrics["ledger/trained"] == 8
-    assert metrics["turns/max"] == 4
-    assert metrics["agent/sessions"] == 2 * len(moods)
-    assert metrics["agent/branches"] > metrics["ledger/trained"]
 
 
 def test_settings_of_an_agent_are_checked() -> None:

@@ -18,6 +18,7 @@ from moe_trm.rollout.agents.tree import conversation_of
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.types import SampledTurn, SamplingParams
 from tests.unit.rollout.agents.http_client import Refusal
+from tests.unit.rollout.agents.made_sessions import rows_of
 from tests.unit.rollout.agents.served import LIMIT, PARAMS, TOOL, Served, run, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_tree import check_record
@@ -88,7 +89,8 @@ def test_parallel_requests_are_branches_and_too_many_are_told_to_wait(monkeypatc
         assert {node.parent for node in branches} == {root}
         for leaf in served.session.tree.leaves():
             check_record(leaf)
-        assert served.session.tree.left_out(branches[0]) == branches[1].turn.num_sampled + branches[2].turn.num_sampled
+        left_out = rows_of(served.session.tree, "last").left_out
+        assert left_out == branches[0].turn.num_sampled + branches[1].turn.num_sampled
 
     run(talk, engine)
 

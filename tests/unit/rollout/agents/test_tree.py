@@ -232,3 +232,17 @@ def test_messages_are_compared_by_what_they_say() -> None:
 def test_messages_that_no_template_can_be_given_are_refused(message: object) -> None:
     with pytest.raises(BadMessageError):
         plain(message)
+
+
+def test_a_prompt_that_is_asked_again_does_not_continue_an_empty_completion() -> None:
+    """The first answer is its end token alone: the same prompt is a branch, and one with the end in it goes on."""
+    tokens = tokens_of("deepseek")
+    tree = SessionTree(ChatTemplate(tokens))
+    context = tree.completion("Answer:")
+    node = tree.add(context, turn_of(context.token_ids, tokens.stop_token_ids[:1]), Answer(None, "", "<eos>"))
+    again = tree.completion("Answer:")
+    assert (again.parent, again.token_ids) == (None, context.token_ids)
+    assert tree.completion("Answer: 12").parent is None
+    further = tree.completion("Answer:<eos>\nQuestion: 2")
+    assert further.parent is node
+    assert tokens.decode_all(further.added) == "\nQuestion: 2"

@@ -1,0 +1,138 @@
+"""Write the table of the public interface in docs/library.md: `python -m benchmarks.api_page`.
+
+With `--store` it also writes tests/data/api-VERSION.json, which holds what callers of this version rely on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import routing
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "library.md"
+BEGIN, END = "<!-- public interface -->", "<!-- end of the public interface -->"
+MODULES = {
+    "routing": tuple(name for name in routing.__all__ if name != "API_VERSION"),
+    "routing.hf": ("HFReplayer",),
+    "routing.hf_context": ("replay", "Replayed"),
+    "routing.replay": ("Native", "Record", "ReplayRecords", "ReplayRecorded", "ReplayReport"),
+    "routing.megatron": ("MegatronReplayer",),
+    "routing.sglang": ("decode_payload",),
+    "routing.vllm": ("decode_payload",),
+    "moe_trm.corrections.plain": ("bind", "correct", "Corrected"),
+}
+"""What is stable, by module."""
+Parts = list[list[Any]]
+"""Of each parameter or property: its name, its kind, and whether a caller may leave it out."""
+
+
+def stored(version: int) -> Path:
+    """The file of what callers of an API version rely on."""
+    return ROOT / "tests" / "data" / f"api-{version}.json"
+
+
+def stable() -> Iterator[tuple[str, Any]]:
+    """Every stable function and class by its full name."""
+    for module, names in MODULES.items():
+        for name in names:
+            yield f"{module}.{name}", getattr(import_module(module), name)
+
+
+def interface() -> dict[str, Parts]:
+    """Parameters of functions, constructors and public methods; with the class, its public properties."""
+    found: dict[str, Parts] = {}
+    for name, thing in stable():
+        found[name] = _parts(thing)
+        for inner, value in vars(thing).items() if inspect.isclass(thing) else ():
+            if inner.startswith("_"):
+                continue
+            if isinstance(value, property | cached_property):
+                found[name].append([inner, "PROPERTY", True])
+            elif inspect.isfunction(getattr(value, "__func__", value)):
+                found[f"{name}.{inner}"] = _parts(getattr(thing, inner))
+    return found
+
+
+def broken(before: dict[str, Parts], now: dict[str, Parts]) -> list[str]:
+    """What a caller of `before` could write and `now` no longer takes, in words."""
+    found = []
+    for name, parts in before.items():
+        if name not in now:
+            found.append(f"{name} is gone")
+            continue
+        current = {one: (kind, optional) for one, kind, optional in now[name]}
+        for one, kind, optional in parts:
+            kind_now, optional_now = current.pop(one, ("gone", True))
+            if kind_now not in (kind, "POSITIONAL_OR_KEYWORD" if kind == "KEYWORD_ONLY" else kind):
+                found.append(f"{name}: {one} was {kind}, and is {kind_now}")
+            elif optional and not optional_now:
+                found.append(f"{name}: {one} could be left out")
+        found += [f"{name}: {one} is new and must be given" for one, (_, optional) in current.items() if not optional]
+        old, new = ([one for one, kind, _ in side if kind == "POSITIONAL_OR_KEYWORD"] for side in (parts, now[name]))
+        if new[: len(old)] != old:
+            found.append(f"{name}: arguments have changed places")
+    return found
+
+
+def table() -> str:
+    """Names and signatures of functions and classes."""
+    lines = [f"API version {routing.API_VERSION}.", "", "| name | takes |", "|---|---|"]
+    for name, thing in stable():
+        shown = ", ".join(_shown(_signature(thing)))
+        lines.append(f"| `{name}` | `({shown})` |")
+    return "\n".join(lines)
+
+
+def page_with_table(text: str) -> str:
+    """The page `text` with the table of today."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def _parts(function: Callable[..., Any]) -> Parts:
+    return [
+        [one.name, one.kind.name, one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        for one in _signature(function).parameters.values()
+    ]
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    own: Any = function.__init__ if inspect.isclass(function) else function
+    # A class without a constructor of its own: versions of Python tell different things of it.
+    return inspect.signature(function) if inspect.isroutine(own) and hasattr(own, "__code__") else inspect.Signature()
+
+
+def _shown(signature: inspect.Signature) -> Iterator[str]:
+    """Parameters without their types."""
+    starred = False
+    for one in signature.parameters.values():
+        if one.kind is one.KEYWORD_ONLY and not starred:
+            starred = True
+            yield "*"
+        starred = starred or one.kind is one.VAR_POSITIONAL
+        mark = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        default = "" if one.default is one.empty else f"={one.default!r}"
+        # What a dataclass makes anew has no value to show.
+        yield f"{mark}{one.name}{'=...' if '<' in default else default}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", action="store_true", help="write tests/data/api-VERSION.json too")
+    store = parser.parse_args().store
+    PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    if store:
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(parts)}" for name, parts in interface().items())
+        stored(routing.API_VERSION).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The error of the surrogate against the bounds of trust-region masking, by length, where both are exact.
+
+`python -m benchmarks.evidence.trm_bounds [--seeds N] [--json FILE]`. The error is J(pi) - J(mu) - E_mu[R sum(w - 1)].
+The bounds are those of TRM (arXiv 2512.23075): Pinsker-marginal (theorem 4.4), mixed (4.5) and adaptive (4.6), beside
+the classical one. A bound must never be below the error. How far it is above says what it can guarantee: a step is
+known to improve only when the surrogate exceeds the bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.evidence.chain import Array, Divergence, at_distance, softmax
+from benchmarks.evidence.tasks import reasoning
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+
+LENGTHS = (8, 16, 32, 64, 128, 256, 512)
+TOKEN_KL = (1e-6, 1e-4, 1e-2)
+RECOVERY = {"a mistake stays": 0.0, "mistakes are made good": 1 / 64}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--seeds", type=int, default=8, help="random tasks (default: 8)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of an answer (8 ... 512)")
+    args = parser.parse_args(argv)
+    rows = list(measure(args.lengths, args.seeds))
+    report("Error of the surrogate, and bounds on it: medians over tasks", rows, args.json)
+    below = sum(int(row["below_error"]) for row in rows)
+    print(f"Bounds below the error: {below} of {len(rows) * 4 * args.seeds}.")
+    return int(below > 0)
+
+
+def measure(lengths: Sequence[int], seeds: int) -> Iterator[Row]:
+    """One row per task, distance and length: medians over the seeds, and how often a bound was below the error."""
+    for (task, recovery), token_kl, length in itertools.product(RECOVERY.items(), TOKEN_KL, lengths):
+        found = [_one(seed, length, recovery, token_kl) for seed in range(seeds)]
+        names = list(found[0][2])
+        yield {
+            "task": task,
+            "token_kl": token_kl,
+            "tokens": length,
+            "gain": statistics.median(abs(gain) for gain, _, _ in found),
+            "error": statistics.median(error for _, error, _ in found),
+            **{name: statistics.median(bounds[name] for _, _, bounds in found) for name in names},
+            "below_error": sum(bounds[name] < error * (1 - 1e-9) for _, error, bounds in found for name in names),
+            "guaranteed": sum(gain > min(bounds.values()) for gain, _, bounds in found),
+        }
+
+
+def _one(seed: int, length: int, recovery: float, token_kl: float) -> tuple[float, float, Mapping[str, float]]:
+    """The surrogate, the size of its error, and the bounds on that."""
+    chain, logits_SV = reasoning(seed, length, recovery=recovery)
+    mu_SV = softmax(logits_SV)
+    pi_SV = at_distance(chain, logits_SV, np.random.default_rng(seed).normal(size=logits_SV.shape), token_kl)
+    surrogate = chain.surrogate(mu_SV, pi_SV)
+    error = abs(chain.value(pi_SV) - chain.value(mu_SV) - surrogate)
+    return surrogate, error, bounds(Divergence.between(chain, mu_SV, pi_SV))
+
+
+def bounds(between: Divergence) -> dict[str, float]:
+    """Bounds on the error of the surrogate, for rewards between 0 and 1 and with their caps.
+
+    With delta the largest KL of a token, D the KL of an answer, TV_t the mean total variation of token t and
+    p(x) = min(1, sqrt(x / 2)): classical 2 T (T - 1) eps^2; Pinsker-marginal 4 p(delta) sum_t p((t - 1) delta); mixed
+    4 T p(D) p(delta); adaptive 4 sum_t TV_t p((T - t) delta).
+    """
+    length, delta = len(between.visits), between.largest_kl
+    before = pinsker(delta * np.arange(length, dtype=np.float64))
+    each = float(pinsker(np.array(delta)))
+    return {
+        "classical": 2 * length * (length - 1) * between.largest_tv**2,
+        "pinsker_marginal": 4 * each * float(before.sum()),
+        "mixed": 4 * length * min(1.0, math.sqrt(between.sequence_kl / 2)) * each,
+        "adaptive": 4 * float(between.tv_by_token @ before[::-1]),
+    }
+
+
+def pinsker(divergence: Array) -> Array:
+    """A bound on total variation by KL."""
+    return np.asarray(np.minimum(1.0, np.sqrt(divergence / 2)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

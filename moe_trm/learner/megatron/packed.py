@@ -1,0 +1,68 @@
+"""Packs in Megatron-Core: its own description of one, and the layers that can be forwarded on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moe_trm.errors import ConfigError
+from moe_trm.learner.megatron.layers import Layers
+from moe_trm.models.registry import family_of
+from routing.packed_layout import AnyLayout, PackedLayout
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+def packed_parameters(layout: AnyLayout, device: torch.device) -> PackedSeqParams | None:
+    """Where the sequences of a pack begin, for Megatron's rotary embedding and attention; None for padded rows.
+
+    Alignment columns belong to the sequence before them, as far as attention is concerned: causal attention keeps them
+    from every token, and kernels need no gaps between sequences.
+    """
+    if not isinstance(layout, PackedLayout):
+        return None
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    starts = torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32).to(device, non_blocking=True)
+    longest = max(layout.sequences)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def check_packed(layers: Layers, hf_config: Mapping[str, Any]) -> None:
+    """Refuse packs where this machine's layers have no attention for them, or none that was ever proved.
+
+    Args:
+        layers: those this machine builds.
+        hf_config: config.json of the checkpoint.
+
+    Raises:
+        ConfigError: Megatron's local layers on CUDA, or an unusual attention in Transformer Engine's.
+    """
+    options = family_of(hf_config, "config.json").megatron(hf_config)
+    reason = ""
+    if layers == "local":
+        reason = "Megatron's layers without Transformer Engine have no attention that keeps packed sequences apart"
+    elif layers == "transformer_engine" and options.get("multi_latent_attention"):
+        reason = "latent attention over packs has not been proved with Transformer Engine"
+    elif layers == "transformer_engine" and options.get("softmax_type", "vanilla") != "vanilla":
+        reason = "attention with sinks over packs has not been proved with Transformer Engine"
+    if reason:
+        raise ConfigError(
+            reason,
+            where="batch.layout",
+            got="packed",
+            expected="padded",
+            fix="Set batch.layout=padded" + (", or install Transformer Engine." if layers == "local" else "."),
+        )

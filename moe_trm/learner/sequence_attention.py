@@ -1,0 +1,172 @@
+"""Causal attention inside each sequence of a pack, in plain torch. Nothing is as large as the pack squared.
+
+Short sequences of like lengths are rows of one call, padded on the right: one call for each would cost more than what
+it computes. Long ones have a call each.
+
+Shape letters: T tokens of a pack, P places of all calls, B rows of a call, C columns that ask, S columns that are seen,
+N query heads, G key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TOGETHER = 256
+"""Tokens of the longest sequences that share a call, with those of the same octave of length.
+
+So calls compute less than twice as many columns as there are tokens, and of these sequences alone.
+"""
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What a layer's attention is besides causal.
+
+    Attributes:
+        scale: of the logits.
+        dropout: of the weights; 0 outside of training.
+        columns_before: how many columns before its own a token sees; None: all of them.
+        sinks: `[N]` a learned logit for each head that takes part in the softmax and has no value; None: none.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    columns_before: int | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The calls that attend a pack.
+
+    Attributes:
+        shapes: rows and columns of each.
+        tokens: `[P]` the token of the pack at each place of all calls; the last one of a sequence fills its row.
+        places: `[T]` the place of each token.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    tokens: np.ndarray
+    places: np.ndarray
+
+
+def attend_within(
+    query_TND: Tensor, key_TGD: Tensor, value_TGD: Tensor, lengths: Sequence[int], kind: AttentionKind
+) -> Tensor:
+    """Attention of every token over its own sequence, `[T, N, D]`; values may have another D.
+
+    Args:
+        query_TND, key_TGD, value_TGD: of the pack.
+        lengths: tokens of its sequences in order, T in all.
+        kind: of the layer.
+    """
+    calls = _calls(tuple(lengths))
+    tensors = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    together = len(calls.shapes) < len(lengths)
+    if together:
+        tokens_P = torch.from_numpy(calls.tokens).to(query_TND.device)
+        tensors = tuple(values.index_select(0, tokens_P) for values in tensors)
+    # One split and one concatenation: slices would each have a gradient as long as the pack.
+    sizes = [rows * columns for rows, columns in calls.shapes]
+    parts = zip(calls.shapes, *(values.split(sizes) for values in tensors), strict=True)
+    found = torch.cat(
+        [attend(*(values.unflatten(0, shape) for values in part), kind).flatten(0, 1) for shape, *part in parts]
+    )
+    if not together:
+        return found
+    return found.index_select(0, torch.from_numpy(calls.places).to(found.device))
+
+
+def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[..., G, D]` repeated for all `heads` that share them, `[..., N, D]`."""
+    if key.shape[-2] == heads:
+        return key, value
+    repeats = heads // key.shape[-2]
+    return key.repeat_interleave(repeats, -2), value.repeat_interleave(repeats, -2)
+
+
+def attend(
+    query_BCND: Tensor, key_BSND: Tensor, value_BSND: Tensor, kind: AttentionKind, before_CS: Tensor | None = None
+) -> Tensor:
+    """Attention over the row of each, `[B, C, N, D]`.
+
+    Args:
+        query_BCND: of the columns that ask.
+        key_BSND, value_BSND: of whole rows.
+        kind: of the layer.
+        before_CS: `[C, S]` int64, how many columns each seen one is before each that asks. None: these are the same
+            columns in order.
+    """
+    query_BNCD, key_BNSD, value_BNSD = (values.transpose(1, 2) for values in (query_BCND, key_BSND, value_BSND))
+    hidden_CS = _hidden(query_BCND.shape[1], before_CS, kind, query_BCND.device)
+    if kind.sinks is not None:
+        context_BNCD = _with_sinks(query_BNCD, key_BNSD, value_BNSD, hidden_CS, kind, kind.sinks)
+    else:
+        context_BNCD = F.scaled_dot_product_attention(
+            query_BNCD,
+            key_BNSD,
+            value_BNSD,
+            attn_mask=None if hidden_CS is None else ~hidden_CS,
+            dropout_p=kind.dropout,
+            is_causal=hidden_CS is None,
+            scale=kind.scale,
+        )
+    return context_BNCD.transpose(1, 2)
+
+
+def _hidden(columns: int, before_CS: Tensor | None, kind: AttentionKind, device: torch.device) -> Tensor | None:
+    """`[C, S]` bool, True where a column is not seen; None: just those behind, which torch's own kernel knows."""
+    is_plain = kind.sinks is None and (kind.columns_before is None or columns <= kind.columns_before + 1)
+    if before_CS is None:
+        if is_plain:
+            return None
+        places = torch.arange(columns, device=device)
+        before_CS = places[:, None] - places[None, :]
+    hidden_CS = before_CS < 0
+    return hidden_CS if kind.columns_before is None else hidden_CS | (before_CS > kind.columns_before)
+
+
+def _with_sinks(
+    query_BNCD: Tensor,
+    key_BNSD: Tensor,
+    value_BNSD: Tensor,
+    hidden_CS: Tensor | None,
+    kind: AttentionKind,
+    sinks_N: Tensor,
+) -> Tensor:
+    """`w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))`, the softmax in float32."""
+    logits_BNCS = (query_BNCD @ key_BNSD.mT * kind.scale).float()
+    if hidden_CS is not None:
+        logits_BNCS = logits_BNCS.masked_fill(hidden_CS, -torch.inf)
+    rows, heads, columns, _ = query_BNCD.shape
+    sinks_BNC1 = sinks_N.float()[None, :, None, None].expand(rows, heads, columns, 1)
+    weights_BNCS = torch.cat([logits_BNCS, sinks_BNC1], -1).softmax(-1)[..., :-1].to(value_BNSD.dtype)
+    if kind.dropout:
+        weights_BNCS = torch.dropout(weights_BNCS, kind.dropout, train=True)
+    return weights_BNCS @ value_BNSD
+
+
+@lru_cache(maxsize=32)
+def _calls(lengths: tuple[int, ...]) -> _Calls:
+    starts = np.cumsum(lengths) - np.asarray(lengths)
+    calls: dict[tuple[str, int], list[int]] = {}
+    for number, length in enumerate(lengths):
+        call = ("octave", length.bit_length()) if length <= TOGETHER else ("alone", number)
+        calls.setdefault(call, []).append(number)
+    shapes, tokens, places_T, first = [], list[np.ndarray](), np.zeros(sum(lengths), np.int64), 0
+    for members in calls.values():
+        columns = max(lengths[number] for number in members)
+        shapes.append((len(members), columns))
+        for number in members:
+            start, length = int(starts[number]), lengths[number]
+            tokens.append(start + np.minimum(np.arange(columns), length - 1))
+            places_T[start : start + length] = first + np.arange(length)
+            first += columns
+    return _Calls(tuple(shapes), np.concatenate(tokens), places_T)

@@ -1,0 +1,36 @@
+"""Where an agent runs: its function in a process of all agents, or a command line started for every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from moe_trm.functions.process import Answerer
+
+
+class AgentHost(Protocol):
+    """Runs agents. `moe_trm.functions.host.FunctionHost` is one, `moe_trm.rollout.agents.command_host` has another."""
+
+    @property
+    def place(self) -> str:
+        """The agent's name in errors: file and line, or the command line."""
+
+    async def start(self) -> object:
+        """Load the agent, or look for its program. Raises `ConfigError`."""
+
+    async def call(self, payload: Any, answers: Callable[[], Answerer]) -> Any:
+        """Run the agent once.
+
+        Args:
+            payload: `base_url`, `api_key` and `prompt`.
+            answers: called when the agent begins, and whenever it begins again.
+
+        Returns:
+            Its reward, or None where the task gives it.
+
+        Raises:
+            FunctionFailed: see there.
+        """
+
+    async def close(self) -> None:
+        """End all agents."""

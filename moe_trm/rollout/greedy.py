@@ -1,0 +1,149 @@
+"""The greedy answer to each training prompt, beside its samples: the baseline of ReMax."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from moe_trm.errors import BundleError, RecordRejected
+from moe_trm.rollout.evaluation import reward_of
+from moe_trm.rollout.sampler import Sampler
+from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+
+def greedy_params(params: SamplingParams) -> SamplingParams:
+    """The parameters of the most likely answer, of the same length and with the same stop tokens."""
+    return replace(params, temperature=1.0, top_p=1.0, top_k=1, min_p=0.0)
+
+
+@dataclass
+class _Asked:
+    """The greedy answer of one group, and how many of its samples have not taken it yet."""
+
+    answer: asyncio.Task[RolloutRecord]
+    waiting: int
+
+
+class GreedyBaseline:
+    """`Sampler` whose samples carry the reward of one greedy answer to their prompt, in `RolloutRecord.baseline`.
+
+    The answer is asked for once for each group, of the same engine and beside the group's first sample, so under the
+    weights that it has then. It is never trained: it has no place in ledger, store or batch, and its tokens are
+    forgotten. `metrics` counts it. Where it is rejected, there is no baseline, and the group's samples are rejected
+    (`no_greedy_answer`).
+
+    Source of the baseline: ReMax (arXiv 2310.10505).
+
+    Args:
+        sampler: makes samples and answers.
+        params: how the behaviour policy samples; the greedy answer has its length and stop tokens.
+        group_size: samples of one group.
+    """
+
+    def __init__(self, sampler: Sampler, params: SamplingParams, group_size: int) -> None:
+        self._sampler, self._params, self._group_size = sampler, greedy_params(params), group_size
+        self._asked: dict[int, _Asked] = {}
+        self._running: set[asyncio.Task[RolloutRecord]] = set()
+        self._answers, self._rejected, self._tokens = 0, 0, 0
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """See `Sampler.sample`. Raises `RecordRejected` (`no_greedy_answer`) where the prompt has no baseline."""
+        answer = self._answer_of(prompt, group_id)
+        # Both are waited for, whatever becomes of one: a failure nobody has looked at would be reported later.
+        record, greedy = await asyncio.gather(
+            self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id),
+            asyncio.shield(answer),
+            return_exceptions=True,
+        )
+        if isinstance(record, BaseException):
+            raise record
+        if isinstance(greedy, RecordRejected):
+            raise RecordRejected(
+                "no_greedy_answer",
+                f"the greedy answer to its prompt was rejected as {greedy.reason}: {greedy.what}",
+                where=f"sample {sample_id}",
+                got=greedy.got,
+                expected=greedy.expected,
+            ) from greedy
+        if isinstance(greedy, BaseException):
+            raise greedy
+        return replace(record, baseline=reward_of(greedy))
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        """See `Sampler.answer`."""
+        return await self._sampler.answer(prompt, params)
+
+    def metrics(self) -> dict[str, float]:
+        """`greedy/answers`, `greedy/rejected` and `greedy/tokens`, beside the metrics of the sampler itself."""
+        return {
+            **self._sampler.metrics(),
+            "greedy/answers": float(self._answers),
+            "greedy/rejected": float(self._rejected),
+            "greedy/tokens": float(self._tokens),
+        }
+
+    async def close(self) -> None:
+        """Give up what is being answered, and release the sampler."""
+        left = [*self._running]
+        for answer in left:
+            answer.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._sampler.close()
+
+    def _answer_of(self, prompt: Prompt, group_id: int) -> asyncio.Task[RolloutRecord]:
+        asked = self._asked.get(group_id)
+        if asked is None:
+            asked = _Asked(asyncio.ensure_future(self._greedy(prompt)), self._group_size)
+            self._running.add(asked.answer)
+            asked.answer.add_done_callback(self._running.discard)
+            self._asked[group_id] = asked
+        asked.waiting -= 1
+        if not asked.waiting:
+            del self._asked[group_id]
+        return asked.answer
+
+    async def _greedy(self, prompt: Prompt) -> RolloutRecord:
+        self._answers += 1
+        try:
+            record = await self._sampler.answer(prompt, self._params)
+        except RecordRejected:
+            self._rejected += 1
+            raise
+        self._tokens += record.num_sampled
+        return record
+
+
+class RecordedBaseline:
+    """`Sampler` of a recorded run whose samples carry the rewards of its greedy answers already.
+
+    Args:
+        sampler: gives the recorded samples.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    async def sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        """See `Sampler.sample`. Raises `BundleError` where the recorded run asked for no greedy answers."""
+        record = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+        if record.baseline is None:
+            raise BundleError(
+                "the recording has no rewards of greedy answers",
+                where=f"sample {sample_id}",
+                got="advantage.name=remax with rollout.engine=bundle",
+                expected="a bundle of a run with advantage.name=remax",
+                fix="Record a run with advantage.name=remax, or choose another advantage.name.",
+            )
+        return record
+
+    async def answer(self, prompt: Prompt, params: SamplingParams) -> RolloutRecord:
+        """See `Sampler.answer`."""
+        return await self._sampler.answer(prompt, params)
+
+    def metrics(self) -> dict[str, float]:
+        """See `Sampler.metrics`."""
+        return self._sampler.metrics()
+
+    async def close(self) -> None:
+        """Release the sampler."""
+        await self._sampler.close()

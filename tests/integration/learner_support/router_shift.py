@@ -1,0 +1,61 @@
+"""Two updates that are told how far the routers have moved, on real ranks; the first moves them.
+
+Started by torchrun: `router_shift.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as in `conformance.py`. Nothing is asserted
+here.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_trm.learner.protocol import Scores
+from routing.replay import Record, ReplayRecorded
+from routing.router_shift import KEEP
+from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.work import objective
+
+
+def watch(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """Shifts before and after a step, with routes of the rollout and of the learner."""
+    learner = build(checkpoint, options, lr=0.02, eps=1e-8)
+    batches, random, numbers = work(learner)
+    kept = learner.score(batches, [replace(source, scores=KEEP) for source in random])
+    r3 = [replace(source, scores=scores.router) for source, scores in zip(random, kept, strict=True)]
+    own = learner.score(batches, [Record(KEEP) for _ in batches])
+    r2 = [ReplayRecorded(scores.recorded, scores.router) for scores in own if scores.recorded is not None]
+    found: dict[str, Tensor] = {}
+
+    def update(name: str, sources: list[ReplayRecorded] | list[object]) -> None:
+        def seeing(index: int, current: Scores) -> Tensor:
+            assert current.router_shift is not None
+            found[f"{name}.{numbers[index]}"] = current.router_shift.clone()
+            return objective(batches, [])(index, current)
+
+        learner.update(batches, sources, seeing)  # type: ignore[arg-type]
+
+    update("still", [*r3])
+    learner.export_checkpoint(str(out / "moved"))
+    update("moved", [*r3])
+    update("own", r2)
+    plain = learner.score(batches, random)
+    assert all(scores.router is None and scores.router_shift is None for scores in plain)
+    save(out, "shifts", found)
+
+
+def main() -> None:
+    checkpoint, out, *runs = sys.argv[1:]
+    dist.init_process_group("gloo")
+    for run in runs:
+        folder = Path(out) / run
+        folder.mkdir(parents=True, exist_ok=True)
+        watch(checkpoint, folder, dict(option.split("=", 1) for option in run.split(":")))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

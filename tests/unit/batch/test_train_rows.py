@@ -1,0 +1,109 @@
+"""From samples of several rows to the rows of a plan: advantages by sample, samples whole in their minibatch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_trm.batch.collate import collate
+from moe_trm.batch.outcome import outcome_advantages
+from moe_trm.batch.plan import plan_step
+from moe_trm.batch.token_advantages import token_advantages
+from moe_trm.batch.train_rows import num_sampled, train_rows
+from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
+from tests.unit.records import make_record, split_record
+from tests.unit.rollout.agents.made_sessions import sample_of, size_of
+
+cuts = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=12)
+
+
+def samples(sizes: list[list[int]]) -> list[RolloutRecord]:
+    return [
+        split_record(make_record(sample_id=i, group_id=i // 3, num_sampled=sum(own), reward=float(i % 2)), own)
+        for i, own in enumerate(sizes)
+    ]
+
+
+@given(sizes=cuts)
+def test_rows_share_the_advantage_of_their_sample(sizes: list[list[int]]) -> None:
+    """Group baselines count samples: cut or whole, the sums are the same."""
+    made = samples(sizes)
+    rewards, groups = np.array([one.reward for one in made]), np.array([one.group_id for one in made])
+    tokens = np.array([num_sampled(one) for one in made])
+    assert tokens.tolist() == [sum(own) for own in sizes]
+    values = outcome_advantages("rloo", rewards, groups, tokens)
+    for sample, value, own in zip(made, values, sizes, strict=True):
+        rows = train_rows(sample, float(value))
+        assert [row.advantage for row in rows] == [value] * len(own)
+        assert {row.sample_tokens for row in rows} == ({None} if len(own) == 1 else {sum(own)})
+        batch = collate(MicroBatch(tuple(rows)), keep_mask=True)
+        assert int(batch.mask.sum()) == sum(own)
+        assert float(batch.advantages.sum()) == pytest.approx(value * sum(own), abs=1e-5)
+        assert batch.sample_ids == tuple(row.record.row_id for row in rows)
+        if len(own) == 1:
+            assert batch.sample_tokens is None
+        else:
+            assert batch.sample_tokens is not None
+            assert batch.sample_tokens.tolist() == [sum(own)] * len(own)
+
+
+def test_a_micro_batch_of_whole_and_cut_samples() -> None:
+    made = samples([[3], [1, 2], [2]])
+    rows = [row for sample in made for row in train_rows(sample, 1.0)]
+    tokens = collate(MicroBatch(tuple(rows)), keep_mask=False).sample_tokens
+    assert tokens is not None
+    assert tokens.tolist() == [3, 3, 3, 2]
+
+
+@given(sizes=cuts, minibatches=st.integers(1, 3), data_size=st.integers(1, 3), by_tokens=st.booleans())
+def test_a_sample_is_in_one_minibatch_and_counts_once(
+    sizes: list[list[int]], minibatches: int, data_size: int, by_tokens: bool
+) -> None:
+    rows = [row for sample in samples(sizes) for row in train_rows(sample, 1.0)]
+    limit = {"micro_batch_tokens": 64} if by_tokens else {"micro_batch_rows": 2}
+    plan = plan_step(rows, seed=0, step=1, minibatches=minibatches, data_size=data_size, **limit)
+    seen: list[int] = []
+    for index in range(minibatches):
+        own: list[TrainRow] = [row for share in plan for micro in share[index].micro_batches for row in micro.rows]
+        numbers = {row.record.sample_id for row in own}
+        assert {share[index].num_sequences for share in plan} == {len(numbers)}
+        assert {share[index].num_tokens for share in plan} == {sum(row.record.num_sampled for row in own)}
+        assert sorted(row.record.row_id for row in own) == sorted(
+            row.record.row_id for row in rows if row.record.sample_id in numbers
+        )
+        seen += [row.record.row_id for row in own]
+    assert sorted(seen) == sorted(row.record.row_id for row in rows)
+
+
+def test_turns_of_branches_are_compared_once_for_a_sample() -> None:
+    """Two sessions of one prompt: 0 - 1 - 2 with a branch 3 at 0, reward 1; and one answer, reward 0.
+
+    Turn 0 of both is compared; turns 1 and 2 are the first session's alone, and 3 is a second answer of turn 1.
+    """
+    forked = sample_of([-1, 0, 1, 0], "trajectory", sample_id=0, reward=1.0)
+    single = sample_of([-1], "trajectory", sample_id=1, reward=0.0)
+    values = token_advantages("turn_grpo", [forked, single], normalize_std=False, discount=0.5)
+    # The rows are 0 3 and then 1 2; returns of turns 0 and 1 are 1/4 and 1/2, three turns being the longest branch.
+    expected = [0.125] * size_of(0) + [0.5] * size_of(3) + [0.5] * size_of(1) + [1.0] * size_of(2)
+    assert values[0].tolist() == pytest.approx(expected)
+    assert values[1].tolist() == pytest.approx([-0.125] * size_of(0))
+    rows = train_rows(forked, values[0].astype(np.float32))
+    assert [row.record.num_sampled for row in rows] == [size_of(0) + size_of(3), size_of(1) + size_of(2)]
+    for row in rows:
+        assert row.token_advantages is not None
+        assert row.advantage == pytest.approx(float(row.token_advantages.mean()))
+
+
+@pytest.mark.parametrize("how", ["trajectory", "turns"])
+def test_turn_level_advantages_do_not_depend_on_the_rows(how: str) -> None:
+    parents = [-1, 0, 1, 0, 1]
+    made = [sample_of(parents, how, sample_id=n, reward=float(n == 0)) for n in range(2)]  # type: ignore[arg-type]
+    by_version: dict[tuple[int, int], float] = {}
+    for sample, own in zip(made, token_advantages("turn_grpo", made, discount=0.7), strict=True):
+        turns = np.concatenate([row.turn_ids[row.sampled] for row in sample.rows])
+        assert len(turns) == len(own) == num_sampled(sample)
+        for turn, value in zip(turns.tolist(), own.tolist(), strict=True):
+            assert by_version.setdefault((sample.sample_id, turn), value) == value
+    assert len(by_version) == 6

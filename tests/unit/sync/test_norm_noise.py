@@ -1,0 +1,100 @@
+"""Noise on the norms of pushed weights: its schedule, its draws, and where it goes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moe_trm.config.precision_rules import surprises
+from moe_trm.config.schema import Config
+from moe_trm.probe.rounding_shares import roundings
+from moe_trm.sync.norm_noise import NormNoise
+from moe_trm.sync.rounding import Rounding, computes_in, rounding_of
+
+NOISE = NormNoise(0.01, 0.0001, stages=3, steps=40, seed=7)
+INPUT, POST = (f"model.layers.3.{name}_layernorm.weight" for name in ("input", "post_attention"))
+
+
+def sigma(version: int, noise: NormNoise = NOISE) -> float:
+    return Rounding("float32", noise=noise).at(version).noise.sigma  # type: ignore[union-attr]
+
+
+def test_the_schedule_against_the_loop_of_the_released_code() -> None:
+    """An interval without noise, then stages of equal length that fall geometrically; the last one stays."""
+    trend = [0.01 * (0.0001 / 0.01) ** (k / 2) for k in range(3)]
+    for version in range(45):
+        interval = int(min(version, 40) // (40 / 4))
+        expected = 0.0 if interval == 0 else trend[min(interval - 1, 2)]
+        assert sigma(version) == pytest.approx(expected), version
+    assert sorted({sigma(version) for version in range(41)}) == pytest.approx(sorted([0.0, *trend]))
+    assert sigma(1, NormNoise(0.05, 1e-4, stages=1, steps=2, seed=0)) == 0.05
+
+
+def test_noise_is_that_of_its_version_name_and_seed() -> None:
+    weight = torch.ones(4096)
+
+    def drawn(version: int = 20, name: str = INPUT, seed: int = 7) -> torch.Tensor:
+        noise = NormNoise(0.01, 0.0001, stages=3, steps=40, seed=seed)
+        return Rounding("float32", noise=noise).at(version).pushed(name, weight)
+
+    first = drawn() - 1
+    assert torch.equal(first, drawn() - 1)
+    assert float(first.std()) == pytest.approx(sigma(20), rel=0.05)
+    assert abs(float(first.mean())) < 4 * sigma(20) / math.sqrt(4096)
+    for other in (drawn(version=21), drawn(name=POST), drawn(seed=8)):
+        assert abs(float(torch.corrcoef(torch.stack([first, other - 1]))[0, 1])) < 0.1
+    assert torch.equal(drawn(version=9), weight)
+    assert torch.equal(weight, torch.ones(4096))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.3.self_attn.q_norm.weight",
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.experts.1.up_proj.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_only_the_norms_of_blocks_are_noisy(name: str) -> None:
+    weight = torch.randn(6, 8) if "norm" not in name else torch.randn(8)
+    noisy, plain = Rounding("float32", noise=NOISE).at(20), Rounding("float32")
+    assert torch.equal(noisy.pushed(name, weight), plain.pushed(name, weight))
+
+
+def test_noise_goes_on_before_the_cast_and_beside_fake_quantisation() -> None:
+    weight, matrix = torch.full((16,), 0.8), torch.randn(4, 8)
+    both = Rounding("bfloat16", "int8", noise=NOISE).at(20)
+    pushed = both.pushed(INPUT, weight)
+    assert pushed.dtype == torch.bfloat16
+    assert torch.equal(pushed, NormNoise(0.01, 0.0001, 3, 40, 7, version=20).added(INPUT, weight).bfloat16())
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    assert torch.equal(both.pushed(name, matrix), Rounding("bfloat16", "int8").pushed(name, matrix))
+    assert torch.equal(both.held(INPUT, weight), weight.bfloat16())
+
+
+def config(**rollout: object) -> Config:
+    return Config.model_validate(
+        {"model": {"checkpoint": "x"}, "rollout": {"norm_noise": 0.01, **rollout}, "train": {"steps": 40}, "seed": 7}
+    )
+
+
+def test_pushes_of_a_run_are_noisy_and_its_passes_are_not() -> None:
+    assert rounding_of(config(norm_noise_stages=3)).noise == NOISE
+    assert rounding_of(config(norm_noise=0.0)).noise is None
+    learner = config().learner.model_copy(update={"round_like_rollout": True})
+    assert computes_in(config().model_copy(update={"learner": learner})) == Rounding("bfloat16")
+    # What nobody repeats is not called rounding.
+    assert not roundings(config(fake_quantization="int8"))
+
+
+def test_it_is_told_that_the_rollout_is_a_policy_of_its_own() -> None:
+    said = "\n".join(surprises(config()))
+    assert "a behaviour policy of its own" in said
+    assert "without a correction" in said
+    assert not [text for text in surprises(config(norm_noise=0.0)) if "noise" in text]
+    [idle] = [text for text in surprises(config(norm_noise=0.0, norm_noise_stages=3)) if "noise" in text]
+    assert "rollout.norm_noise_stages has no effect" in idle
