@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing import Layout, RouteError, Rows
+from routing import Layout, PackedLayout, RouteError, Rows
 from routing.columns import Columns
 from routing.hf import HFReplayer
 from routing.placing import placed_routes, sliced_routes
@@ -104,6 +104,18 @@ def test_right_padded_rows_are_cut_as_megatrons_layout_cuts_them(cp: int, sp: in
     columns = (Columns.zigzag(rows, cp_rank, cp) if cp > 1 else Columns(rows)).part(sp_rank, sp)
     places = torch.arange(batch * length).view(batch, length)
     assert columns.cut(places).T.flatten().tolist() == layout.router_index().tolist()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_packs_are_cut_as_the_learners_layout_cuts_them(lengths: list[int], cp: int, sp: int, data: Any) -> None:
+    cp_rank, sp_rank = data.draw(st.integers(0, cp - 1)), data.draw(st.integers(0, sp - 1))
+    layout = PackedLayout(tuple(lengths), max(lengths), cp, cp_rank, sp, sp_rank)
+    offsets, places = (torch.tensor([0, *parts]).cumsum(0) for parts in (lengths, layout.places))
+    rows = Rows.packed(offsets, cu_seqlens_padded=places)
+    columns = (Columns.zigzag(rows, cp_rank, cp) if cp > 1 else Columns(rows)).part(sp_rank, sp)
+    assert columns.index.tolist() == layout.router_index().tolist()
+    if sp == 1:
+        assert columns.position_ids().tolist() == layout.position_ids().tolist()
 
 
 @given(cuts())
