@@ -50,7 +50,7 @@ def by_hand(rows: Rows, kind: str, rank: int, size: int) -> list[int]:
     ends = [0, columns]
     if rows.is_packed:
         ends = sorted({start for start, _ in rows.segments} | {rows.segments[-1][1], columns})
-    found = []
+    found: list[int] = []
     for start, stop in pairwise(ends):
         piece = (stop - start) // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
@@ -143,7 +143,7 @@ RIGHT = Rows.right_padded(torch.arange(8)[None] < torch.tensor([[7], [1], [6]]))
 @pytest.mark.parametrize("rows", [PACKED, LEFT, RIGHT], ids=["packed", "left", "right"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_ranks_replay_their_columns_and_together_the_whole(rows: Rows, kind: str) -> None:
-    model = Toy()
+    model: Any = Toy()
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     tokens = torch.randint(0, 64, rows.shape, generator=torch.Generator().manual_seed(1))
     known = ReplayRecords(records(rows, tokens))
