@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from moe_trm.config.route_defects import ROUTE_DEFECTS
 from moe_trm.rollout.sglang.served import ServedModel
 
 MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
@@ -79,7 +81,8 @@ class AnsweringServers:
             self.sites.append(server)
         return [f"http://127.0.0.1:{server.port}" for server in self.sites]
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate(self, server: _Server, request: web.Request) -> web.StreamResponse:
+        """The answer of one of the servers."""
         body = orjson.loads(await request.read())
         asked = body.get("token_ids_logprob")
         if asked is not None and asked[0] >= MODEL.vocab_size:
@@ -89,9 +92,11 @@ class AnsweringServers:
         self._waiting += 1
         if self._waiting >= self._hold and not self._free.is_set():
             self._free.set()
-            for server in random.Random(0).sample(self.sites, self._die):
-                server.dies = asyncio.ensure_future(server.die())
+            for lost in random.Random(0).sample(self.sites, self._die):
+                lost.away, lost.dies = True, asyncio.ensure_future(lost.die())
         await self._free.wait()
+        if server.away and request.transport is not None:
+            request.transport.abort()
         # A file is sent by the kernel (sendfile): next to nothing of the machine is spent on this side.
         return web.FileResponse(self._answers[body["input_ids"][0] % len(self._answers)])
 
@@ -100,12 +105,12 @@ class _Server:
     """One address. It serves version `label`."""
 
     def __init__(self, all_servers: AnsweringServers) -> None:
-        self._all, self.label, self.port = all_servers, "default", 0
+        self._all, self.label, self.port, self.away = all_servers, "default", 0, False
         self.dies: asyncio.Future[None] | None = None
 
     async def listen(self) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/generate", self._all.generate)
+        app.router.add_post("/generate", partial(self._all.generate, self))
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._info)
         app.router.add_get("/server_info", self._info)
@@ -121,8 +126,8 @@ class _Server:
     async def die(self) -> None:
         """Drop every connection, and come back with other weights."""
         await self._runner.cleanup()
-        self.label = "default"
         await asyncio.sleep(AWAY_S)
+        self.label, self.away = "default", False
         await self.listen()
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -130,6 +135,7 @@ class _Server:
 
     async def _info(self, request: web.Request) -> web.Response:
         info = {
+            **{defect.setting: defect.harmless[0] for defect in ROUTE_DEFECTS},
             "architectures": [MODEL.architecture],
             "weight_version": self.label,
             "enable_return_routed_experts": True,

@@ -137,14 +137,22 @@ def of_batch(num_rows: int) -> Figures:
     rows = [TrainRow(_bare(number, int(length)), 1.0) for number, length in enumerate(lengths)]
     real = sum(forwarded_tokens(row.record) for row in rows)
 
-    def columns(**limit: int) -> float:
-        plan = plan_step(rows, seed=0, step=1, minibatches=2, data_size=4, **limit)
+    def columns(most_rows: int | None, most_tokens: int | None) -> float:
+        plan = plan_step(
+            rows,
+            seed=0,
+            step=1,
+            minibatches=2,
+            data_size=4,
+            micro_batch_rows=most_rows,
+            micro_batch_tokens=most_tokens,
+        )
         micro = [micro for share in plan for mini in share for micro in mini.micro_batches]
         return sum(collate(batch, keep_mask=False).input_ids.numel() for batch in micro) / real
 
     return {
-        "columns_per_token_by_rows": columns(micro_batch_rows=8),
-        "columns_per_token_by_tokens": columns(micro_batch_tokens=8192),
+        "columns_per_token_by_rows": columns(8, None),
+        "columns_per_token_by_tokens": columns(None, 8192),
     }
 
 

@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
@@ -152,12 +151,11 @@ def own_bytes(process: int | str) -> int:
 
 
 def run_rank(told: Connection, endpoint: str, rank: int, ranks: int) -> None:
-    """Take this rank's share of the step; tell its size, this process's growth, the books and the seconds."""
+    """Take this rank's share of the step; tell its size, this process's growth, and the books."""
     client = RolloutClient(endpoint, KEY, ranks=(rank, ranks), data=(rank, ranks))
-    before, began = own_bytes("self"), time.perf_counter()
+    before = own_bytes("self")
     batch = client.next_batch(1, MODEL.moe_layer_ids)
-    seconds = time.perf_counter() - began
-    told.send((held(batch), own_bytes("self") - before, seconds, dict(batch.metrics)))
+    told.send((held(batch), own_bytes("self") - before, dict(batch.metrics)))
     told.recv()
     if rank == 0:
         client._ask("stop")
@@ -207,9 +205,9 @@ def measure(processes: int, answers: int, servers: int, ranks: int, kills: int) 
 
 
 def _rows(told: Sequence[Any], found: Mapping[str, Any], bodies: Sequence[bytes], answers: int) -> list[Row]:
-    share, peak, _, metrics = max(told, key=lambda rank: rank[1] - rank[0])
+    share, peak, metrics = max(told, key=lambda rank: rank[1] - rank[0])
     arrived = sum(len(body) for body in bodies) * answers // len(bodies)
-    seconds = max(rank[2] for rank in told)
+    seconds = metrics["time/rollout_s"]
     books = {place: int(metrics[f"ledger/{place}"]) for place in BOOKS}
     if books["issued"] != sum(books[place] for place in BOOKS[1:]):
         raise SystemExit(f"the books do not balance: {books}")

@@ -164,7 +164,7 @@ class PlaceReader:
     def read(self, place: Place) -> memoryview:
         """A copy of the bytes at `place`. Raises `ControllerError`."""
         descriptor = self._descriptor(place)
-        copy = memoryview(np.empty(place.size, np.uint8))
+        copy = np.empty(place.size, np.uint8).data
         done = 0
         while done < place.size:
             read = os.preadv(descriptor, [copy[done:]], place.start + done)

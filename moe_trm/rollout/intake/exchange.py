@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 _MOST_HEAD = 1 << 16
-_CHUNK = 1 << 16
+_CHUNK = 1 << 11
+"""Bytes read at once where the end is not known. Thousands of answers wait with so much of their bodies taken in."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Exchange:
         """What comes until the server closes the connection."""
         parts = [self._rest]
         assert self._socket is not None
-        while part := await _loop().sock_recv(self._socket, _CHUNK):
+        while part := await _loop().sock_recv(self._socket, _MOST_HEAD):
             parts.append(part)
         return b"".join(parts)
 

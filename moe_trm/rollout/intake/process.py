@@ -175,7 +175,7 @@ class IntakeProcess:
             future.set_exception(outcome)
 
     def _reading(self, message: Parsed) -> Reading:
-        frames = [message.body, *self.file.open(message.block)]
+        frames: list[bytes | memoryview] = [message.body, *self.file.open(message.block)]
         value = wire.decode(frames, RolloutRecord) if message.whole else wire.decode(frames, SampledTurn)
         return Reading(value, message.retracted, message.written)
 
