@@ -214,9 +214,10 @@ def _rows(told: Sequence[Any], found: Mapping[str, Any], bodies: Sequence[bytes]
         raise SystemExit(f"the books do not balance: {books}")
     lost = ("intake_losses", "intake_reissued", "losses", "reissued")
     counts = {name: int(metrics[f"rollout/{name}"]) for name in lost if f"rollout/{name}" in metrics}
+    room = max(ROOM_BYTES, *(len(body) for body in bodies))
     memory = [
         ("controller", 0, found["controller"]),
-        ("intake", max(ROOM_BYTES, largest), found["intake"]),
+        ("intake", room, found["intake"]),
         ("rank", share, peak),
     ]
     return [
