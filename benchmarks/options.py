@@ -10,8 +10,9 @@ from pathlib import Path
 def command_line(file: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser for the module at `file`; all of them can write their rows with `--json`."""
     paragraphs = (doc or "").strip().split("\n\n")
+    module = ".".join(Path(file).with_suffix("").relative_to(Path(__file__).parent).parts)
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{Path(file).stem}",
+        prog=f"python -m benchmarks.{module}",
         description="\n\n".join(textwrap.fill(paragraph, 100, break_on_hyphens=False) for paragraph in paragraphs),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -35,13 +35,19 @@ def report(
 def origin() -> dict[str, str | int]:
     """Information needed to repeat a measurement: command, date (UTC) and machine."""
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count() or 0,
         "cpu": _cpu_model(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def _module() -> str:
+    """Name of the benchmark that runs, as `python -m` takes it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"benchmarks.{Path(sys.argv[0]).stem}" if spec is None else str(spec.name)
 
 
 def _cpu_model() -> str:

@@ -3,11 +3,12 @@
 Synchronous training: the engine serves exactly the learner's weights while it samples. So the behaviour pass is the
 proximal pass (age 0), and the first update pass of a step must reproduce it bit for bit. With an overlapping
 `pipeline.mode` the controller samples for later steps while this step trains, and a push returns as soon as the engine
-has its files.
+has its files. Pushes are made every `pipeline.push_every` steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +23,17 @@ from moe_trm.observe.sinks import Sink
 from moe_trm.probe.run import Probe
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.step.anchors import Anchors
+from moe_trm.step.arrivals import Arrivals, joined
 from moe_trm.step.best import Best
+from moe_trm.step.cadence import Cadence
 from moe_trm.step.objective import Objective
+from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.push import Pusher
 from moe_trm.step.rate_guard import RateGuard
 from moe_trm.step.reference import Reference
 from moe_trm.step.row_advantages import with_ratios
 from moe_trm.step.score_recorder import ScoreRecorder
+from moe_trm.types import TrainBatch
 from routing.errors import MisalignedError
 from routing.replay import ReplayReport
 
@@ -51,13 +56,19 @@ def train(
     objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
     judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
-    reference, anchors = (
-        Reference(config, learner),
-        Anchors(config, mode, whole=objective.whole, watches=objective.watches_routers),
+    reference, average = Reference(config, learner), ProximalAverage.of(config)
+    anchors = Anchors(
+        config,
+        mode,
+        whole=objective.whole,
+        watches=objective.watches_routers,
+        first=checkpoints.first_step,
+        average=average,
     )
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
     steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
+    cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
         judge.restore(saved["judge"])
@@ -65,6 +76,8 @@ def train(
         best.restore(saved["best"])
         guard.restore(saved["guard"])
         anchors.restore(saved["anchors"])
+        if average is not None and saved.get("proximal"):  # older checkpoints have none
+            average.restore(saved["proximal"])
         rollouts.restore(saved["rollouts"])
     pusher.push(version=done)
     if not done:
@@ -80,38 +93,49 @@ def train(
             "best": best.state(),
             "guard": guard.state(),
             "anchors": anchors.state(),
+            "proximal": {} if average is None else average.state(),
             "rollouts": rollouts.state(),
         }
 
     for step in range(done + 1, steps + 1):
+        arrived: list[TrainBatch] = []
+        updates: list[UpdateResult] = []
+        probed: dict[str, float] = {}
+        replayed = ReplayReport()
         with phases.time("step"), rescued(checkpoints, step, learner):
-            with phases.time("wait"):
-                batch = rollouts.next_batch(step, learner.moe_layer_ids)
-            with phases.time("score"):
-                anchored = reference.score(learner, anchors.score(learner, batch))
-                anchored = with_ratios(config, learner, anchored)
-            with phases.time("probe"):
-                replayed = learner.replay_report() if probe.due(step) else ReplayReport()
-                probed = probe.run(step, learner, anchored, mode)
-            lr_scale, guarded = guard.scale(learner, anchored, batch.metrics["response/length_mean"])
-            with phases.time("update"):
-                updates = [
-                    learner.update(
-                        part.batches,
-                        part.sources,
-                        scores.watch(part, objective.bind(part, learner, first=index == 0)),
-                        entropy=objective.needs_entropy,
-                        lr_scale=lr_scale,
-                    )
-                    for index, part in enumerate(anchored * config.learner.epochs)
-                ]
+            for batch in arrivals.of(step, learner.moe_layer_ids, whole=probe.due(step)):
+                arrived.append(batch)
+                if not batch.mini_batches:
+                    continue
+                with phases.time("score"):
+                    anchored = reference.score(learner, anchors.score(learner, batch, moved=bool(updates)))
+                    anchored = with_ratios(config, learner, anchored)
+                with phases.time("probe"):
+                    replayed += learner.replay_report() if probe.due(step) else ReplayReport()
+                    probed |= probe.run(step, learner, anchored, mode)
+                lr_scale, guarded = guard.scale(learner, anchored, batch.metrics.get("response/length_mean", math.nan))
+                with phases.time("update"):
+                    begins = not updates
+                    updates += [
+                        learner.update(
+                            part.batches,
+                            part.sources,
+                            scores.watch(part, objective.bind(part, learner, first=begins and index == 0)),
+                            entropy=objective.needs_entropy,
+                            lr_scale=lr_scale,
+                        )
+                        for index, part in enumerate(anchored * config.learner.epochs)
+                    ]
             scores.write(step)
             replayed += learner.replay_report()
             with phases.time("sync"):
-                pusher.push(version=step)
+                if cadence.pushes(step):
+                    pusher.push(version=step)
+                    pushed = step
         with phases.time("eval"):
             evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
             best.offer(step, evaluation, learner)
+        batch = joined(arrived)
         measured = objective.take(learner) | probed
         num_rows = sum(mini.num_sequences for mini in batch.mini_batches)
         measured |= reference.adapt(measured, num_rows)
@@ -126,6 +150,7 @@ def train(
             **replay_metrics(replayed),
             **phases.take(),
             "weights/version": step,
+            "weights/pushed": pushed,
             **evaluation,
         }
         emit(sinks, step, {**metrics, **judge.say(metrics), "pipeline/behavior": config.pipeline.recovery})

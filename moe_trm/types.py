@@ -215,12 +215,14 @@ class TrainRow:
         advantage: of every sampled token, or their mean where they differ.
         token_advantages: `[S]` float32, where they differ along the row; None elsewhere.
         sample_tokens: scored tokens of all rows of its sample; None: this row is the whole sample.
+        weight: of the row in the loss, where its group was drawn to be trained again.
     """
 
     record: RolloutRecord
     advantage: float
     token_advantages: np.ndarray | None = None
     sample_tokens: int | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ class TokenBatch:
         sample_ids: `RolloutRecord.row_id` of each of the B rows, -1 on padding rows; empty where nobody names them.
         sample_tokens: `[B]` int64 scored tokens of all rows of each row's sample, 0 on padding rows; None where every
             row is a whole sample.
+        row_weights: `[B]` float32 weight of each row in the loss, 1 on padding rows; None where each counts once.
     """
 
     input_ids: torch.Tensor
@@ -305,3 +308,4 @@ class TokenBatch:
     origins: tuple[bytes | None, ...] = ()
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None

@@ -65,6 +65,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         origins=tuple(row.record.origin for row in rows) or (None,),
         sample_ids=tuple(row.record.row_id for row in rows) or (-1,),
         sample_tokens=_sample_tokens(rows),
+        row_weights=_weights(rows),
     )
 
 
@@ -74,6 +75,12 @@ def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
         return None
     own = [int(row.record.scored.sum()) if row.sample_tokens is None else row.sample_tokens for row in rows]
     return torch.tensor(own, dtype=torch.int64)
+
+
+def _weights(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
+    if all(row.weight == 1 for row in rows):
+        return None
+    return torch.tensor([row.weight for row in rows], dtype=torch.float32)
 
 
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_trm.config import schedule_rules
 from moe_trm.config.schema import Config
 from moe_trm.config.training_rules import may_have_turns
 from moe_trm.methods.advantages import ADVANTAGES
@@ -28,6 +29,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
         ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
+        *schedule_rules.idle(config),
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")

@@ -113,15 +113,6 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             expected="pipeline.mode=sync",
             fix="give the engine GPUs of its own, or train synchronously",
         )
-    given, fixed = pipeline.max_staleness, {"sync": 0, "one_step": 1}.get(pipeline.mode)
-    if given is not None and fixed is not None and given != fixed:
-        yield Problem(
-            "pipeline.max_staleness",
-            f"pipeline.mode={pipeline.mode} fixes the age of its samples",
-            got=str(given),
-            expected=f"none, or {fixed}",
-            fix="leave it out, or set pipeline.mode=async",
-        )
     if pipeline.recovery in ("interpolate", "bypass") and config.replay.mode == "R2":
         yield Problem(
             "pipeline.behavior",

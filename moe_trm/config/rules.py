@@ -18,6 +18,7 @@ from moe_trm.config import (
     engine_rules,
     precision_rules,
     rollout_rules,
+    schedule_rules,
     server_flags,
     task_rules,
     training_rules,
@@ -53,6 +54,7 @@ def _refusals(config: Config) -> list[Problem]:
         *agent_rules.refusals(config),
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
+        *schedule_rules.refusals(config),
         *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
@@ -83,10 +85,10 @@ def _observe(config: Config) -> Iterator[Problem]:
 
 def _surprises(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if config.record.bundle and config.pipeline.recovery != "same":
+    if config.record.bundle and not config.pipeline.one_anchor:
         yield (
             "record.bundle keeps the rollouts of this run, but not what its updates saw: "
-            "that is recorded without stale samples only (pipeline.mode=sync)"
+            "that is recorded only where the learner's own weights sampled (pipeline.mode=sync) and are the anchor"
         )
     if config.sampling_mask.mode == "keep" and not rollout.truncates:
         yield (

@@ -32,5 +32,5 @@ def look(config: Config) -> Check:
         NAME,
         "warn" if lines else "ok",
         "\n".join([going, *lines] if len(lines) < len(found) else lines),
-        "agent/cut counts such branches, and only the last one is trained; docs/agents.md" if lines else "",
+        "agent/cut counts such branches, and agent.rows says what of them is trained (docs/agents.md)" if lines else "",
     )

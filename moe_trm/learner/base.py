@@ -80,6 +80,10 @@ class LearnerBase:
         """See `Learner.snapshot`."""
         return self._snapshots.take(name, saved=saved, rounding=rounding)
 
+    def average(self, name: str, share: float) -> int:
+        """See `Learner.average`."""
+        return self._snapshots.blend(name, share)
+
     def forget(self, name: str) -> None:
         """See `Learner.forget`."""
         self._snapshots.forget(name)

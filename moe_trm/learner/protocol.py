@@ -100,6 +100,13 @@ class Learner(Resumable, Protocol):
         the engine has them after such a push.
         """
 
+    def average(self, name: str, share: float) -> int:
+        """Move the snapshot `name` by `share` of its distance towards the present weights.
+
+        One that is not held begins as they are. It belongs to `state`, with enough bits to go on with the same values
+        (`Snapshots.blend`). Returns the bytes on this rank.
+        """
+
     def forget(self, name: str) -> None:
         """Free the snapshot `name`. Raises `LearnerError` when there is none."""
 

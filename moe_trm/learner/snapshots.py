@@ -18,6 +18,8 @@ from moe_trm.errors import LearnerError
 from moe_trm.sync.rounding import Rounding
 
 _SAVED = "snapshot/"
+_REST = "-rest"
+"""Ending of the copy that holds what an average loses to rounding."""
 
 
 class Weights(Protocol):
@@ -67,6 +69,30 @@ class Snapshots:
         self._held[name] = held if rounding is None else self._rounded(held, rounding)
         (self._saved.add if saved else self._saved.discard)(name)
         return sum(tensor.nbytes for tensor in self._held[name])
+
+    def blend(self, name: str, share: float) -> int:
+        """Move the copy `name` by `share` of its distance towards the present weights; a new one begins as they are.
+
+        A copy of a few bits would lose small moves. So parameters are kept as a sum of two copies in the model's dtype,
+        the second under `NAME-rest` with what the first rounds away, which gives bfloat16 16 bits. `save` saves both,
+        and an average goes on after a resumption with the same bits. Buffers are those of the present.
+
+        Returns the bytes of both.
+        """
+        rest, own = f"{name}{_REST}", self._copy()
+        if name not in self._held:
+            self._held[name], self._held[rest] = own, [torch.zeros_like(tensor) for tensor in own]
+        else:
+            count = sum(1 for _ in self._parameters())
+            high, low = self._held[name], self._held[rest]
+            for average, lost, new in zip(high[:count], low[:count], own[:count], strict=True):
+                exact = average.double() + lost.double()
+                exact += share * (new.double() - exact)
+                average.copy_(exact)
+                lost.copy_(exact - average.double())
+            high[count:] = own[count:]
+        self._saved |= {name, rest}
+        return sum(tensor.nbytes for each in (name, rest) for tensor in self._held[each])
 
     def forget(self, name: str) -> None:
         """Free the copy `name`. Raises `LearnerError` when there is none."""

@@ -22,6 +22,7 @@ class AdvantageEntry:
         reads_support: it reads the recorded distribution of every token, and so needs `sampling_mask.mode=keep`.
         reads_ratios: it is made once the learner has scored the step.
         compares: it compares the samples of a prompt.
+        whitens: it divides by the spread over all samples of a step.
         reads_greedy: it reads the reward of a greedy answer to the prompt, which is asked for beside the samples.
     """
 
@@ -31,21 +32,22 @@ class AdvantageEntry:
     reads_support: bool = False
     reads_ratios: bool = False
     compares: bool = True
+    whitens: bool = False
     reads_greedy: bool = False
 
 
 ADVANTAGES: Mapping[str, AdvantageEntry] = MappingProxyType(
     {
         "dr_grpo": AdvantageEntry(lone="reward"),
-        "gdpo": AdvantageEntry(lone="reward"),
+        "gdpo": AdvantageEntry(lone="reward", whitens=True),
         "gpg": AdvantageEntry(),
         "grpo": AdvantageEntry(lone="reward", scales=True),
         "opo": AdvantageEntry(),
         "opob": AdvantageEntry(reads_support=True, reads_ratios=True),
         "otb": AdvantageEntry("token", lone="reward", reads_support=True),
         "pass_at_k": AdvantageEntry(lone=None, scales=True),
-        "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False),
-        "reinforce_plus_plus_baseline": AdvantageEntry(),
+        "reinforce_plus_plus": AdvantageEntry(lone=None, compares=False, whitens=True),
+        "reinforce_plus_plus_baseline": AdvantageEntry(whitens=True),
         "remax": AdvantageEntry(lone=None, compares=False, reads_greedy=True),
         "rloo": AdvantageEntry(),
         "turn_grpo": AdvantageEntry("turn", lone="reward", scales=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,21 +14,15 @@ from moe_trm.plan.figures import Basis, Figure, weakest
 from moe_trm.plan.layouts import Judged, alternatives, judge
 from moe_trm.plan.lengths import Lengths
 from moe_trm.plan.memory import Load
+from moe_trm.plan.modes import MODES, Mode
 from moe_trm.plan.parameters import Model, model_of
-from moe_trm.plan.simulate import Fleet, Schedule, Timeline, simulate
+from moe_trm.plan.provision import Provision, provision
+from moe_trm.plan.simulate import Fleet, Timeline, simulate
 from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds
 from moe_trm.plan.wire import mask_bytes, route_bytes
 
 STEPS = 8
 """Simulated training steps."""
-MODES: tuple[tuple[str, int, str], ...] = (
-    ("sync", 0, "wait"),
-    ("one_step", 1, "wait"),
-    ("async", 1, "interrupt"),
-    ("async", 2, "wait"),
-    ("async", 2, "interrupt"),
-    ("async", 4, "interrupt"),
-)
 
 
 @dataclass(frozen=True)
@@ -50,11 +44,9 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One pipeline mode."""
+    """One pipeline, and its simulated steps."""
 
-    mode: str
-    staleness: int
-    partial: str
+    mode: Mode
     timeline: Timeline
     basis: Basis
 
@@ -76,6 +68,7 @@ class Plan:
     decode_tokens_s: Figure
     train_s: Figure
     push_s: Figure
+    provision: Provision
 
     @property
     def room(self) -> float:
@@ -84,10 +77,11 @@ class Plan:
 
     @property
     def host_bytes(self) -> float:
-        """Weights of older versions in host memory, for one rank (`pipeline.behavior=snapshot`)."""
+        """Older and averaged weights in host memory, for one rank (`pipeline.behavior`, `pipeline.proximal`)."""
         pipeline = self.config.pipeline
-        versions = pipeline.staleness_limit + 1 if pipeline.recovery == "snapshot" else 0
-        return versions * self.layout.memory["weights"]
+        versions = pipeline.staleness_limit // pipeline.push_every + 1 if pipeline.recovery == "snapshot" else 0
+        averages = 2 if pipeline.proximal == "average" else 0
+        return (versions + averages) * self.layout.memory["weights"]
 
     @property
     def fits(self) -> bool:
@@ -97,13 +91,8 @@ class Plan:
     @property
     def configured(self) -> Simulated:
         """The pipeline mode of the configuration."""
-        pipeline = self.config.pipeline
-        return next(
-            found
-            for found in self.modes
-            if (found.mode, found.staleness, found.partial)
-            == (pipeline.mode, pipeline.staleness_limit, pipeline.partial)
-        )
+        own = Mode.of(self.config)
+        return next(found for found in self.modes if found.mode == own)
 
 
 def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions, where: str) -> Plan:
@@ -125,6 +114,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
     samples = config.rollout.prompts_per_step * config.rollout.group_size
     step_tokens = samples * (lengths.mean + lengths.prompt_tokens)
+    trained_tokens = step_tokens * (1 + config.pipeline.reuse_groups / config.rollout.prompts_per_step)
     tokens = micro_batch_tokens(config, lengths.prompt_tokens)
     scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
     keeps = config.keeps_masks
@@ -140,14 +130,22 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
+    sends = config.sync.method == "distributed"
     modes = []
-    for mode, staleness, partial in _modes(config):
-        other = _with_pipeline(config, mode, staleness, partial)
-        train_s = train_seconds(model, hf, other, cluster.gpu, ranks, step_tokens, context, efficiency)
-        sends = partial == "wait" and config.sync.method == "distributed"
-        timeline = simulate(batches, train_s, fleet, Schedule(staleness, partial == "interrupt", sends))
-        modes.append(Simulated(mode, staleness, partial, timeline, basis))
-    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, step_tokens, context, efficiency)
+    for mode in _modes(config):
+        other = _with_pipeline(config, mode)
+        train_s = train_seconds(model, hf, other, cluster.gpu, ranks, trained_tokens, context, efficiency)
+        modes.append(Simulated(mode, simulate(batches, train_s, fleet, mode.schedule(sends=sends)), basis))
+    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency)
+    own = Mode.of(config)
+    workers = provision(
+        samples * lengths.mean,
+        slots * rate(slots),
+        own_train,
+        push_s,
+        own.staleness - own.push_every + 1,
+        lambda number: simulate(batches, own_train, replace(fleet, servers=number), own.schedule(sends=sends)),
+    )
     return Plan(
         config,
         cluster,
@@ -162,6 +160,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
         Figure(own_train, "s", efficiency.learner_basis, "one training step"),
         Figure(push_s, "s", "assumed", "--load-gb-s"),
+        workers,
     )
 
 
@@ -181,16 +180,22 @@ def lines(judged: Judged) -> str:
     return " ".join(f"learner.parallel.{name}={size}" for name, size in sizes.items()) or "learner.parallel={}"
 
 
-def _modes(config: Config) -> list[tuple[str, int, str]]:
-    pipeline = config.pipeline
-    own = (pipeline.mode, pipeline.staleness_limit, pipeline.partial)
+def _modes(config: Config) -> list[Mode]:
+    own = Mode.of(config)
     if config.rollout.colocate:
         return [own]
     return [*MODES, *([] if own in MODES else [own])]
 
 
-def _with_pipeline(config: Config, mode: str, staleness: int, partial: str) -> Config:
-    update = {"mode": mode, "max_staleness": staleness, "partial": partial}
+def _with_pipeline(config: Config, mode: Mode) -> Config:
+    update = {
+        "mode": mode.mode,
+        "max_staleness": mode.staleness,
+        "partial": mode.partial,
+        "push_every": mode.push_every,
+        "rolling_push": mode.rolling,
+        "stream": mode.parts > 1,
+    }
     return config.model_copy(update={"pipeline": config.pipeline.model_copy(update=update)})
 
 

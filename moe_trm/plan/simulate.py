@@ -1,8 +1,8 @@
 """Training steps in virtual time: servers that decode, a learner that trains, weight pushes between them.
 
 A discrete-event simulation without chance. It keeps the rules of docs/pipeline.md: samples are issued in order and at
-most `staleness` versions ahead; batches are trained in order of issue; a push drains its servers, or interrupts them;
-the next push waits until every server has this one.
+most `staleness` versions ahead; batches are trained in order of issue; a push, after every `push_every` steps, drains
+its servers or interrupts them, all at once or one after the other; the next push waits until every server has this one.
 """
 
 from __future__ import annotations
@@ -42,11 +42,19 @@ class Schedule:
         staleness: `pipeline.max_staleness`.
         interrupts: a push interrupts samples (`pipeline.partial`) instead of draining its servers.
         learner_sends: the learner takes part in the push until every server has it (`sync.method=distributed`).
+        push_every: `pipeline.push_every`, steps between two pushes.
+        rolling: `pipeline.rolling_push`, servers are given weights one after the other.
+        in_turn: samples of a step are issued when the learner asks for it (`pipeline.mode=sync`).
+        parts: minibatches that train as their samples arrive (`pipeline.stream`).
     """
 
     staleness: int
     interrupts: bool = False
     learner_sends: bool = False
+    push_every: int = 1
+    rolling: bool = False
+    in_turn: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class Timeline:
         ends_s: when each step's training ended.
         learner_busy_s, server_busy_s, slot_s: seconds of training; of decoding, summed over servers; of requests.
         fleet: the servers.
+        versions: of the weights that sampled each step, ascending.
     """
 
     ends_s: tuple[float, ...]
@@ -64,6 +73,7 @@ class Timeline:
     server_busy_s: float
     slot_s: float
     fleet: Fleet
+    versions: tuple[tuple[int, ...], ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -74,6 +84,12 @@ class Timeline:
     def learner_idle(self) -> float:
         """Share of the time in which the learner waits."""
         return 1 - self.learner_busy_s / self.ends_s[-1]
+
+    @property
+    def learner_idle_later(self) -> float:
+        """The same after the first step, for whose samples everybody has to wait; 0 where there is no other."""
+        later, took = len(self.ends_s) - 1, self.ends_s[-1] - self.ends_s[0]
+        return 1 - self.learner_busy_s * later / len(self.ends_s) / took if took else 0.0
 
     @property
     def server_idle(self) -> float:
@@ -104,6 +120,7 @@ class _Server:
     loading_until: float = 0.0
     running: list[tuple[float, int, float]] = field(default_factory=list)
     owes_push: bool = False
+    version: int = 0
     busy_s: float = 0.0
     slot_s: float = 0.0
 
@@ -139,8 +156,9 @@ class _Server:
             done.append(heappop(self.running)[1])
         return done
 
-    def load(self) -> None:
+    def load(self, version: int) -> None:
         """Load new weights now; what is running goes on after its prefixes were computed again."""
+        self.version, self.owes_push = version, False
         prefixes = sum(self.progress - begun for _, _, begun in self.running)
         self.loading_until = self.now + self.fleet.push_s + prefixes / self.fleet.prefill_tokens_s
 
@@ -149,11 +167,16 @@ class _Run:
     def __init__(self, batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> None:
         self._batches, self._train_s, self._schedule = batches, train_s, schedule
         self._samples = [(step, tokens) for step, batch in enumerate(batches) for tokens in batch]
-        self._left = [len(batch) for batch in batches]
+        self._part_of = [place * schedule.parts // len(batch) for batch in batches for place in range(len(batch))]
+        self._left = [[0] * schedule.parts for _ in batches]
+        for (step, _), part in zip(self._samples, self._part_of, strict=True):
+            self._left[step][part] += 1
+        self._part = 0
         self._servers = [_Server(fleet) for _ in range(fleet.servers)]
         self._fleet, self._now, self._issued, self._flying = fleet, 0.0, 0, 0
-        self._version, self._pushing = 0, False
-        self._loaded: set[int] = set()
+        self._version, self._newest, self._pushing = 0, 0, False
+        self._turns: list[_Server] = []
+        self._used: list[set[int]] = [set() for _ in batches]
         self._trained = 0
         self._training_until: float | None = None
         self._ends: list[float] = []
@@ -169,6 +192,7 @@ class _Run:
             sum(server.busy_s for server in self._servers),
             sum(server.slot_s for server in self._servers),
             self._fleet,
+            tuple(tuple(sorted(used)) for used in self._used),
         )
 
     def _next_event(self) -> float:
@@ -184,51 +208,72 @@ class _Run:
         for server in self._servers:
             server.advance(to)
             for sample in server.finished():
-                self._left[self._samples[sample][0]] -= 1
+                self._left[self._samples[sample][0]][self._part_of[sample]] -= 1
                 self._flying -= 1
 
     def _settle(self) -> None:
         """Everything that happens at this instant, in the order of cause and effect."""
         self._end_training()
         self._push()
+        # Samples that waited for a push are asked for before a learner that waited for it hands over the next weights.
+        self._issue()
         self._end_training()
         self._push()
         sends = self._pushing and self._schedule.learner_sends
-        ready = self._trained < len(self._batches) and not self._left[self._trained]
+        ready = self._trained < len(self._batches) and not self._left[self._trained][self._part]
         if self._training_until is None and ready and not sends:
-            self._training_until = self._now + self._train_s
+            self._training_until = self._now + self._train_s / self._schedule.parts
         self._issue()
 
     def _end_training(self) -> None:
-        # The weights can be handed over only when the push before is done everywhere.
         if self._training_until is None or self._now < self._training_until:
+            return
+        if self._part < self._schedule.parts - 1:
+            self._part, self._training_until = self._part + 1, None
             return
         if len(self._ends) == self._trained:
             self._ends.append(self._now)
-        if not self._pushing:
-            self._trained += 1
-            self._training_until, self._pushing, self._loaded = None, True, set()
-            for server in self._servers:
-                server.owes_push = True
+        pushes = len(self._ends) % self._schedule.push_every == 0
+        # The weights can be handed over only when the push before is done everywhere.
+        if pushes and self._pushing:
+            return
+        self._trained, self._part, self._training_until = len(self._ends), 0, None
+        if pushes:
+            self._pushing, self._newest, self._turns = True, self._trained, [*self._servers]
+            self._call_servers()
+
+    def _call_servers(self) -> None:
+        """Servers that have to take the new weights now: all that wait for their turn, or the first of them."""
+        called = self._turns[:1] if self._schedule.rolling else self._turns
+        for server in called:
+            server.owes_push = True
+        self._turns = self._turns[len(called) :]
 
     def _push(self) -> None:
         if not self._pushing:
             return
-        for number, server in enumerate(self._servers):
+        for server in self._servers:
             if server.owes_push and (self._schedule.interrupts or not server.running):
-                server.owes_push = False
-                server.load()
-                self._loaded.add(number)
-        if len(self._loaded) == len(self._servers) and not any(server.is_loading for server in self._servers):
-            self._pushing = False
-            self._version += 1
+                server.load(self._newest)
+                for _, sample, _ in server.running:
+                    self._used[self._samples[sample][0]].add(server.version)
+        if any(server.owes_push or server.is_loading for server in self._servers):
+            return
+        if self._turns:
+            self._call_servers()
+            self._push()
+            return
+        self._pushing, self._version = False, self._newest
 
     def _issue(self) -> None:
         while self._issued < len(self._samples) and self._flying < self._fleet.in_flight:
             step, tokens = self._samples[self._issued]
             free = [server for server in self._servers if server.admits]
-            if step > self._version + self._schedule.staleness or not free:
+            early = self._schedule.in_turn and step > self._trained
+            if early or step > self._version + self._schedule.staleness or not free:
                 return
-            min(free, key=lambda server: len(server.running)).start(self._issued, tokens)
+            chosen = min(free, key=lambda server: len(server.running))
+            chosen.start(self._issued, tokens)
+            self._used[step].add(chosen.version)
             self._issued += 1
             self._flying += 1

@@ -34,9 +34,12 @@ def as_data(plan: Plan) -> dict[str, Any]:
     }
     timelines = [
         {
-            "mode": found.mode,
-            "max_staleness": found.staleness,
-            "partial": found.partial,
+            "mode": found.mode.mode,
+            "max_staleness": found.mode.staleness,
+            "partial": found.mode.partial,
+            "push_every": found.mode.push_every,
+            "rolling_push": found.mode.rolling,
+            "stream": found.mode.parts > 1,
             "step_s": found.timeline.step_s,
             "learner_idle": found.timeline.learner_idle,
             "server_idle": found.timeline.server_idle,
@@ -71,6 +74,13 @@ def as_data(plan: Plan) -> dict[str, Any]:
         },
         "learner": {"ranks": plan.ranks, "train_s": plan.train_s.value, "basis": plan.train_s.basis},
         "modes": timelines,
+        "provision": {
+            "servers": plan.provision.servers,
+            "why": plan.provision.why,
+            "learner_idle": plan.provision.idle,
+            "learner_idle_below": plan.provision.idle_below,
+            "basis": plan.modes[0].basis,
+        },
         "bottleneck": bottleneck(plan),
         "settings": settings(plan),
         "assumptions": [{"option": option, "value": value, "meaning": text} for option, value, text in assumed(plan)],
@@ -151,10 +161,25 @@ def _modes(plan: Plan) -> Iterator[str]:
         line = found.timeline
         mark = "  *" if found is plan.configured else ""
         yield (
-            f"  {found.mode:<9}{found.staleness:>9}{found.partial:>11}{_seconds(line.step_s):>10}"
+            f"  {found.mode.label:<14}{found.mode.staleness:>4}{found.mode.push:>11}{_seconds(line.step_s):>10}"
             f"{line.learner_idle:>14.0%}{line.server_idle:>14.0%}{mark}"
         )
     yield "  * as configured"
+    yield from textwrap.wrap(provisioned(plan), WIDTH, subsequent_indent="  ")
+
+
+def provisioned(plan: Plan) -> str:
+    """The number of servers that keeps the learner busy, in a sentence."""
+    found = plan.provision
+    if found.servers is None:
+        return f"servers that keep the learner busy: no number of them does, because {found.why}."
+    words = f"servers that keep the learner busy, by the rule of ECHO-2: {found.servers}"
+    if found.idle is None:
+        return f"{words}; not simulated."
+    words += f"; simulated, it then waits {found.idle:.0%} of the time"
+    if found.idle_below is not None:
+        words += f", and {found.idle_below:.0%} with {found.servers - 1}"
+    return words + ("." if found.holds else ". Answers of unlike length need more, or pipeline.partial=interrupt.")
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
@@ -200,13 +225,21 @@ def chosen_mode(plan: Plan) -> Simulated:
     """Of the modes within `NEAR` of the fastest one, the one with the youngest samples."""
     fastest = min(mode.timeline.step_s for mode in plan.modes)
     near = (mode for mode in plan.modes if mode.timeline.step_s <= fastest * (1 + NEAR))
-    return min(near, key=lambda mode: (mode.staleness, mode.timeline.step_s))
+    return min(near, key=lambda found: (found.mode.staleness, found.timeline.step_s))
 
 
 def _mode_settings(plan: Plan, fastest: Simulated) -> list[str]:
-    found = [f"pipeline.mode={fastest.mode}", f"pipeline.max_staleness={fastest.staleness}"]
-    found.append(f"pipeline.partial={fastest.partial}")
-    if fastest.partial == "interrupt" and plan.config.sync.method == "distributed":
+    mode = fastest.mode
+    found = [f"pipeline.mode={mode.mode}", f"pipeline.max_staleness={mode.staleness}"]
+    found.append(f"pipeline.partial={mode.partial}")
+    own = plan.config.pipeline
+    if (mode.push_every, own.push_every) != (1, 1):
+        found.append(f"pipeline.push_every={mode.push_every}")
+    if mode.rolling or own.rolling_push:
+        found.append(f"pipeline.rolling_push={str(mode.rolling).lower()}")
+    if mode.parts > 1 or own.stream:
+        found.append(f"pipeline.stream={str(mode.parts > 1).lower()}")
+    if mode.partial == "interrupt" and plan.config.sync.method == "distributed":
         found.append("sync.method=disk")
     return found
 

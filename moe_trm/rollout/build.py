@@ -65,6 +65,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             prompts_own=config.rollout.agent is not None,
             several_rows=several_rows(config),
             waits=config.pipeline.mode != "sync",
+            push_every=config.pipeline.push_every,
             delay_s=config.rollout.bundle_delay_s,
         )
     engine: RolloutEngine = load_function(name, key="rollout.engine")(config, api_key)

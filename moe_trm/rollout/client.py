@@ -130,12 +130,13 @@ class RolloutClient:
             self._socket.setsockopt(SocketOption.CURVE_SERVERKEY, public_key.encode())
         self._socket.connect(endpoint)
 
-    def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
-        """This rank's rows of `step`, with the routes of `layer_ids` only.
+    def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
+        """This rank's rows of `step`, or of a part of it, with the routes of `layer_ids` only.
 
         On the controller's machine, records that intake processes made are copied from their shared memory.
         """
-        batch = self._ask("batch", step=step, layer_ids=layer_ids, lends=self._same_machine).batch
+        lends = self._same_machine
+        batch = self._ask("batch", step=step, part=part, layer_ids=layer_ids, lends=lends).batch
         assert batch is not None
         return rank_share(batch, layer_ids)
 

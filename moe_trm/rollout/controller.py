@@ -30,9 +30,11 @@ from moe_trm.rollout.evaluation import Evaluator, reward_of
 from moe_trm.rollout.mask_metrics import mask_metrics
 from moe_trm.rollout.producer import Producer
 from moe_trm.rollout.sampler import Sampler, SingleTurn, rewarded
+from moe_trm.rollout.step_parts import StepParts, versions_of
 from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.metrics import age_metrics
+from moe_trm.store.reuse import Again, ReuseBuffer, with_weights
 from moe_trm.store.store import Group, GroupStore
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.prompts import PromptOrder
@@ -83,8 +85,12 @@ class RolloutController:
             concurrency=rollout.concurrency,
             needs_support=config.keeps_masks,
         )
+        self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
         self._whole_groups = compares_groups(config)
+        # Parts in which a step is handed out.
+        self._parts = config.learner.minibatches if config.pipeline.stream else 1
+        self._arrived = StepParts({}, ())
         self._push_s = 0.0
 
     @property
@@ -106,47 +112,52 @@ class RolloutController:
         self._push_s = time.perf_counter() - started
         self._admit(version)
 
-    async def plan(self, step: int, data_size: int) -> list[TrainBatch]:
-        """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank."""
+    async def plan(self, step: int, data_size: int, part: int = 0) -> list[TrainBatch]:
+        """One step: the oldest groups, once they are there, cut into one `TrainBatch` per data-parallel rank.
+
+        With `pipeline.stream` it is one minibatch of the step. Parts are asked for in their order; one without any
+        accepted sample has no minibatch, and the last one has the metrics of the step.
+        """
         if not self.overlaps:
             self._producer.admit_steps(step)
-        version = step - 1  # of the learner's weights while it trains this step
-        queue_ages = self._store.ages(version)
-        groups = await self._producer.take(version)
-        self._record(step, groups)
+        version, last = step - 1, part == self._parts - 1  # the version is the learner's while it trains this step
+        if part == 0:
+            queue_ages = self._store.ages(version)
+            self._arrived = StepParts(queue_ages, await self._draw_again(step, version))
+        arrived = self._arrived
+        groups = await self._producer.take(version, parts=self._parts, ends_step=last)
         samples = [record for group in groups for record in group.kept]
-        if not samples:
-            raise ControllerError(
-                "no record of this step was accepted",
-                where=f"step {step}",
-                got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
-                expected="at least one accepted sample",
-                fix="\n".join(
-                    ["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]
-                ),
-            )
         if self._config.task.shuffle_rewards:
             samples = _shuffle_rewards(samples, seed=self._config.seed, step=step)
-        rows = self._rows(samples)
+        arrived.groups += groups
+        arrived.samples += samples
+        if last:
+            self._record(step, arrived.groups)
+            self._check_accepted(step, arrived)
+        self._reuse.keep(groups)
+        again = arrived.again[part :: self._parts]
+        samples += [record for one in again for record in one.group.kept]
+        rows = with_weights(self._rows(samples), again) if samples else []
         learner, packed = self._config.learner, self._config.batch.layout == "packed"
         plan = plan_step(
             rows,
             seed=self._config.seed,
             step=step,
-            minibatches=learner.minibatches,
+            minibatches=learner.minibatches // self._parts,
             data_size=data_size,
             micro_batch_rows=learner.micro_batch_rows,
             micro_batch_tokens=learner.micro_batch_tokens,
             whole_groups=self._whole_groups,
             packed=packed,
         )
+        if not rows:
+            plan = [[] for _ in range(data_size)]
         records = [row.record for row in rows]
-        ages = age_metrics(records, version, queue_ages, self._config.pipeline.staleness_limit)
-        metrics = self._metrics(samples) | self._balance(plan) | ages
-        versions = tuple(sorted({int(version) for record in records for version in record.versions}))
-        if self._config.rollout.colocate:
+        arrived.add(records, plan)
+        if last and self._config.rollout.colocate:
             await self._engine.release_memory()
-        return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+        metrics = self._step_metrics(version, arrived) if last else {}
+        return [TrainBatch(step, tuple(share), metrics, versions_of(records)) for share in plan]
 
     def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
         parallel = self._config.learner.parallel
@@ -170,12 +181,15 @@ class RolloutController:
         Samples in flight or waiting are given up and issued again.
         """
         ledger = self._ledger.settled()
-        return {"producer": self._producer.state(), "ledger": ledger}
+        # A live engine does not give the same samples again: what may be used again is given up, too.
+        reuse = [] if self._engine.traits.samples_live else self._reuse.state()
+        return {"producer": self._producer.state(), "ledger": ledger, "reuse": reuse}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue after `state`, before the first push."""
         self._producer.restore(**state["producer"])
         self._ledger.restore(state["ledger"])
+        self._reuse.restore(state.get("reuse", []))  # older checkpoints have none
 
     async def close(self) -> None:
         """Give up what is in flight and release engine and task."""
@@ -192,6 +206,29 @@ class RolloutController:
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
             self._producer.admit_steps(min(ahead, self._config.train.steps))
+
+    async def _draw_again(self, step: int, version: int) -> list[Again]:
+        """Groups of earlier steps that this one trains again."""
+        for group_id in self._reuse.missing:
+            self._reuse.put_back(await self._producer.again(group_id))
+        return self._reuse.draw(step, version)
+
+    def _check_accepted(self, step: int, arrived: StepParts) -> None:
+        if arrived.samples:
+            return
+        raise ControllerError(
+            "no record of this step was accepted",
+            where=f"step {step}",
+            got={"rejected": dict(self._ledger.rejected), "dropped": dict(self._ledger.dropped)},
+            expected="at least one accepted sample",
+            fix="\n".join(["Mend what rejected them; the first of each reason:", *self._producer.examples.values()]),
+        )
+
+    def _step_metrics(self, version: int, arrived: StepParts) -> dict[str, float]:
+        """Metrics of a step that has arrived whole."""
+        bound = self._config.pipeline.staleness_limit
+        ages = age_metrics(arrived.trained, version, arrived.queue_ages, bound)
+        return self._metrics(arrived.samples) | self._balance(arrived.plan) | ages
 
     def _rows(self, samples: Sequence[RolloutRecord]) -> list[TrainRow]:
         """The rows of the samples with their advantages."""
@@ -282,6 +319,7 @@ class RolloutController:
             **mask_metrics([row for record in records for row in record.rows], self._params),
             **({"records/dropped/age": 0.0} if self.overlaps else {}),
             **self._ledger.metrics(),
+            **self._reuse.metrics(),
         }
 
 

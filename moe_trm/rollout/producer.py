@@ -23,7 +23,7 @@ from moe_trm.errors import RecordRejected
 from moe_trm.rollout.sampler import Sampler
 from moe_trm.store.ledger import Ledger
 from moe_trm.store.store import Group, GroupStore, Outcome
-from moe_trm.types import Prompt
+from moe_trm.types import Prompt, RolloutRecord
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +75,33 @@ class Producer:
         self._steps = max(self._steps, steps)
         self._issue()
 
-    async def take(self, version: int) -> list[Group]:
-        """The next step's groups, for a learner at `version`, once they are there. Raises what stopped a sampler."""
-        while (groups := self._store.take(self._batch, version)) is None:
+    async def take(self, version: int, *, parts: int = 1, ends_step: bool = True) -> list[Group]:
+        """The next step's groups, or one of `parts` equal parts, for a learner at `version`, once they are there.
+
+        Raises what stopped a sampler.
+        """
+        count = self._batch // parts
+        while (groups := self._store.take(count, version, ends_batch=ends_step)) is None:
             if self._failure is not None:
                 raise self._failure
             self._issue()
             self._changed.clear()
             await self._changed.wait()
-        self._taken += self._batch
+        self._taken += count
         self._issue()
         return groups
+
+    async def again(self, group_id: int) -> Group:
+        """A group that was trained before, from an engine that repeats its samples. The books know it already."""
+        prompt, first = self._prompt(group_id), group_id * self._size
+        outcomes: list[Outcome] = []
+        for sample_id in range(first, first + self._size):
+            try:
+                outcomes.append(await self._accepted(prompt, sample_id=sample_id, group_id=group_id))
+            except RecordRejected as rejection:
+                outcomes.append(rejection.reason)
+        kept = [one for one in outcomes if not isinstance(one, str) and not reason_to_drop_sample(one, self._filters)]
+        return Group(group_id, tuple(outcomes), tuple(kept))
 
     def state(self) -> dict[str, object]:
         """State for a resumed run: the groups taken, the next number, and the numbers to issue again."""
@@ -142,12 +158,7 @@ class Producer:
     async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
         outcome: Outcome
         try:
-            sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
-            # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
-            outcome = sample.bound()
-            if self._needs_support:
-                for row in outcome.rows:
-                    recorded_support(row)
+            outcome = await self._accepted(prompt, sample_id=sample_id, group_id=group_id)
         except RecordRejected as rejection:
             self._ledger.reject(rejection.reason)
             self.examples.setdefault(rejection.reason, str(rejection))
@@ -157,6 +168,15 @@ class Producer:
         self._sampling -= 1
         self._issue()
         return outcome
+
+    async def _accepted(self, prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutRecord:
+        sample = await self._sampler.sample(prompt, sample_id=sample_id, group_id=group_id)
+        # An engine of the user's own may know nothing of samples; SGLang's binds its routes itself.
+        record = sample.bound()
+        if self._needs_support:
+            for row in record.rows:
+                recorded_support(row)
+        return record
 
 
 class BusyClock:

@@ -28,6 +28,7 @@ class BundleEngine:
         prompts_own: an agent wrote the context itself.
         several_rows: a sample may be several rows (`agent.rows`).
         waits: a sample may be requested before the weights that sampled it exist; it is returned once they are pushed.
+        push_every: steps between two pushes of this run.
         delay_s: seconds until each answer, to try a pipeline without an engine.
     """
 
@@ -41,9 +42,11 @@ class BundleEngine:
         prompts_own: bool = False,
         several_rows: bool = False,
         waits: bool = False,
+        push_every: int = 1,
         delay_s: float = 0.0,
     ) -> None:
-        self._waits, self._delay_s, self._pushed = waits, delay_s, asyncio.Event()
+        self._waits, self._push_every = waits, push_every
+        self._delay_s, self._pushed = delay_s, asyncio.Event()
         self._prompts_grow, self._prompts_own, self._several_rows = prompts_grow, prompts_own, several_rows
         self._reader = BundleReader(folder)
         self._folder = folder
@@ -88,6 +91,7 @@ class BundleEngine:
             reason = self._rejected.get(sample_id, "not_recorded")
             raise RecordRejected(reason, "the recorded run rejected this sample", where=f"sample {sample_id}")
         record = self._records(step)[sample_id]
+        self._check_comes(record, step)
         while self._waits and _newest(record) > self._version:
             self._pushed.clear()
             await self._pushed.wait()
@@ -130,6 +134,20 @@ class BundleEngine:
             if len(self._loaded) > KEPT_STEPS:
                 del self._loaded[min(self._loaded)]
         return self._loaded[step]
+
+    def _check_comes(self, record: RolloutRecord, step: int) -> None:
+        """Refuse to wait for weights that are pushed only after the step that needs them."""
+        version = _newest(record)
+        pushed = -(-version // self._push_every) * self._push_every
+        if self._waits and version > self._version and pushed > step - 1:
+            raise BundleError(
+                "the recording was made with other pushes",
+                where=f"{self._folder}, sample {record.sample_id}",
+                got=f"sampled with weight version {version} for step {step}, which a push every "
+                f"{self._push_every} steps brings after step {pushed}",
+                expected=f"a version that is pushed before step {step}",
+                fix="Set pipeline.push_every to that of the recorded run (its config.json).",
+            )
 
     def _check_same_run(self, record: RolloutRecord, prompt: Prompt, group_id: int) -> None:
         before = tuple(record.tokens[: int(record.sampled.argmax())].tolist())

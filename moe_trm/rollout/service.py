@@ -49,7 +49,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """`batch`: this rank's share of `step`. `push`: this rank's shard of `version`. `evaluate`: its metrics.
+    """`batch`: this rank's share of `step`, or of a `part` of it. `push`: this rank's shard of `version`. `evaluate`:
+    its metrics.
 
     `servers`: their state now. `state`: what a checkpoint keeps of the controller; `restore`: go on after `state`,
     before the first push. `stop`: end the process.
@@ -60,6 +61,7 @@ class Request(msgspec.Struct, frozen=True):
     key: str
     op: str
     step: int = 0
+    part: int = 0
     rank: int = 0
     num_ranks: int = 1
     data_rank: int = 0
@@ -155,7 +157,11 @@ class ControllerService:
 
     async def _batch(self, request: Request) -> ControllerReply:
         planned = asyncio.ensure_future(
-            self._once("batch", request.step, lambda: self._controller.plan(request.step, request.data_size))
+            self._once(
+                f"batch {request.part}",
+                request.step,
+                lambda: self._controller.plan(request.step, request.data_size, request.part),
+            )
         )
         if self._loading is not None:
             # A push that fails would leave the plan waiting for samples of weights that never come.

@@ -9,6 +9,10 @@ At age 0 the two are one pass. Older tokens are recovered by one of four routes:
 | interpolate | - | rollout + age / (age + 1) (current - rollout) in log-probs | total; by definition, merged, update |
 | bypass | the rollout's | the rollout's | total |
 
+With `pipeline.proximal=average` the proximal pass is under an average of the weights of all steps so far
+(`step.proximal_average`). Then it is never the behaviour pass, not even at age 0: lag is the distance of the average
+from the weights that sampled, and may have either sign in time.
+
 Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same
 weights, same routes, same micro-batches. It is not made twice, but on steps with a probe, where
 `update/first_nonzero_fraction` shows that the two are equal.
@@ -22,18 +26,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from moe_trm.batch.collate import collate
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.step import proximal_average
+from moe_trm.step.cadence import Cadence
 from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
+from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.types import TokenBatch, TrainBatch
 from routing.router_shift import KEEP
 
 GIB = 2**30
+START = "start"
+"""Snapshot of the weights at the start of a step whose minibatches arrive one after the other."""
 
 
 class Anchors:
@@ -44,9 +52,20 @@ class Anchors:
         mode: whose routes the passes use.
         whole: whether rules or loss look at a whole minibatch before its update, and so need its anchors before.
         watches: whether updates are told how far the routers have moved since the anchors.
+        first: version of the weights that the run began with.
+        average: the proximal policy, where it is not the learner at the step's start.
     """
 
-    def __init__(self, config: Config, mode: ReplayMode, *, whole: bool, watches: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mode: ReplayMode,
+        *,
+        whole: bool,
+        watches: bool = False,
+        first: int = 0,
+        average: ProximalAverage | None = None,
+    ) -> None:
         self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
@@ -61,32 +80,37 @@ class Anchors:
         self._reuse = mode != "R2" and config.learner.epochs == 1 and not elsewhere
         self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery
+        self._average = average
         # A live engine samples anew after a resumption; a recording gives again what older weights sampled.
         self._saved = not config.rollout.traits.samples_live
+        # A recording may be of a run that began between two pushes.
+        self._cadence = Cadence.of(config, first) if not self._saved else Cadence(1, first, config.train.steps)
         self._kept: list[int] = []
+        self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 
-    def score(self, learner: Learner, batch: TrainBatch) -> list[Anchored]:
-        """The minibatches of a step with their anchors, in exactly the micro-batches that the updates will use.
+    def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False) -> list[Anchored]:
+        """The minibatches of a step or of a part of it, with anchors, in exactly the micro-batches of the updates.
 
-        Collective.
+        `moved`: an earlier part of the step was trained already. The anchors of this one are those of the step's start
+        all the same. Collective.
         """
-        version = batch.step - 1
-        self._keep(learner, version)
+        if not moved:
+            self._begin(learner, batch.step - 1)
+        own = self._start if moved else None
         padded = [
             [collate(micro, keep_mask=self._keep_mask) for micro in mini.micro_batches] for mini in batch.mini_batches
         ]
+        if self._average is not None:
+            return self._averaged(learner, batch, padded, own)
         if self._recovery in ("interpolate", "bypass"):
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
-        skipped = int(self._own_forward_suffices(batch))
-        flat = [item for part in padded[skipped:] for item in part]
-        sources = [watching(anchor_source(self._mode, item), self._watched) for item in flat]
-        passed = iter(learner.score(flat, sources))
+        skipped = int(not moved and self._own_forward_suffices(batch))
+        passed = iter(self._pass(learner, padded[skipped:], weights=own))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
         if self._recovery == "snapshot":
-            behavior = iter(self._behavior(learner, batch, version, padded, proximal))
-            return [part.with_behavior([next(behavior) for _ in part.batches]) for part in anchored]
+            return self._with_behavior(learner, batch, anchored, [score for part in proximal for score in part])
         return anchored
 
     def state(self) -> list[int]:
@@ -96,6 +120,26 @@ class Anchors:
     def restore(self, state: list[int]) -> None:
         """Go on after `state`, once the learner has been restored."""
         self._kept = list(state)
+
+    def _averaged(
+        self, learner: Learner, batch: TrainBatch, padded: Sequence[list[TokenBatch]], start: str | None
+    ) -> list[Anchored]:
+        """Anchors under the average, and the behaviour log-probs beside them where they are known apart."""
+        scores = self._pass(learner, padded, weights=proximal_average.NAME)
+        passed = iter(scores)
+        anchored = self._anchored(batch, padded, [[next(passed) for _ in part] for part in padded])
+        if self._recovery == "merged":
+            return anchored
+        # Where nothing was sampled by the learner's own weights, no token keeps what it begins with.
+        own = self._pass(learner, padded, weights=start) if batch.step - 1 in batch.versions else scores
+        return self._with_behavior(learner, batch, anchored, own)
+
+    def _pass(
+        self, learner: Learner, padded: Sequence[list[TokenBatch]], *, weights: str | None = None
+    ) -> list[Scores]:
+        flat = [item for part in padded for item in part]
+        sources = [watching(anchor_source(self._mode, item), self._watched) for item in flat]
+        return learner.score(flat, sources, weights=weights)
 
     def _anchored(
         self, batch: TrainBatch, padded: Sequence[list[TokenBatch]], proximal: Sequence[list[Scores]]
@@ -107,24 +151,29 @@ class Anchors:
                 watching(update_source(self._mode, item, own), router)
                 for item, (own, router) in zip(part, kept, strict=True)
             ]
-            anchored.append(Anchored(mini, part, scores, sources, recovery=self._recovery, version=batch.step - 1))
+            anchored.append(
+                Anchored(
+                    mini,
+                    part,
+                    scores,
+                    sources,
+                    recovery=self._recovery,
+                    version=batch.step - 1,
+                    averaged=self._average is not None,
+                )
+            )
         return anchored
 
-    def _behavior(
-        self,
-        learner: Learner,
-        batch: TrainBatch,
-        version: int,
-        padded: Sequence[list[TokenBatch]],
-        proximal: Sequence[list[Scores]],
-    ) -> list[Tensor]:
-        """`[B, R]` log-probs of each micro-batch under the weights that sampled each token.
+    def _with_behavior(
+        self, learner: Learner, batch: TrainBatch, anchored: Sequence[Anchored], own: Sequence[Scores]
+    ) -> list[Anchored]:
+        """The minibatches with `[B, R]` log-probs of each micro-batch under the weights that sampled each token.
 
-        Every rank makes the same passes.
+        `own`: scores at the learner's weights. Every rank makes the same passes.
         """
-        flat = [item for part in padded for item in part]
-        found = [scores.logprobs for part in proximal for scores in part]
-        for old in [number for number in batch.versions if number != version]:
+        flat = [item for part in anchored for item in part.batches]
+        found = [scores.logprobs for scores in own]
+        for old in [number for number in batch.versions if number != batch.step - 1]:
             sources = [behavior_source(self._mode, item) for item in flat]
             if old not in self._kept:
                 raise LearnerError(
@@ -139,29 +188,45 @@ class Anchors:
                 torch.where(item.versions.to(own.device) == old, scores.logprobs, own)
                 for item, scores, own in zip(flat, passed, found, strict=True)
             ]
-        return found
+        each = iter(found)
+        return [part.with_behavior([next(each) for _ in part.batches]) for part in anchored]
 
     def _own_forward_suffices(self, batch: TrainBatch) -> bool:
         probed = self._probe_every and batch.step % self._probe_every == 0
         return self._reuse and not probed and batch.versions == (batch.step - 1,) and self._recovery == "same"
 
+    def _begin(self, learner: Learner, version: int) -> None:
+        """Everything that is kept of the weights at the start of a step."""
+        self._keep(learner, version)
+        if self._average is not None:
+            self._average.absorb(learner)
+        if self._streams:
+            self._start = snapshot_name(version) if version in self._kept else START
+            if self._start == START:
+                learner.snapshot(START)
+
     def _keep(self, learner: Learner, version: int) -> None:
         """Snapshots of the versions that may still come back as behaviour."""
         if self._recovery != "snapshot":
             return
-        num_bytes = learner.snapshot(snapshot_name(version), saved=self._saved)
-        self._kept.append(version)
-        needed = num_bytes * (self._pipeline.staleness_limit + 1) / GIB
+        bound = self._pipeline.staleness_limit
+        if self._cadence.pushes(version):
+            num_bytes = learner.snapshot(snapshot_name(version), saved=self._saved)
+            self._kept.append(version)
+            self._check_room(num_bytes, self._cadence.held(bound))
+        while self._kept and self._kept[0] < version - bound:
+            learner.forget(snapshot_name(self._kept.pop(0)))
+
+    def _check_room(self, num_bytes: int, versions: int) -> None:
+        needed = num_bytes * versions / GIB
         if needed > self._pipeline.snapshot_gib:
             raise ConfigError(
                 "the weights of all versions that may have sampled do not fit into the memory given to them",
                 where="pipeline.snapshot_gib",
-                got=f"{self._pipeline.snapshot_gib:g} GiB for {self._pipeline.staleness_limit + 1} versions on a rank",
+                got=f"{self._pipeline.snapshot_gib:g} GiB for {versions} versions on a rank",
                 expected=f"{needed:.3g} GiB",
                 fix="raise it, lower pipeline.max_staleness, or set pipeline.behavior to merged, interpolate or bypass",
             )
-        while self._kept[0] < version - self._pipeline.staleness_limit:
-            learner.forget(snapshot_name(self._kept.pop(0)))
 
 
 def snapshot_name(version: int) -> str:

@@ -28,6 +28,7 @@ from moe_trm.step.decision import Decision
 from moe_trm.step.minibatch import WholeMinibatch, gather_minibatch
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import Recipe, recipe
+from moe_trm.step.row_weights import weighed
 from moe_trm.step.thresholds import Thresholds
 
 TERMS = frozenset({"loss/policy", "loss/kl", "loss/rollout_kl", "loss/entropy"})
@@ -137,7 +138,7 @@ class Objective:
             shares = {
                 name: coef
                 * aggregate(
-                    values,
+                    weighed(values, batch.row_weights),
                     keep,
                     ratios.mask,
                     chosen.aggregation,
@@ -271,7 +272,7 @@ def _judge(chosen: Recipe, part: Anchored, learner: Learner, *, first: bool, see
     """
     if not (chosen.whole_rules or chosen.whole_loss):
         return PartialJudge(chosen, (seed, part.version))
-    moved = chosen.moves and not (first and part.scored)
+    moved = not (first and part.scored) if chosen.moves else part.averaged
     current = learner.score(part.batches, part.sources) if moved else part.scores
     with torch.no_grad():
         return WholeJudge(chosen, gather_minibatch(part, current, learner), (seed, part.version))

@@ -33,7 +33,7 @@ class Anchored:
 
     `scores` is empty where the first update's own forward is the anchor. `recovery` says what is known of the weights
     that sampled; `behavior`, with `snapshot`: `[B, R]` log-probs of each micro-batch under them. `version` is that of
-    the learner's weights.
+    the learner's weights. `averaged`: the proximal scores are those of an average of weights.
 
     `reference`, with a KL term: `[B, R]` log-probs of each micro-batch under the frozen reference, and `kl_coef` the
     coefficient in the loss.
@@ -48,11 +48,12 @@ class Anchored:
     behavior: Sequence[Tensor] | None = None
     recovery: Recovery = "same"
     version: int = 0
+    averaged: bool = False
 
     @property
     def scored(self) -> bool:
         """True when `scores` come from a pass at the learner's weights."""
-        return bool(self.scores) and self.recovery not in UNMEASURED
+        return bool(self.scores) and self.recovery not in UNMEASURED and not self.averaged
 
     def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
         """The same with log-probs under the weights that sampled."""

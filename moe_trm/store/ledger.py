@@ -12,6 +12,8 @@ from typing import Any
 class Ledger:
     """`issued = queued + in_flight + trained + rejected + dropped`.
 
+    A sample is trained when it is in a step for the first time. `reused` counts further uses, beside these places.
+
     rejected: violated an invariant (counted by reason). dropped: valid, but refused by policy, such as age (counted by
     reason).
     """
@@ -22,6 +24,7 @@ class Ledger:
     trained: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    reused: int = 0
 
     def issue(self) -> None:
         self.issued += 1
@@ -34,6 +37,10 @@ class Ledger:
     def queue(self) -> None:
         self.in_flight -= 1
         self.queued += 1
+
+    def reuse(self, count: int) -> None:
+        """Samples that were trained before are trained once more. They stay where they are in the books."""
+        self.reused += count
 
     def drop(self, reason: str) -> None:
         self.queued -= 1
@@ -53,6 +60,7 @@ class Ledger:
         return {
             "issued": self.issued - self.in_flight - self.queued,
             "trained": self.trained,
+            "reused": self.reused,
             "rejected": dict(self.rejected),
             "dropped": dict(self.dropped),
         }
@@ -60,6 +68,7 @@ class Ledger:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue with the books of `settled`."""
         self.issued, self.trained = state["issued"], state["trained"]
+        self.reused = state.get("reused", 0)  # older checkpoints have none
         self.rejected, self.dropped = Counter(state["rejected"]), Counter(state["dropped"])
 
     def metrics(self) -> Mapping[str, float]:

@@ -92,11 +92,11 @@ class GroupStore:
                 kept.append(record)
         self._places[group_id] = Group(group_id, tuple(outcomes), tuple(kept))
 
-    def take(self, count: int, version: int) -> list[Group] | None:
+    def take(self, count: int, version: int, *, ends_batch: bool = True) -> list[Group] | None:
         """The `count` oldest groups for a learner at `version`; None while one of them is being sampled.
 
         Groups with a token older than `max_age` are dropped under `age`. Only groups that are returned count as
-        trained.
+        trained. `ends_batch`: with them a batch is complete, and groups of further ones may be replaced.
         """
         while (stale := self._first_stale(count, version)) is not None:
             self._drop(stale, "age")
@@ -107,7 +107,8 @@ class GroupStore:
             del self._places[group.group_id]
             for _ in group.kept:
                 self._ledger.train()
-        self._refills_left = min(self._refills_left + self._refills, self._refills * (self._max_age + 1))
+        if ends_batch:
+            self._refills_left = min(self._refills_left + self._refills, self._refills * (self._max_age + 1))
         return taken
 
     def take_dropped(self) -> list[Group]:

@@ -18,7 +18,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
     (r"custom-config-path|eval-config|megatron-config-path", "its settings are in another file"),
     (
         r"max-weight-staleness|fully-async|async-.*|update-weights-interval",
-        "asynchronous training: choose pipeline.mode and pipeline.max_staleness (docs/pipeline.md)",
+        "asynchronous training: choose pipeline.mode, max_staleness and push_every (docs/pipeline.md)",
     ),
     (
         r"group-rm|reward-key|eval-reward-key|rm-url|rollout-stop.*|rollout-max-context-len|eval-input-key|eval-label-key",

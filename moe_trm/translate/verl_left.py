@@ -25,7 +25,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
     ),
     (
         r"async_training\..*|rollout\.(nnodes|n_gpus_per_node|total_rollout_steps|n|test_freq)",
-        "asynchronous training: choose pipeline.mode and pipeline.max_staleness (docs/pipeline.md)",
+        "asynchronous training: choose pipeline.mode, max_staleness and push_every (docs/pipeline.md)",
     ),
     (r"actor_rollout_ref\.actor\.freeze_\w+", "only routers can be frozen here: learner.freeze_router"),
     (r"data\.gen_batch_size", "prompts are issued as they are needed: batch.refill_limit bounds them"),

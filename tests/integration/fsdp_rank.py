@@ -151,7 +151,6 @@ def one_misplaced_sample_of_one_rank() -> dict[str, Any]:
     return {"error": ""}
 
 
-
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -21,11 +21,11 @@ from routing import RouteRecord, expert_dtype, token_digest
 KEPT = 4
 
 
-def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0) -> Path:
+def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0, every: int = 1) -> Path:
     """A bundle of `steps` steps that answers the prompts of `config`.
 
-    Its samples are `age` versions old when they are trained, where there were as many. Run it with
-    `replay.max_local_flip_rate=1`: no router chose these routes.
+    Its samples are `age` versions old when they are trained, where there were as many, and of versions that were pushed
+    every `every` steps. Run it with `replay.max_local_flip_rate=1`: no router chose these routes.
     """
     task = build_task(config.task, config.model.checkpoint, config.seed)
     model = ServedModel.from_checkpoint(Path(config.model.checkpoint))
@@ -42,7 +42,7 @@ def make_recording(config: Config, folder: Path, steps: int, *, age: int = 0) ->
                 model,
                 sample_id=(first + i) * size + j,
                 group_id=first + i,
-                version=max(0, step - 1 - age),
+                version=max(0, step - 1 - age) // every * every,
             )
             for i, prompt in enumerate(prompts)
             for j in range(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,8 +14,10 @@ import psutil
 import pytest
 
 from launch.job import free_port, run_job
-from moe_trm.config import load
+from moe_trm.config import load, resolve
 from moe_trm.observe.prometheus import gauge_name
+from moe_trm.plan.modes import Mode
+from moe_trm.plan.simulate import Fleet, simulate
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from tests.integration.jobs import metrics_of, timeless, write_config
 from tests.integration.jobs import run_job as run_forked
@@ -235,3 +238,52 @@ def test_every_mode_keeps_its_bound_and_ends(
     for row in rows:
         assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in PLACES)
     assert rows[-1]["ledger/in_flight"] == rows[-1]["ledger/queued"] == 0
+
+
+SCHEDULES = {
+    "sync-every-2": ["pipeline.push_every=2"],
+    "periodic-2": ["pipeline.mode=periodic", "pipeline.push_every=2"],
+    "one-step-every-2": ["pipeline.mode=one_step", "pipeline.push_every=2"],
+    "streamed": ["pipeline.stream=true"],
+    "everything": [
+        "pipeline.mode=async",
+        "pipeline.push_every=2",
+        "pipeline.stream=true",
+        "pipeline.reuse_groups=2",
+        "pipeline.proximal=average",
+        "pipeline.partial=interrupt",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_trains_and_has_the_ages_of_the_simulation(
+    name: str, server: Server, config: Path, folder: Path
+) -> None:
+    """Ages do not depend on seconds where a push waits for samples and the next samples wait for the push."""
+    overrides = [*SCHEDULES[name], f"name={name}", f"rollout.url={server.url}", f"train.steps={STEPS}"]
+    overrides += ["learner.parallel.expert=1", "probe.every=0", "correction.rules=[]"]
+    overrides += ["correction.preset=decoupled_token_is"]
+    assert run_forked(config, overrides) == 0
+    rows = metrics_of(folder / "runs" / name)[1:]
+    pipeline = resolve(config, overrides).config
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["rollout/age_max"] <= pipeline.pipeline.staleness_limit
+        assert row["ledger/issued"] == sum(row[f"ledger/{place}"] for place in PLACES)
+        assert math.isfinite(row["optimizer/grad_norm"])
+    assert any(row["optimizer/grad_norm"] > 0 for row in rows)
+    assert rows[-1]["ledger/in_flight"] == rows[-1]["ledger/queued"] == 0
+    every = pipeline.pipeline.push_every
+    assert [row["weights/pushed"] for row in rows] == [
+        step if step == STEPS else step // every * every for step in range(1, STEPS + 1)
+    ]
+    if name == "everything":
+        assert sum(row["reuse/groups"] for row in rows) > 0
+        return
+    fleet = Fleet(1, 1000, lambda _n: 1.0, push_s=0.1)
+    found = simulate([[3] * 16] * STEPS, 7.0, fleet, Mode.of(pipeline).schedule(sends=False))
+    ages = [{step - version for version in versions} for step, versions in enumerate(found.versions)]
+    shares = [{age for age in range(4) if row.get(f"rollout/age_share/{age}", 0) > 0} for row in rows]
+    assert shares == ages

@@ -43,8 +43,9 @@ def packed(layouts: dict[str, str]) -> dict[str, str]:
     return {f"{name} packed": f"{options}:layout=packed" for name, options in layouts.items()}
 
 
-PACKED = packed(FEW)
-MORE = COMPOSED | packed(COMPOSED)
+PACKED = packed({name: LAYOUTS[name] for name in ("TP2+SP", "CP2")})
+"""The layouts that cut packs."""
+MORE = COMPOSED | packed({name: options for name, options in LAYOUTS.items() if f"{name} packed" not in PACKED})
 EVERY_PRODUCT = PRODUCTS | packed(PRODUCTS)
 RECOMPUTE = ("none", "full")
 SLOW_RECOMPUTE = "selective"

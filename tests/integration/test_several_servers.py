@@ -24,13 +24,14 @@ import numpy as np
 import pytest
 
 from launch.job import free_port
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, PipelineConfig
 from moe_trm.diagnostics.verdict import verdict
 from moe_trm.observe.lines import ProgressLines
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.sglang.fleet import Fleet
+from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import RolloutRecord, TrainBatch
 from tests.integration.proxy import Proxy
@@ -246,6 +247,51 @@ def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
         assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
         assert all(set(record.versions.tolist()) == {0} for record in records(batch))
     assert batches[-1].metrics["rollout/reissued"] > 0
+
+
+def test_servers_that_load_in_turn_serve_two_versions_side_by_side(
+    rollout_server: Server, second_server: Server, tiny_moe: Path, other_moe: Path, tmp_path: Path
+) -> None:
+    """The second server samples under the version before while the first loads, then the other way round."""
+    settings = config(tiny_moe, [rollout_server.url, second_server.url], None)
+    pipeline = PipelineConfig(mode="async", max_staleness=2, rolling_push=True)
+    settings = settings.model_copy(update={"pipeline": pipeline})
+    weights = [tiny_moe, other_moe]
+    beside: list[set[int | None]] = []
+
+    async def run() -> list[TrainBatch]:
+        async with controlled(settings, rollout_server.api_key) as controller:
+            fleet, batches = fleet_of(controller), []
+            load = fleet._load
+
+            async def watched(server: RemoteServer) -> None:
+                beside.append({other.version for other in fleet.servers if fleet._may_sample(other)})
+                await load(server)
+
+            fleet._load = watched
+            for step in range(1, STEPS + 1):
+                version = step - 1
+                push = make_push(tmp_path, weights[version % 2], version)
+                loading = asyncio.ensure_future(controller.load_weights(push))
+                if step == 1:
+                    await loading
+                batches += await controller.plan(step, data_size=1)
+                await loading
+            return batches
+
+    batches = asyncio.run(run())
+    turns = [[{version - 1}, {version}] for version in range(1, STEPS)]
+    assert beside[2:] == [one for pair in turns for one in pair]
+    trained = [record.sample_id for batch in batches for record in records(batch)]
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS * GROUP_SIZE
+    for batch in batches:
+        assert batch.metrics["ledger/issued"] == sum(batch.metrics[f"ledger/{place}"] for place in PLACES)
+        assert batch.metrics["rollout/age_max"] <= 2
+        for record in records(batch):
+            [version] = np.unique(record.versions)
+            assert 0 <= batch.step - 1 - version <= 2
+        for record in records(batch)[:2]:
+            check_against_hf(record, weights[int(record.versions[0]) % 2])
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_batch_is_seen_at_once_with_its_reason(

@@ -45,6 +45,9 @@ class StandInLearner(Learner):
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
         raise _unexpected("snapshot")
 
+    def average(self, name: str, share: float) -> int:
+        raise _unexpected("average")
+
     def forget(self, name: str) -> None:
         raise _unexpected("forget")
 

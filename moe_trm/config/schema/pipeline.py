@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moe_trm.config.schema.section import Count, Section
+from moe_trm.config.schema.section import Count, Decay, Fraction, Positive, Section
 
 
 class BatchConfig(Section):
@@ -36,14 +36,29 @@ Recovery = Literal["same", "snapshot", "interpolate", "merged", "bypass"]
 class PipelineConfig(Section):
     """Overlap of generation and training."""
 
-    mode: Literal["sync", "one_step", "async"] = "sync"
+    mode: Literal["sync", "one_step", "async", "periodic"] = "sync"
     """`sync`: sample, train, push, in turn; every token is on-policy at the start of its step. `one_step`: the next
     step's batch is sampled while this one trains, one version behind. `async`: sampling runs on, up to
-    `pipeline.max_staleness` versions behind."""
+    `pipeline.max_staleness` versions behind. `periodic`: the batches of `pipeline.push_every` steps are sampled
+    together, trained one after the other as they are there, and then weights are pushed."""
+    push_every: Positive = 1
+    """Training steps between two pushes of weights (k). More saves transfers and makes samples older: age counts the
+    learner's versions, one for each step, whether they were pushed or not."""
     max_staleness: Count | None = None
     """Bound on the age of every trained token (eta): the learner's version minus the one that sampled it. Older groups
-    are dropped and counted. None: 0 for `sync`, 1 for `one_step`, 2 for `async`. A larger bound hides longer answers
-    but makes training more off-policy; 1 to 4 is usual."""
+    are dropped and counted. None: 0 for `sync` and `periodic`, 1 for `one_step`, 2 for `async`, and
+    `pipeline.push_every` - 1 more. A larger bound hides longer answers but makes training more off-policy; 1 to 4 is
+    usual."""
+    rolling_push: bool = False
+    """Several servers (`rollout.urls`) get new weights one after the other. The others go on sampling with the version
+    before until it is their turn, so that two versions are served side by side. False: all at once, each as soon as
+    what it samples has ended."""
+
+    stream: bool = False
+    """Minibatches are the groups of a step in the order of issue, and each trains as soon as its groups are there,
+    while the rest of the step is still being sampled. Anchors are those of the step's start in any case, so what is
+    trained does not depend on when groups arrive. False: a step begins when its batch is whole, which is shuffled into
+    its minibatches."""
 
     partial: Literal["wait", "interrupt"] = "wait"
     """Effect of a weight push on samples that are being generated: `wait` for them, or `interrupt` them and continue
@@ -54,10 +69,30 @@ class PipelineConfig(Section):
     """Recovery of log-probs under older weights. `snapshot`: a pass under each version that sampled, kept in host
     memory; engine mismatch and lag are known apart. `merged`: none; the two are one ratio. `interpolate` (A-3PO): no
     anchor pass either; the anchor lies between rollout and current, nearer to current the older the token. `bypass`:
-    the rollout's own log-probs are the anchor. No effect with `mode=sync`."""
+    the rollout's own log-probs are the anchor. No effect where nothing is stale."""
     snapshot_gib: Annotated[float, Field(gt=0)] = 64.0
-    """`behavior=snapshot`: host memory for weights on one rank, GiB. They take `max_staleness` + 1 times the rank's
-    share of the weights. The run stops before its first update if that is more."""
+    """`behavior=snapshot`: host memory for weights on one rank, GiB. They take the rank's share of the weights once
+    for every pushed version within the bound, `max_staleness` + 1 times at most. The run stops before its first
+    update if that is more."""
+    proximal: Literal["start", "average"] = "start"
+    """Weights of the proximal policy, against which updates are clipped: the learner's when the step began (`start`),
+    or an exponentially weighted average of those of all steps so far (`average`, PPO-EWMA). The average costs two
+    copies of the weights in host memory, and one more pass where `behavior` splits the ratio."""
+    proximal_decay: Decay = 0.889
+    """`proximal=average`: factor by which the share of a step's weights shrinks with each further step, so that about
+    1 / (1 - decay) steps count. The default is that of the paper, whose steps are optimizer steps."""
+
+    reuse_groups: Count = 0
+    """Groups of earlier steps that each step trains again, beside its `rollout.prompts_per_step` new ones. They are
+    drawn from those within the bound on age, younger ones more often. 0: every sample trains in one step."""
+    max_uses: Annotated[int, Field(ge=2)] = 2
+    """`reuse_groups`: steps in which a sample trains at most, the first one included."""
+    reuse_tau: Annotated[float, Field(gt=0)] = 1.0
+    """`reuse_groups`: the chance of a group shrinks by exp(-age / tau), age being that of its oldest token in versions.
+    A large tau draws evenly."""
+    reuse_correction: Fraction = 1.0
+    """`reuse_groups`: power of the importance weight of a drawn group, its chance in an even draw over its own. 1: in
+    expectation it counts as if it had been drawn evenly. 0: no weight."""
 
     @property
     def recovery(self) -> Recovery:
@@ -65,8 +100,16 @@ class PipelineConfig(Section):
         return self.behavior if self.staleness_limit else "same"
 
     @property
+    def one_anchor(self) -> bool:
+        """True where the learner's weights at the step's start are those that sampled, and the proximal ones."""
+        return self.recovery == "same" and self.proximal == "start"
+
+    @property
     def staleness_limit(self) -> int:
         """`max_staleness`, or the mode's default."""
-        return (
-            self.max_staleness if self.max_staleness is not None else {"sync": 0, "one_step": 1, "async": 2}[self.mode]
-        )
+        return self.default_staleness if self.max_staleness is None else self.max_staleness
+
+    @property
+    def default_staleness(self) -> int:
+        """Age of the oldest tokens that the mode makes by itself, where weights are pushed every `push_every` steps."""
+        return {"sync": 0, "periodic": 0, "one_step": 1, "async": 2}[self.mode] + self.push_every - 1

@@ -201,7 +201,7 @@ def _shown(node: Node) -> str:
     One without any text but its end is continued where that is in the prompt: else the same prompt asked again would be
     taken for its continuation.
     """
-    return node.context.text + (node.answer.body or node.answer.end)
+    return node.context.text + (node.answer.body or node.answer.stop or node.answer.end)
 
 
 def _begins_with(messages: tuple[Message, ...], said: tuple[Message, ...], answer: Answer) -> bool:

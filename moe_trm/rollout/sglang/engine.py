@@ -77,6 +77,7 @@ class SglangEngine:
             interrupt=self._wanted.partial,
             patience_s=rollout.recovery_timeout_s,
             router=self._router,
+            rolling=config.pipeline.rolling_push,
         )
         hello = Hello(self._model, api_key, rollout.timeout_s, rollout.max_attempts)
         self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None

@@ -1,5 +1,8 @@
 """The rollout servers together: the least loaded one gets each request, and all get every push.
 
+With rolling pushes they get it one after the other, and the others go on sampling with the version before. A sample
+ends at the server that began it, so that it has one version.
+
 A lost server is fenced until its weights are proved again. Its samples are requested again elsewhere, or from it once
 it is back. Only the first answer is read.
 
@@ -52,6 +55,7 @@ class Fleet:
         interrupt: end what a server samples when it is given weights, instead of waiting for it.
         patience_s: longest time without any server, or without the router, before the run is given up.
         router: chooses the server of each sample, if there is one; then all servers have its endpoint.
+        rolling: servers are given weights one after the other, and those whose turn has not come go on sampling.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class Fleet:
         interrupt: bool,
         patience_s: float,
         router: Router | None = None,
+        rolling: bool = False,
     ) -> None:
         self.servers, self._router = tuple(servers), router
         self._load, self._interrupt, self._patience_s = load, interrupt, patience_s
+        self._rolling, self._waiting = rolling, set[RemoteServer]()
         self._version: int | None = None
         self._changed = asyncio.Event()
         self._repairs: dict[RemoteServer, asyncio.Task[None]] = {}
@@ -125,13 +131,16 @@ class Fleet:
         )
 
     async def update(self, version: int) -> None:
-        """Give every server that is in service the weights of `version`, each at its own pace.
+        """Give every server that is in service the weights of `version`, each at its own pace or one after the other.
 
         Returns when at least one serves them; those that failed are fenced and follow. Raises `SyncError` where loaded
         weights are not the learner's, `EngineError` when no server came back in time.
         """
         self._version = version
-        await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
+        if self._rolling:
+            await self._roll()
+        else:
+            await asyncio.gather(*(self._update(server) for server in self.servers if not server.fenced))
         await self._ready()
 
     async def fence_restarted(self) -> None:
@@ -143,7 +152,7 @@ class Fleet:
             if server.fenced or server.updating:
                 continue
             try:
-                same = await self._label(server) == str(self._version)
+                same = await self._label(server) == str(server.version)
             except EngineLost:
                 same = False
             if not same:
@@ -180,6 +189,23 @@ class Fleet:
             server.updating = False
             self._changed.set()
 
+    async def _roll(self) -> None:
+        """Each server in turn. One that was lost meanwhile is given its weights by whoever repairs it."""
+        # A run that begins has nobody who could go on.
+        self._waiting = {server for server in self.servers if not server.fenced and server.version is not None}
+        try:
+            for server in self.servers:
+                self._waiting.discard(server)
+                if not server.fenced and server.version != self._version:
+                    await self._update(server)
+        finally:
+            self._waiting = set()
+
+    def _may_sample(self, server: RemoteServer) -> bool:
+        """True for a server with the newest weights, and for one with those before whose turn has not come."""
+        current = server.version == self._version or server in self._waiting
+        return current and not server.fenced and not server.updating
+
     async def _give(self, server: RemoteServer) -> None:
         await (server.abort() if self._interrupt else server.drained())
         await self._load(server)
@@ -189,7 +215,7 @@ class Fleet:
         while True:
             if self._failure is not None:
                 raise self._failure
-            able = [s for s in self.servers if not s.fenced and not s.updating and s.version == self._version]
+            able = [server for server in self.servers if self._may_sample(server)]
             if able and self._router is None:
                 return min(able, key=lambda server: server.in_flight)
             if able and self._router is not None and not any(server.updating for server in self.servers):

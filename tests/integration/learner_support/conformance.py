@@ -37,10 +37,9 @@ from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, glo
 def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner:
     """A learner whose Adam step is close to the gradient itself (eps = lr = 1), so that the gradient's scale shows."""
     if options["backend"] == "megatron":
-        from megatron.core import parallel_state
+        from tests.integration.learner_support.groups import leave_groups
 
-        if parallel_state.is_initialized():
-            parallel_state.destroy_model_parallel()
+        leave_groups()
     return build_learner(
         Config.model_validate(
             {

@@ -31,14 +31,14 @@ from moe_trm.types import TokenBatch
 from routing import ReplayProofError
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support import optimizing
+from tests.integration.learner_support.groups import leave_groups
 from tests.integration.learner_support.liars import liars
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
 
 def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> MegatronLearner:
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    leave_groups()
     config = Config.model_validate(
         {
             "model": {"checkpoint": checkpoint},

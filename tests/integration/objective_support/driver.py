@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from moe_trm.checkpoint.checkpoints import Checkpoints
@@ -30,6 +29,7 @@ from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TokenBatch, TrainBatch
+from tests.integration.learner_support.groups import leave_groups
 from tests.integration.objective_support.cases import REWARD, all_cases
 from tests.integration.objective_support.recompute import recompute
 
@@ -40,8 +40,8 @@ class LocalRollouts:
     def __init__(self, controller: RolloutController, loop: asyncio.AbstractEventLoop) -> None:
         self._controller, self._loop = controller, loop
 
-    def next_batch(self, step: int, layer_ids: tuple[int, ...]) -> TrainBatch:
-        return rank_share(self._loop.run_until_complete(self._controller.plan(step, 1))[0], layer_ids)
+    def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
+        return rank_share(self._loop.run_until_complete(self._controller.plan(step, 1, part))[0], layer_ids)
 
     def evaluate(self, version: int) -> dict[str, float]:
         return {}
@@ -171,8 +171,7 @@ def run_case(path: str, bundle: str, out: Path, name: str) -> None:
         *all_cases()[name],
     ]
     config = load(path, overrides)
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    leave_groups()
     torch.manual_seed(config.seed)
     witness, sink = Witness(build_megatron_learner(config), config), Keep()
     events = asyncio.new_event_loop()

@@ -62,8 +62,15 @@ def test_a_sample_is_in_one_minibatch_and_counts_once(
     sizes: list[list[int]], minibatches: int, data_size: int, by_tokens: bool
 ) -> None:
     rows = [row for sample in samples(sizes) for row in train_rows(sample, 1.0)]
-    limit = {"micro_batch_tokens": 64} if by_tokens else {"micro_batch_rows": 2}
-    plan = plan_step(rows, seed=0, step=1, minibatches=minibatches, data_size=data_size, **limit)
+    plan = plan_step(
+        rows,
+        seed=0,
+        step=1,
+        minibatches=minibatches,
+        data_size=data_size,
+        micro_batch_rows=None if by_tokens else 2,
+        micro_batch_tokens=64 if by_tokens else None,
+    )
     seen: list[int] = []
     for index in range(minibatches):
         own: list[TrainRow] = [row for share in plan for micro in share[index].micro_batches for row in micro.rows]

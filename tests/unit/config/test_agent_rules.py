@@ -33,6 +33,7 @@ def file(tmp_path: Path) -> Path:
         (["advantage.name=otb"], "advantage.name"),
         (["advantage.name=opob"], "advantage.name"),
         (["kl.coef=0.1", "kl.where=reward"], "kl.where"),
+        (["advantage.zero_variance_scale=0.1"], "advantage.zero_variance_scale"),
     ],
 )
 def test_what_needs_one_row_of_each_sample_is_refused(file: Path, rows: str, settings: list[str], key: str) -> None:

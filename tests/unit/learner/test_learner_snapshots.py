@@ -120,3 +120,58 @@ def test_copies_that_were_taken_to_be_saved_come_back_and_others_do_not(tmp_path
     for name, expected in zip(restored.names, taken[2:], strict=True):
         with restored.using(name):
             assert same([parameter.detach() for parameter in other.parameters()], expected)
+
+
+def drift(model: torch.nn.Module, chance: torch.Generator) -> None:
+    """Moves as small as updates are: most round to nothing in bfloat16 when they are added to an average."""
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(0.02 * torch.randn(tensor.shape, generator=chance))
+
+
+def test_an_average_is_the_weighted_mean_of_all_weights_so_far() -> None:
+    """Against one sum in float64 over the whole history, with the shares of PPO-EWMA at decay 0.9."""
+    model, chance = make_model(), torch.Generator().manual_seed(0)
+    snapshots, history, total = Snapshots([model]), [], 0.0
+    plain: list[torch.Tensor] = []
+    for _ in range(30):
+        drift(model, chance)
+        history.append([parameter.detach().double() for parameter in model.parameters()])
+        total = 0.9 * total + 1
+        snapshots.blend("proximal", 1 / total)
+        new = [parameter.detach().clone() for parameter in model.parameters()]
+        plain = [one.lerp(two, 1 / total) for one, two in zip(plain or new, new, strict=True)]
+    shares = torch.tensor([0.9 ** (len(history) - 1 - i) for i in range(len(history))], dtype=torch.float64)
+    shares /= shares.sum()
+    with snapshots.using("proximal"):
+        held = [parameter.detach().clone() for parameter in model.parameters()]
+    worst = 0.0
+    for index, (average, without_rest) in enumerate(zip(held, plain, strict=True)):
+        exact = sum(share * weights[index] for share, weights in zip(shares, history, strict=True))
+        assert isinstance(exact, torch.Tensor)
+        step = exact.abs() * 2.0**-8 + 1e-7
+        assert bool(((average.double() - exact).abs() <= step).all())
+        worst = max(worst, float(((without_rest.double() - exact).abs() / step).max()))
+    assert worst > 1, "an average in bfloat16 alone would do as well"
+
+
+def test_an_average_that_was_saved_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    model, chance = make_model(), torch.Generator().manual_seed(1)
+    snapshots = Snapshots([model])
+    for _ in range(5):
+        drift(model, chance)
+        snapshots.blend("proximal", 0.3)
+    write_pieces(tmp_path / "pieces", snapshots.save(WholeWeights(model)))
+    other = make_model()
+    restored = Snapshots([other])
+    restored.load(WholeWeights(other), PieceReader([tmp_path / "pieces"]))
+    for _ in range(5):
+        drift(model, chance)
+        with torch.no_grad():
+            for own, new in zip(other.parameters(), model.parameters(), strict=True):
+                own.copy_(new)
+        snapshots.blend("proximal", 0.3)
+        restored.blend("proximal", 0.3)
+    for name in ("proximal", "proximal-rest"):
+        with snapshots.using(name), restored.using(name):
+            assert same([*model.parameters()], [*other.parameters()])

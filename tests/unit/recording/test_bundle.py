@@ -238,3 +238,26 @@ def test_a_shorter_run_in_the_same_folder_leaves_nothing_of_a_longer_one(tmp_pat
         for step in steps:
             writer.write(step, RECORDS)
     assert BundleReader(str(tmp_path)).steps() == [1, 2]
+
+
+def test_a_recording_of_other_pushes_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Step 2 was sampled with version 1, which a push every second step brings after step 2."""
+    writer = BundleWriter(str(tmp_path))
+    writer.write(2, [record(0, version=1)])
+    writer.write(3, [record(4, version=2)])
+
+    async def ask(sample_id: int, push_every: int) -> RolloutRecord:
+        engine = BundleEngine(str(tmp_path), waits=True, push_every=push_every)
+        await engine.start()
+        await engine.load_weights(WeightPush(0, "", ()))
+        asking = asyncio.ensure_future(
+            engine.generate(PROMPT, SamplingParams(), sample_id=sample_id, group_id=sample_id // 4)
+        )
+        await asyncio.sleep(0)
+        await engine.load_weights(WeightPush(2, "", ()))
+        return await asking
+
+    with pytest.raises(BundleError, match="other pushes"):
+        asyncio.run(ask(0, 2))
+    assert asyncio.run(ask(0, 1)).sample_id == 0
+    assert asyncio.run(ask(4, 2)).sample_id == 4

@@ -17,6 +17,8 @@ from moe_trm.report.commands import write
 from tests.unit.experiment.scripted import Scripted
 from tests.unit.observe.made_transcripts import made_transcripts
 from tests.unit.report.made_run import make_run
+from tests.unit.report.test_session_tree import page_of
+from tests.unit.rollout.agents.made_sessions import sample_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, ViewportSize
@@ -48,6 +50,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "two": write([one, other]),
         "transcripts": made_transcripts(folder).with_suffix(".html"),
         "experiment": made_experiment(folder / "experiment"),
+        "session": page_of(folder / "session", [sample_of([-1, *range(12), 0, 3], "trajectory")], 9).with_suffix(
+            ".html"
+        ),
     }
 
 
@@ -80,7 +85,7 @@ def tip_lines(page: Page) -> list[str]:
     return [line for line in page.locator("#tip").inner_text().split("\n") if line]
 
 
-@pytest.mark.parametrize("name", ["run", "two", "transcripts", "experiment"])
+@pytest.mark.parametrize("name", ["run", "two", "transcripts", "experiment", "session"])
 @pytest.mark.parametrize("viewport", [PHONE, DESK], ids=["phone", "desk"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_open_offline_without_errors_and_without_sideways_scrolling(

@@ -68,7 +68,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def running(
-    count: int, *, interrupt: bool = False, patience_s: float = 5.0, timeout_s: float = 5.0
+    count: int, *, interrupt: bool = False, patience_s: float = 5.0, timeout_s: float = 5.0, rolling: bool = False
 ) -> AsyncIterator[Any]:
     """`count` fake servers and a fleet over them; a load changes a server's label to the version in `newest`."""
     fakes = [FakeServer(name) for name in "abc"[:count]]
@@ -83,7 +83,9 @@ async def running(
         server.version = newest["version"]
 
     connections = [EngineHttp(fake.url, None, timeout_s=timeout_s, max_attempts=1) for fake in fakes]
-    fleet = Fleet([RemoteServer(http) for http in connections], load, interrupt=interrupt, patience_s=patience_s)
+    fleet = Fleet(
+        [RemoteServer(http) for http in connections], load, interrupt=interrupt, patience_s=patience_s, rolling=rolling
+    )
     fleet.start()
     try:
         await fleet.update(1)
@@ -286,3 +288,54 @@ async def test_a_push_waits_for_what_runs_or_ends_it() -> None:
             fakes[0].aborted.set()
             await push
             assert await ask == b"a 1"
+
+
+@in_loop
+async def test_servers_that_load_in_turn_go_on_under_the_version_before() -> None:
+    """While the first drains and loads, the second answers with its old weights; then it is its own turn."""
+    async with running(2, rolling=True) as (fleet, _, newest):
+        load, may_load = fleet._load, asyncio.Event()
+
+        async def patient(server: RemoteServer) -> None:
+            await may_load.wait()
+            await load(server)
+
+        fleet._load = patient
+        newest["version"] = 2
+        update = asyncio.ensure_future(fleet.update(2))
+        await asyncio.sleep(0.05)
+        assert [server.updating for server in fleet.servers] == [True, False]
+        assert [await fleet.ask({}) for _ in range(3)] == [b"b 1"] * 3
+        await fleet.fence_restarted()  # a server whose turn has not come is not one that was restarted
+        may_load.set()
+        await update
+        assert [server.version for server in fleet.servers] == [2, 2]
+        assert {await fleet.ask({}) for _ in range(4)} <= {b"a 2", b"b 2"}
+        assert fleet.metrics()["rollout/losses"] == 0
+
+
+@in_loop
+async def test_a_server_that_dies_before_its_turn_is_given_the_newest_weights_when_it_is_back() -> None:
+    async with running(2, rolling=True) as (fleet, fakes, newest):
+        load, may_load = fleet._load, asyncio.Event()
+
+        async def patient(server: RemoteServer) -> None:
+            if server is fleet.servers[0]:
+                await may_load.wait()
+            await load(server)
+
+        fleet._load = patient
+        newest["version"] = 2
+        update = asyncio.ensure_future(fleet.update(2))
+        await asyncio.sleep(0.05)
+        await fakes[1].stop()
+        fakes[1].label = "default"
+        ask = asyncio.ensure_future(fleet.ask({}))
+        await asyncio.sleep(0.1)
+        may_load.set()
+        assert await ask == b"a 2"
+        await update
+        await fakes[1].start(fakes[1].port)
+        while fleet.metrics()["rollout/servers"] < 2:
+            await asyncio.sleep(0.02)
+        assert [fake.label for fake in fakes] == ["2", "2"]

@@ -128,10 +128,10 @@ class SimulatedRouter:
         pass
 
 
-async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) -> None:
+async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool, rolling: bool) -> None:
     chance = random.Random(seed)
     fakes = [SimulatedServer(f"http://server{number}", chance) for number in range(num_servers)]
-    newest = 0
+    newest = everywhere = 0
 
     async def load(server: RemoteServer) -> None:
         version = newest
@@ -146,22 +146,25 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) ->
         interrupt=interrupt,
         patience_s=1e6,
         router=router,
+        rolling=rolling,
     )
     fleet.start()
 
     async def sample() -> None:
         await asyncio.sleep(chance.uniform(0, 200))
-        oldest = newest
+        # With rolling pushes the version before may answer until every server has the newest.
+        oldest = everywhere if rolling else newest
         while (answer := (await fleet.ask({})).decode()) == "default":
             await fleet.fence_restarted()  # as the client does with an answer of weights that no push gave
         assert oldest <= int(answer) <= newest
 
     async def pushes() -> None:
-        nonlocal newest
+        nonlocal newest, everywhere
         for _ in range(PUSHES):
             await asyncio.sleep(chance.uniform(0, 50))
             newest += 1
             await fleet.update(newest)
+            everywhere = newest
 
     async def faults() -> None:
         for _ in range(FAULTS):
@@ -173,6 +176,7 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) ->
     newest = 1
     try:
         await fleet.update(1)
+        everywhere = 1
         async with asyncio.timeout(1e5):
             await asyncio.gather(pushes(), faults(), *(sample() for _ in range(SAMPLES)))
             await fleet.fence_restarted()
@@ -185,8 +189,11 @@ async def live(seed: int, *, num_servers: int, routed: bool, interrupt: bool) ->
 
 
 @settings(max_examples=150)
-@given(seed=st.integers(0, 2**32), num_servers=st.integers(1, 3), routed=st.booleans(), interrupt=st.booleans())
-def test_every_sample_is_answered_by_weights_that_were_proved(
-    seed: int, num_servers: int, routed: bool, interrupt: bool
-) -> None:
-    run(live(seed, num_servers=num_servers, routed=routed, interrupt=interrupt))
+@given(
+    seed=st.integers(0, 2**32),
+    num_servers=st.integers(1, 3),
+    push=st.sampled_from(["routed", "routed, interrupt", "interrupt", "wait", "rolling"]),
+)
+def test_every_sample_is_answered_by_weights_that_were_proved(seed: int, num_servers: int, push: str) -> None:
+    kinds = {kind: kind in push for kind in ("routed", "interrupt", "rolling")}
+    run(live(seed, num_servers=num_servers, **kinds))

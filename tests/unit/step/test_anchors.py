@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from moe_trm.batch.collate import collate
-from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.config.schema import Config, ReplayMode, RolloutConfig
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.passes import Anchored, interpolated
+from moe_trm.step.proximal_average import ProximalAverage
 from moe_trm.step.recipe import recipe
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainBatch, TrainRow
@@ -29,7 +30,7 @@ class FakeLearner(StandInLearner):
     """Scores every token as minus the version of the weights it is asked to use."""
 
     def __init__(self) -> None:
-        self.version, self.held, self.passes, self.num_bytes = 0, dict[str, int](), list[str | None](), 8
+        self.version, self.held, self.passes, self.num_bytes = 0, dict[str, float](), list[str | None](), 8
         self.saved = set[str]()
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:
@@ -37,6 +38,11 @@ class FakeLearner(StandInLearner):
         self.held[name] = self.version
         if saved:
             self.saved.add(name)
+        return self.num_bytes
+
+    def average(self, name: str, share: float) -> int:
+        old = self.held.get(name, self.version)
+        self.held[name] = old + share * (self.version - old)
         return self.num_bytes
 
     def forget(self, name: str) -> None:
@@ -71,8 +77,6 @@ def batch_of(step: int, *versions: Sequence[int]) -> TrainBatch:
 
 
 def spanning(sample_id: int, versions: Sequence[int]) -> RolloutRecord:
-    from dataclasses import replace
-
     return replace(make_record(sample_id=sample_id, num_sampled=len(versions)), versions=np.array(versions, np.int32))
 
 
@@ -205,6 +209,87 @@ def test_weights_that_a_resumed_run_does_not_have_are_told() -> None:
     assert live.state() == []
     with pytest.raises(LearnerError, match="not in the checkpoint"):
         at(3, learner, Anchors(config(), "R3", whole=False), batch_of(3, [0, 2]))
+
+
+def test_only_versions_that_were_pushed_are_kept() -> None:
+    """Every second one, and the one that a resumed run began with; those of a recording are all kept."""
+
+    def kept(anchors: Anchors, first: int) -> list[str]:
+        learner = FakeLearner()
+        for step in range(first + 1, first + 6):
+            at(step, learner, anchors, batch_of(step, [step - 1]))
+        return list(learner.held)
+
+    live = config(eta=3)
+    every = live.model_copy(update={"pipeline": live.pipeline.model_copy(update={"push_every": 2})})
+    assert kept(Anchors(every, "R3", whole=False), 0) == ["behavior-2", "behavior-4"]
+    assert kept(Anchors(every, "R3", whole=False, first=3), 3) == ["behavior-4", "behavior-6"]
+    resumed = FakeLearner()
+    at(4, resumed, Anchors(every, "R3", whole=False, first=3), batch_of(4, [3]))
+    assert list(resumed.held) == ["behavior-3"]
+    recorded = every.model_copy(update={"rollout": RolloutConfig(engine="bundle", bundle="unused")})
+    assert kept(Anchors(recorded, "R3", whole=False), 0) == [f"behavior-{version}" for version in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("behavior", ["snapshot", "merged"])
+@pytest.mark.parametrize("eta", [0, 2])
+def test_an_averaged_anchor_is_the_proximal_policy_and_not_the_behaviour(eta: int, behavior: str) -> None:
+    """At decay 0.5 the average of versions 0, 1, 2 is (0 / 4 + 1 / 2 + 2) / 1.75."""
+    average = ProximalAverage(0.5)
+    learner, anchors = FakeLearner(), Anchors(config(eta=eta, behavior=behavior), "R3", whole=False, average=average)
+    for step in (1, 2):
+        at(step, learner, anchors, batch_of(step, [step - 1]))
+    for part in at(3, learner, anchors, batch_of(3, [0, 2] if eta else [2, 2])):
+        assert not part.scored
+        mask, batch = part.batches[0].mask, part.batches[0]
+        ratios = part.ratios(0, torch.where(mask, -9.0, 0.0))
+        torch.testing.assert_close(ratios.update[mask], torch.full((2,), -9.0 + 1 + 2.5 / 1.75))
+        torch.testing.assert_close(ratios.total[mask], (-9.0 - batch.rollout_logprobs)[mask])
+        if eta and behavior == "merged":
+            assert not ratios.split
+        else:
+            torch.testing.assert_close(ratios.lag[mask], batch.versions[mask] - 2.5 / 1.75)
+            torch.testing.assert_close(ratios.engine[mask], (-1.0 - batch.versions - batch.rollout_logprobs)[mask])
+
+
+def test_an_average_goes_on_after_a_resumption() -> None:
+    before, after = ProximalAverage(0.7), ProximalAverage(0.7)
+    one, two = FakeLearner(), FakeLearner()
+    for version in range(3):
+        one.version = version
+        before.absorb(one)
+    two.held["proximal"] = one.held["proximal"]
+    after.restore(before.state())
+    for learner, average in ((one, before), (two, after)):
+        learner.version = 3
+        average.absorb(learner)
+    assert one.held["proximal"] == two.held["proximal"]
+
+
+def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
+    """The second minibatch arrives when the first has moved the weights; whatever else is kept is kept once."""
+    streamed: dict[str, Any] = {"rollout": {"prompts_per_step": 4}, "learner": {"minibatches": 2}}
+    for behavior, eta in (("snapshot", 2), ("merged", 2), ("snapshot", 0)):
+        settings = config(behavior=behavior, eta=eta, **streamed)
+        streaming = settings.model_copy(update={"pipeline": settings.pipeline.model_copy(update={"stream": True})})
+        old = [0, 2] if eta else [2]
+        learner, anchors = FakeLearner(), Anchors(streaming, "R3", whole=False)
+        for step in (1, 2):
+            at(step, learner, anchors, batch_of(step, [step - 1]))
+        batch = batch_of(3, old)
+        first, second = (replace(batch, mini_batches=(mini,)) for mini in batch.mini_batches)
+        [one] = at(3, learner, anchors, first)
+        learner.version = 77  # as if the weights had moved within the step
+        [two] = anchors.score(learner, second, moved=True)
+        current = torch.where(two.batches[0].mask, -9.0, 0.0)
+        [whole, _] = at(3, FakeLearner(), Anchors(config(eta=0, probe=3), "R3", whole=False), batch)
+        assert not one.scores or torch.equal(one.scores[0].logprobs, whole.scores[0].logprobs)
+        assert torch.equal(two.scores[0].logprobs, whole.scores[0].logprobs)
+        assert torch.equal(one.ratios(0, current).total, two.ratios(0, current).total)
+        if behavior == "snapshot" and eta:
+            assert one.behavior is not None
+            assert two.behavior is not None
+            assert torch.equal(one.behavior[0], two.behavior[0])
 
 
 def test_the_routers_of_the_anchor_are_what_updates_compare_with() -> None:

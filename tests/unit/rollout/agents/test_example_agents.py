@@ -95,8 +95,8 @@ def test_the_terminal_solves_sums(tmp_path: Path) -> None:
 def test_a_framework_in_a_virtual_environment_of_its_own_solves_sums(tmp_path: Path) -> None:
     """As the README installs it, without anything of MoE-TRM beside it."""
     page = (EXAMPLES / "openai_agents" / "README.md").read_text(encoding="utf-8")
-    [requirement] = re.findall(r'^pip install "(.*)"$', page, re.MULTILINE)
-    python = fresh_environment(tmp_path / "venv", requirement)
+    [requirements] = re.findall(r"^pip install (.*)$", page, re.MULTILINE)
+    python = fresh_environment(tmp_path / "venv", requirements.split())
     make_checkpoint(tmp_path / "plain", seed=0, shape=SHAPE)
     checkpoint = tmp_path / "chat"
     load_function(f"{EXAMPLES / 'openai_agents' / 'start.py'}:write", key="test")(tmp_path / "plain", checkpoint)
@@ -105,12 +105,12 @@ def test_a_framework_in_a_virtual_environment_of_its_own_solves_sums(tmp_path: P
     check(records, metrics, Tokens(checkpoint))
 
 
-def fresh_environment(folder: Path, requirement: str) -> Path:
-    """The Python of a new virtual environment with `requirement`."""
+def fresh_environment(folder: Path, requirements: Sequence[str]) -> Path:
+    """The Python of a new virtual environment with `requirements`."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     done = subprocess.run(
-        [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", requirement],
+        [str(python), "-m", "pip", "install", "--quiet", "--retries", "1", *requirements],
         capture_output=True,
         text=True,
         check=False,

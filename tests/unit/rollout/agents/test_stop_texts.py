@@ -130,3 +130,16 @@ def test_stop_texts_that_cannot_be_looked_for_are_refused(stop: list[object]) ->
             await served.say(user("?"), stop=stop)
 
     run(talk, letter_by_letter(SAID))
+
+
+def test_an_answer_of_nothing_but_text_that_the_client_never_saw_is_cut_too() -> None:
+    async def talk(served: Served) -> None:
+        stop = f"so {LONG[:2]}"
+        first = (await served.client.complete("Q:", stop=[stop])).choices[0]
+        assert (first.text, first.matched_stop) == ("", stop)
+        await served.client.complete("Q:", stop=[stop])
+        assert served.session.tree.counts["cut"] == 0, "the same question again"
+        await served.client.complete(f"Q:{stop} and", stop=[stop])
+        assert served.session.tree.counts["cut"] == 1
+
+    run(talk, engine_of_a_long_token())

@@ -1,0 +1,57 @@
+"""A step's samples on their way to the updates: all at once, or one minibatch after the other as they arrive.
+
+With `pipeline.stream` a step's minibatches are its groups in the order of issue, cut into equal parts, and the first
+trains while the last is still being sampled. Anchors are those of the step's start in either case (`step.anchors`). So
+it makes no difference to the result when a part arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from moe_trm.config.schema import Config
+from moe_trm.observe.phases import Phases
+from moe_trm.types import TrainBatch
+
+
+class Source(Protocol):
+    """Who hands out the steps' samples; `RolloutClient` is one."""
+
+    def next_batch(self, step: int, layer_ids: tuple[int, ...], part: int = 0) -> TrainBatch:
+        """This rank's rows of `step`, or of a part of it."""
+
+
+class Arrivals:
+    """Parts of each step.
+
+    Args:
+        config: `pipeline.stream` and `learner.minibatches` are read.
+        source: see `Source`.
+        phases: waiting for samples is timed as `wait`.
+    """
+
+    def __init__(self, config: Config, source: Source, phases: Phases) -> None:
+        self._parts = config.learner.minibatches if config.pipeline.stream else 1
+        self._source, self._phases = source, phases
+
+    def of(self, step: int, layer_ids: tuple[int, ...], *, whole: bool) -> Iterator[TrainBatch]:
+        """The minibatches of `step`, in parts as they arrive; `whole`: all together, once all are there.
+
+        The last part has the metrics of the step. A part without any accepted sample has no minibatch.
+        """
+        if not whole:
+            yield from (self._next(step, layer_ids, part) for part in range(self._parts))
+            return
+        yield joined([self._next(step, layer_ids, part) for part in range(self._parts)])
+
+    def _next(self, step: int, layer_ids: tuple[int, ...], part: int) -> TrainBatch:
+        with self._phases.time("wait"):
+            return self._source.next_batch(step, layer_ids, part)
+
+
+def joined(parts: Sequence[TrainBatch]) -> TrainBatch:
+    """The parts of a step as one batch."""
+    minis = tuple(mini for part in parts for mini in part.mini_batches)
+    versions = tuple(sorted({version for part in parts for version in part.versions}))
+    return TrainBatch(parts[-1].step, minis, parts[-1].metrics, versions)

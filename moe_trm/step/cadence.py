@@ -1,0 +1,37 @@
+"""Steps after which the learner's weights go to the rollout engine: every k-th one, and the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_trm.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Versions that the engine is given.
+
+    The version of the learner's weights is the number of steps they have trained.
+
+    Attributes:
+        every: `pipeline.push_every`.
+        first: version that the run began with, which is always pushed: a resumed run begins between two pushes, too.
+        last: version after the last step, which is evaluated.
+    """
+
+    every: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, config: Config, first: int) -> Cadence:
+        """That of a run that goes on after step `first`."""
+        return cls(config.pipeline.push_every, first, config.train.steps)
+
+    def pushes(self, version: int) -> bool:
+        """True when the engine is given this version."""
+        return version in (self.first, self.last) or version % self.every == 0
+
+    def held(self, bound: int) -> int:
+        """Versions at most that were pushed, or are the learner's own, among those `bound` versions back."""
+        return bound // self.every + 1

@@ -1,0 +1,116 @@
+"""Groups that were trained and may be trained again: within the bound on age, and a bounded number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_trm.config.schema import PipelineConfig
+from moe_trm.store.freshness import chances, drawn, freshness, importance
+from moe_trm.store.ledger import Ledger
+from moe_trm.store.store import Group
+from moe_trm.types import TrainRow
+
+
+@dataclass(frozen=True)
+class Again:
+    """A group that a step trains again, with the importance weight of its draw."""
+
+    group: Group
+    weight: float
+
+
+@dataclass
+class _Held:
+    group: Group
+    uses: int
+
+
+class ReuseBuffer:
+    """Buffer of trained groups, from which each step draws some.
+
+    Groups leave it when their oldest token is beyond the bound on age, or when they have been used up. Draws depend on
+    the seed, the step and what the buffer holds, and on nothing else.
+
+    Args:
+        pipeline: `reuse_groups` and the settings beside it; with 0 nothing is kept.
+        ledger: counts the uses.
+        seed: of the run.
+    """
+
+    def __init__(self, pipeline: PipelineConfig, ledger: Ledger, seed: int) -> None:
+        self._settings, self._ledger, self._seed = pipeline, ledger, seed
+        self._held: dict[int, _Held] = {}
+        self._missing: dict[int, int] = {}
+        self._weights: list[float] = []
+
+    @property
+    def missing(self) -> Mapping[int, int]:
+        """Uses of the groups of a restored buffer that have to be put back, by group id."""
+        return dict(self._missing)
+
+    def put_back(self, group: Group) -> None:
+        """Give a group of `missing` its place again."""
+        self._held[group.group_id] = _Held(group, self._missing.pop(group.group_id))
+
+    def draw(self, step: int, version: int) -> list[Again]:
+        """Groups that `step` trains again, for a learner at `version`, in the order of issue.
+
+        There are fewer than asked for where the buffer holds no more. Each of their samples counts as used once more.
+        """
+        self._weights = []
+        bound = self._settings.staleness_limit
+        self._held = {key: held for key, held in self._held.items() if version - held.group.oldest_version <= bound}
+        candidates = [self._held[key] for key in sorted(self._held)]
+        if not candidates:
+            return []
+        ages = np.array([version - held.group.oldest_version for held in candidates], np.float64)
+        count = min(self._settings.reuse_groups, len(candidates))
+        odds = chances(freshness(ages, self._settings.reuse_tau), count)
+        weights = importance(odds, count, self._settings.reuse_correction)
+        chosen = drawn(odds, float(np.random.default_rng((self._seed, step, 2)).random()))
+        for place in chosen:
+            candidates[place].uses += 1
+            self._ledger.reuse(len(candidates[place].group.kept))
+        self._held = {key: held for key, held in self._held.items() if held.uses < self._settings.max_uses}
+        self._weights = [float(weights[place]) for place in chosen]
+        return [Again(candidates[place].group, float(weights[place])) for place in chosen]
+
+    def keep(self, groups: Sequence[Group]) -> None:
+        """Hold what a step has trained for the first time."""
+        if self._settings.reuse_groups:
+            self._held |= {group.group_id: _Held(group, 1) for group in groups if group.kept}
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last draw. Empty where nothing is ever used again.
+
+        `reuse/groups`: trained again in this step; `reuse/held`: groups that may still be; `reuse/weight_max`: the
+        largest importance weight of the draw; `ledger/reused`: uses of samples beyond their first, since the start.
+        """
+        if not self._settings.reuse_groups:
+            return {}
+        largest = {"reuse/weight_max": max(self._weights)} if self._weights else {}
+        return {
+            "reuse/groups": float(len(self._weights)),
+            "reuse/held": float(len(self._held)),
+            **largest,
+            "ledger/reused": float(self._ledger.reused),
+        }
+
+    def state(self) -> list[tuple[int, int]]:
+        """Group ids and uses, for a resumed run that can have the same samples again."""
+        return [(key, self._held[key].uses) for key in sorted(self._held)]
+
+    def restore(self, state: Sequence[Sequence[int]]) -> None:
+        """Continue after `state`, once the groups of `missing` are put back."""
+        self._missing = {int(group_id): int(uses) for group_id, uses in state}
+
+
+def with_weights(rows: Sequence[TrainRow], again: Sequence[Again]) -> list[TrainRow]:
+    """The rows of a step, those of groups that it trains again with the weight of their draw."""
+    weights = {one.group.group_id: one.weight for one in again}
+    return [
+        replace(row, weight=weights[row.record.group_id]) if row.record.group_id in weights else row for row in rows
+    ]
