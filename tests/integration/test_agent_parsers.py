@@ -39,6 +39,15 @@ for leaf in talk.tree.leaves():
     check_record(leaf)
 calls = sum("tool_calls" in (node.answer.message or {}) for node in talk.tree.nodes)
 found.append({"cut": talk.tree.counts["cut"], "continued": talk.tree.counts["continued"], "calls": calls})
+# gpt-oss: a call is read with the token that ends it, in the model's form and in the template's.
+oss = build_reader("gpt-oss", "gpt-oss")
+thought = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+for form in ("<|channel|>commentary to=functions.add <|constrain|>json", " to=functions.add<|channel|>commentary json"):
+    found.extend(oss(f'{before}{form}<|message|>{{"a":1}}<|call|>', TOOLS) for before in (thought, ""))
+found.append(oss(thought + "<|channel|>final<|message|>It is 2.", TOOLS))
+# GLM-4.5 puts a line end in front of its reasoning.
+found.append(build_reader("glm45", "glm45")("\\n<think>so</think>\\nan answer", TOOLS))
+found.append(build_reader("glm45", "glm45")("\\n<think></think>\\nan answer", TOOLS))
 print("FOUND", json.dumps(found))
 """
 
@@ -49,7 +58,7 @@ def test_sglangs_parsers_read_answers() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    whole, cut, glm, unknown, talk = json.loads(line.removeprefix("FOUND "))
+    whole, cut, glm, unknown, talk, *shapes = json.loads(line.removeprefix("FOUND "))
     assert whole["reasoning_content"].strip() == "hm"
     assert whole["content"].strip() == "I add."
     assert calls_of(whole) == [("add", {"a": 1})]
@@ -61,6 +70,12 @@ def test_sglangs_parsers_read_answers() -> None:
     assert talk["cut"] == 0
     assert talk["continued"] == 11
     assert talk["calls"] > 2
+    *calls, final, glm_thinks, glm_does_not = shapes
+    assert [calls_of(one) for one in calls] == [[("add", {"a": 1})]] * 4
+    assert [one.get("reasoning_content") for one in calls] == ["so", None] * 2
+    assert (final["content"], final["reasoning_content"]) == ("It is 2.", "so")
+    assert (glm_thinks["content"], glm_thinks["reasoning_content"]) == ("\nan answer", "so")
+    assert glm_does_not == {"role": "assistant", "content": "\nan answer"}
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -173,6 +173,10 @@ class LiveSession:
         if tools is None:
             return Answer(None, body, end, stop)
         message = self._policy.reader(body, tools)
+        if tools and end and "tool_calls" not in message:
+            # Some parsers want the token that ends a call (gpt-oss).
+            whole = self._policy.reader(body + end, tools)
+            message = whole if "tool_calls" in whole else message
         for call in message.get("tool_calls", ()):
             # Nine letters and digits: some templates take no other ids.
             call["id"] = f"call{self._calls:05d}"

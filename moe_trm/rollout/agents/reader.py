@@ -52,7 +52,7 @@ class AnswerReader:
             ) from error
 
     def _read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
-        reasoning, content = self._reasoning(text) if self._reasoning is not None else ("", text)
+        reasoning, content = self._apart(text)
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -62,6 +62,14 @@ class AnswerReader:
                 message["content"] = beside
                 message["tool_calls"] = [{"function": _named(call)} for call in calls]
         return plain(message)
+
+    def _apart(self, text: str) -> tuple[str, str]:
+        """Reasoning and the rest. SGLang's parsers want no white space in front of reasoning; GLM-4.5 writes some."""
+        if self._reasoning is None:
+            return "", text
+        begun = text.lstrip()
+        reasoning, content = self._reasoning(begun)
+        return (reasoning, content) if reasoning or content != begun else ("", text)
 
 
 def build_reader(tool_parser: str | None, reasoning_parser: str | None) -> AnswerReader:

@@ -74,9 +74,14 @@ def find_seam(answer: Answer, tail: str, closing: str | None, read: Reader) -> S
         return None
     for mark in (answer.end, (closing or "") if known else ""):
         head, found, behind = tail.partition(mark) if mark else (tail, "", "")
-        if found and reads_as(answer.message, read(head)):
+        if found and _says(head, mark, answer.message, read):
             return Seam(behind if mark == answer.end else mark + behind, rewritten=True)
     return None
+
+
+def _says(text: str, end: str, message: Message, read: Reader) -> bool:
+    """True when the template's form of an answer is `message`. Some parsers want the token that ends a call."""
+    return any(reads_as(message, read(form)) for form in (text, text + end))
 
 
 def cut_at_stop(body: str, end: str, stops: Sequence[str]) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ Importing SGLang takes seconds, so it is imported where a parser is asked for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,26 @@ def tool_parser(
 
     def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
         parser = FunctionCallParser([Tool(**tool) for tool in tools], name)
-        if not parser.has_tool_call(text):
+        readable = in_channels(text) if name == "gpt-oss" else text
+        if not parser.has_tool_call(readable):
             return text, ()
-        beside, calls = parser.parse_non_stream(text)
+        beside, calls = parser.parse_non_stream(readable)
         return beside or "", [{"name": call.name, "arguments": call.parameters} for call in calls]
 
     return parse
+
+
+def in_channels(text: str) -> str:
+    """A call of gpt-oss in the form that SGLang's parser reads.
+
+    That one wants the header from `<|start|>` on, which is part of the prompt, and the recipient behind the channel.
+    The template of gpt-oss writes the recipient in front.
+    """
+    begun = text if text.startswith("<|start|>") else f"<|start|>assistant{text}"
+    return TEMPLATES_CALL.sub(r"<|start|>assistant<|channel|>commentary to=\1 <|constrain|>\2<|message|>", begun)
+
+
+TEMPLATES_CALL = re.compile(r"<\|start\|>assistant to=(\S+?)<\|channel\|>commentary (\w+)<\|message\|>")
 
 
 def reasoning_parser(name: str, key: str) -> Callable[[str], tuple[str, str]]:

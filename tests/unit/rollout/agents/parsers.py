@@ -44,7 +44,7 @@ def deepseek(text: str, tools: Sequence[Mapping[str, Any]]) -> Found:
 
 def think(text: str) -> tuple[str, str]:
     before, found, behind = text.partition("</think>")
-    return (before.lstrip().removeprefix("<think>"), behind) if found else ("", text)
+    return (before.removeprefix("<think>"), behind) if found else ("", text)
 
 
 def harmony_reasoning(text: str) -> tuple[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.unit.rollout.agents.http_client import Refusal, as_sent
-from tests.unit.rollout.agents.served import TOKENS, TOOL, Served, run, speaker, user
+from moe_trm.rollout.agents.live_session import LiveSession
+from moe_trm.rollout.agents.reader import AnswerReader
+from tests.unit.rollout.agents.http_client import Client, Refusal, as_sent
+from tests.unit.rollout.agents.served import PARAMS, TOKENS, TOOL, Served, run, speaker, user
 from tests.unit.rollout.agents.speaking_engine import SpeakingEngine
 from tests.unit.rollout.agents.test_tree import check_record
 
@@ -136,3 +139,29 @@ def test_sampling_settings_of_others_are_overridden_and_named() -> None:
 
     run(talk, engine)
     assert {(params.temperature, params.top_p) for params in engine.asked} == {(0.8, 1.0)}
+
+
+def test_a_parser_may_want_the_token_that_ends_a_call() -> None:
+    """As SGLang's parser of gpt-oss does."""
+
+    def parse(text: str, tools: object) -> tuple[str, list[dict[str, Any]]]:
+        ended = text.endswith("<|im_end|>")
+        return ("", [{"name": "add", "arguments": {"a": 1}}]) if ended and "call" in text else (text, [])
+
+    async def talk(served: Served) -> None:
+        policy = replace(served.session._policy, reader=AnswerReader(parse))
+        session = LiveSession(policy, PARAMS, bare=False)
+        address = served.server.open(session)
+        client = Client(address.base_url, address.api_key)
+        try:
+            first = (await client.chat(user("1 + 1?"), tools=[TOOL])).choices[0].message
+            [made] = first.tool_calls
+            result = {"role": "tool", "tool_call_id": made.id, "content": "2"}
+            last = (await client.chat(user("1 + 1?"), as_sent(first), result, tools=[TOOL])).choices[0].message
+        finally:
+            await client.close()
+        assert (last.tool_calls, last.content) == (None, "It is 2.")
+        # The template writes the call in its own form, which is read with its end, too.
+        assert session.tree.counts == {"continued": 1, "rewritten": 1, "cut": 0}
+
+    run(talk, SpeakingEngine(speaker("I call add", "It is 2.")))
