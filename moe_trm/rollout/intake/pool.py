@@ -35,6 +35,7 @@ class IntakePool:
     def __init__(self, count: int, hello: Hello) -> None:
         self._count, self._hello = count, hello
         self._running: list[IntakeProcess] = []
+        self._started: set[IntakeProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Condition()
         self._failure: BaseException | None = None
@@ -99,6 +100,8 @@ class IntakePool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        # One that had just ended was not waited for to the end.
+        await asyncio.gather(*(process.close() for process in self._started))
 
     def _begin(self) -> None:
         if not self._keepers:
@@ -120,8 +123,10 @@ class IntakePool:
         try:
             while True:
                 process = await IntakeProcess.start(self._hello)
+                self._started.add(process)
                 self._files.add(process.file)
                 await self._stand_in(process)
+                self._started.discard(process)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 (whoever waits for a process must be told)
