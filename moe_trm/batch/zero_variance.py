@@ -48,7 +48,8 @@ def support_entropy(record: RolloutRecord) -> Array:
     # An id of probability zero adds nothing: 0 times -inf would be NaN.
     terms = np.where(np.isneginf(logs), 0.0, -np.exp(logs) * np.where(np.isneginf(logs), 0.0, logs))
     entropy: Array = np.bincount(row_of, weights=terms, minlength=mask.num_rows)
-    return entropy[record.scored]
+    scored: Array = entropy[record.scored]
+    return scored
 
 
 def shaped(rows: Sequence[TrainRow], scale: float, batch: BatchConfig) -> list[TrainRow]:

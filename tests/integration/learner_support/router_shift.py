@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
-from routing.replay import Record, ReplayRecorded
+from routing.replay import Record, ReplayRecorded, RouteSource
 from routing.router_shift import KEEP
 from tests.integration.learner_support.conformance import build, save, work
 from tests.integration.learner_support.work import objective
@@ -30,17 +31,17 @@ def watch(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     r2 = [ReplayRecorded(scores.recorded, scores.router) for scores in own if scores.recorded is not None]
     found: dict[str, Tensor] = {}
 
-    def update(name: str, sources: list[ReplayRecorded] | list[object]) -> None:
+    def update(name: str, sources: Sequence[RouteSource]) -> None:
         def seeing(index: int, current: Scores) -> Tensor:
             assert current.router_shift is not None
             found[f"{name}.{numbers[index]}"] = current.router_shift.clone()
             return objective(batches, [])(index, current)
 
-        learner.update(batches, sources, seeing)  # type: ignore[arg-type]
+        learner.update(batches, sources, seeing)
 
-    update("still", [*r3])
+    update("still", r3)
     learner.export_checkpoint(str(out / "moved"))
-    update("moved", [*r3])
+    update("moved", r3)
     update("own", r2)
     plain = learner.score(batches, random)
     assert all(scores.router is None and scores.router_shift is None for scores in plain)

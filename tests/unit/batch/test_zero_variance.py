@@ -100,7 +100,7 @@ def test_tokens_dropped_by_their_mask_and_overlong_samples_get_nothing() -> None
     # Rows that differ along themselves and rows that do not, in one micro-batch.
     batch = collate(MicroBatch((*found, TrainRow(make_record(sample_id=9, group_id=9), -2.0))), keep_mask=True)
     assert set(batch.advantages[3][batch.mask[3]].tolist()) == {-2.0}
-    assert batch.advantages[0][batch.mask[0]].tolist() == pytest.approx(found[0].token_advantages.tolist())  # type: ignore[union-attr]
+    assert batch.advantages[0][batch.mask[0]].tolist() == pytest.approx(found[0].token_advantages.tolist())
 
 
 def test_a_step_of_equal_rewards_has_a_gradient() -> None:

@@ -83,7 +83,7 @@ def test_samples_of_one_prompt_are_asked_for_with_different_seeds(tmp_path: Path
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        port = site._server.sockets[0].getsockname()[1]
         chosen = config(tmp_path, url=f"http://127.0.0.1:{port}", deterministic=deterministic)
         engine = SglangEngine(chosen, None)
         try:

@@ -169,10 +169,10 @@ def one_update(
     total, gradients, entropy_gradients = 0.0, dict[int, Tensor](), dict[int, Tensor]()
     for index, (batch, micro) in enumerate(zip(part.batches, mini.micro_batches, strict=True)):
         current, entropy = current_logprobs(batch).requires_grad_(), entropies(batch).requires_grad_()
-        scores = Scores(current, entropy=entropy if objective.needs_entropy else None)
+        now = Scores(current, entropy=entropy if objective.needs_entropy else None)
         if objective.watches_routers:
-            scores = replace(scores, router_shift=entropies(batch) / 10)
-        loss = loss_of(index, scores)
+            now = replace(now, router_shift=entropies(batch) / 10)
+        loss = loss_of(index, now)
         if loss.requires_grad:
             loss.backward()
         total += float(loss.detach())

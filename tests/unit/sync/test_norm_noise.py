@@ -18,7 +18,7 @@ INPUT, POST = (f"model.layers.3.{name}_layernorm.weight" for name in ("input", "
 
 
 def sigma(version: int, noise: NormNoise = NOISE) -> float:
-    return Rounding("float32", noise=noise).at(version).noise.sigma  # type: ignore[union-attr]
+    return Rounding("float32", noise=noise).at(version).noise.sigma
 
 
 def test_the_schedule_against_the_loop_of_the_released_code() -> None:
