@@ -136,11 +136,11 @@ class DeepSpeedLearner(LearnerBase):
         if this_pass.watch is None:
             return scores
         shift = this_pass.watch.shift()
-        return replace(
-            scores,
-            router=this_pass.watch.scores(),
-            router_shift=None if shift is None else layout.from_router(shift) * moved.mask,
-        )
+        if shift is not None:
+            # These models route rows one after the other, and not, as Megatron's, columns.
+            packed = isinstance(layout, PackedLayout)
+            shift = (layout.from_router(shift) if packed else shift.view(moved.mask.shape)) * moved.mask
+        return replace(scores, router=this_pass.watch.scores(), router_shift=shift)
 
     def _layout(self, batch: TokenBatch) -> AnyLayout:
         rows, length = batch.input_ids.shape
