@@ -118,7 +118,7 @@ def _shown(signature: inspect.Signature) -> Iterator[str]:
             starred = True
             yield "*"
         starred = starred or one.kind is one.VAR_POSITIONAL
-        mark = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
+        mark = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
         default = "" if one.default is one.empty else f"={one.default!r}"
         # What a dataclass makes anew has no value to show.
         yield f"{mark}{one.name}{'=...' if '<' in default else default}"

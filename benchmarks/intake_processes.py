@@ -2,8 +2,8 @@
 
 `python -m benchmarks.intake_processes [--tokens N] [--answers N] [--pairs N] [--json FILE]`. Servers answer with the
 recorded bytes of one long answer of DeepSeek-V3, sent by the kernel from a file. Real intake processes receive, check
-and keep it, and this process opens each record, as the controller does. One and two processes take turns, so that a
-neighbour slows both alike; the ratio is that of each pair.
+and keep it, and this process opens each record, as the controller does. None, one and two processes take turns, so
+that a neighbour slows all alike; the ratio is that of two to one in each pair.
 
 Two processes need two processors, and what the servers and this process use besides takes from the gain: the columns
 of seconds say how much. `--from-memory` leaves the network out: each process reads the same bytes again and again, so
@@ -27,11 +27,14 @@ from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.pulse import state_of
 from moe_trm.rollout.intake.reading import read
+from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile
 
 PROMPT, OPEN, COUNTS = 512, 6, (1, 2)
+NONE = 0
+"""Without intake processes: this process receives and reads, as the controller does then."""
 WANTED = Wanted(routes=True, mask=False)
 
 
@@ -59,13 +62,13 @@ async def through_servers(args: object) -> Measured:
     tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
     question = Question({"input_ids": list(range(PROMPT))}, WANTED)
     pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
-    measured: Measured = {count: [] for count in COUNTS}
+    measured: Measured = {count: [] for count in (NONE, *COUNTS)}
     with answering([answer(PROMPT, tokens - PROMPT)], OPEN) as urls:
         for pool in pools.values():
             await pool.start()
         for number in range(pairs + 1):  # the first pair warms up
-            for count, pool in pools.items():
-                took = await _measured(pool, urls, question, answers)
+            for count in measured:
+                took = await _measured(pools.get(count), urls, question, answers)
                 if number:
                     measured[count].append(took)
     for pool in pools.values():
@@ -74,13 +77,18 @@ async def through_servers(args: object) -> Measured:
 
 
 async def _measured(
-    pool: IntakePool, urls: Sequence[str], question: Question, answers: int
+    pool: IntakePool | None, urls: Sequence[str], question: Question, answers: int
 ) -> tuple[float, float, float]:
     left = iter(range(answers))
 
     async def lane(url: str) -> None:
-        for _ in left:
-            await pool.ask(url, question)
+        async with EngineHttp(url, None, timeout_s=600.0, max_attempts=1) as http:
+            for _ in left:
+                if pool is not None:
+                    await pool.ask(url, question)
+                else:
+                    body = await http.request("POST", "/generate", question.request)
+                    read(body, question, MODEL, None)
 
     before, own, began = _ticks(pool), time.process_time(), time.perf_counter()
     await asyncio.gather(*(lane(url) for url in urls))
@@ -88,8 +96,8 @@ async def _measured(
     return seconds, (_ticks(pool) - before) / os.sysconf("SC_CLK_TCK"), time.process_time() - own
 
 
-def _ticks(pool: IntakePool) -> int:
-    return sum(state_of(process)[0] for process in pool.process_ids)
+def _ticks(pool: IntakePool | None) -> int:
+    return sum(state_of(process)[0] for process in pool.process_ids) if pool is not None else 0
 
 
 def alone(args: object) -> Measured:

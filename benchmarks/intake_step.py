@@ -29,6 +29,7 @@ from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.intake.receiving import ROOM_BYTES
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.sync.manifest import WeightPush
@@ -213,8 +214,12 @@ def _rows(told: Sequence[Any], found: Mapping[str, Any], bodies: Sequence[bytes]
         raise SystemExit(f"the books do not balance: {books}")
     lost = ("intake_losses", "intake_reissued", "losses", "reissued")
     counts = {name: int(metrics[f"rollout/{name}"]) for name in lost if f"rollout/{name}" in metrics}
-    largest = max(len(body) for body in bodies)
-    memory = [("controller", 0, found["controller"]), ("intake", largest, found["intake"]), ("rank", share, peak)]
+    room = max(ROOM_BYTES, *(len(body) for body in bodies))
+    memory = [
+        ("controller", 0, found["controller"]),
+        ("intake", room, found["intake"]),
+        ("rank", share, peak),
+    ]
     return [
         {"answers": answers, "answers MB": arrived / MB, "seconds": seconds, "MB/s": arrived / MB / seconds},
         {**books},

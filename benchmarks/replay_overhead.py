@@ -28,6 +28,7 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from routing import Layout, RouteRecord, token_digest
 from routing.megatron import MegatronReplayer
+from routing.packed_layout import AnyLayout
 from routing.replay import Native, Record, ReplayRecords, RouteSource
 from routing.replay_pass import ReplayPass
 
@@ -84,7 +85,7 @@ class TimedReplayer(MegatronReplayer):
         timed.clock = self.clock
         return timed
 
-    def expect(self, source: ReplayRecords, layout: Layout, layers: Sequence[int]) -> dict[int, Tensor]:
+    def expect(self, source: ReplayRecords, layout: AnyLayout, layers: Sequence[int]) -> dict[int, Tensor]:
         expected: dict[int, Tensor] = self.clock.time(super().expect, source, layout, layers)
         return expected
 

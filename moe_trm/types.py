@@ -79,7 +79,7 @@ class SessionTurn:
         added: tokens before it that its parent does not have: messages, tools' results, the template.
         sampled: tokens of the answer.
         row: row of its sample that trains it; -1: none does.
-        cut: the chat template changed earlier text, so that it could not go on behind its conversation's last answer.
+        cut: its messages continue an answer that its ids do not, e.g. because the chat template changed earlier text.
         reason: why no row trains it: `not_chosen` by `agent.rows`, or what its rows were rejected for; empty otherwise.
     """
 

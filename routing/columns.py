@@ -160,8 +160,9 @@ class Columns:
         columns = self.rows.shape[1]
         if not self.rows.is_packed:
             return [(0, columns)]
-        end = self.rows.segments[-1][1]
-        return [*self.rows.segments, *([(end, columns)] if end < columns else [])]
+        segments = self.rows.segments or self.rows.spans
+        end = segments[-1][1]
+        return [*segments, *([(end, columns)] if end < columns else [])]
 
 
 def _pieces(index: Tensor, count: int, name: str) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ def main() -> None:
         dist.all_reduce(whole)
         report = replayed.report
         assert report is not None
-        told = {"step": step, "loss": float(whole), "gradient_norm": float(norm.full_tensor())}
+        told: dict[str, Any] = {"step": step, "loss": float(whole), "gradient_norm": float(norm.full_tensor())}
         told |= {"replayed": report.replayed, "matched": report.matched, "local_flip_rate": report.local_flip_rate}
         if rank == 0:
             print(json.dumps(told), flush=True)

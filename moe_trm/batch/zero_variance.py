@@ -47,9 +47,8 @@ def support_entropy(record: RolloutRecord) -> Array:
     logs = logprobs.astype(np.float64)
     # An id of probability zero adds nothing: 0 times -inf would be NaN.
     terms = np.where(np.isneginf(logs), 0.0, -np.exp(logs) * np.where(np.isneginf(logs), 0.0, logs))
-    entropy: Array = np.bincount(row_of, weights=terms, minlength=mask.num_rows)
-    scored: Array = entropy[record.scored]
-    return scored
+    entropy: Array = np.bincount(row_of, weights=terms, minlength=mask.num_rows)[record.scored]
+    return entropy
 
 
 def shaped(rows: Sequence[TrainRow], scale: float, batch: BatchConfig) -> list[TrainRow]:

@@ -68,20 +68,21 @@ def attend_within(
         kind: of the layer.
     """
     calls = _calls(tuple(lengths))
-    tensors = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    tensors: Sequence[Tensor] = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
     together = len(calls.shapes) < len(lengths)
     if together:
         tokens_P = torch.from_numpy(calls.tokens).to(query_TND.device)
-        tensors = tuple(values.index_select(0, tokens_P) for values in tensors)
+        tensors = [each.index_select(0, tokens_P) for each in tensors]
     # One split and one concatenation: slices would each have a gradient as long as the pack.
     sizes = [rows * columns for rows, columns in calls.shapes]
-    parts = zip(calls.shapes, *(values.split(sizes) for values in tensors), strict=True)
-    found = torch.cat(
-        [attend(*(values.unflatten(0, shape) for values in part), kind).flatten(0, 1) for shape, *part in parts]
-    )
+    found = []
+    for shape, *parts in zip(calls.shapes, *(torch.split(each, sizes) for each in tensors), strict=True):
+        query, key, value = (each.reshape(*shape, *each.shape[1:]) for each in parts)
+        found.append(attend(query, key, value, kind).flatten(0, 1))
+    context_PND = torch.cat(found)
     if not together:
-        return found
-    return found.index_select(0, torch.from_numpy(calls.places).to(found.device))
+        return context_PND
+    return context_PND.index_select(0, torch.from_numpy(calls.places).to(context_PND.device))
 
 
 def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,8 @@ def session_tree(turns: Sequence[SessionTurn], row: int, reward: float | None) -
         f'<figure class="session"><div class="wide"><svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="Session of {escape(said)}">{links}{root}{marks}</svg></div>'
         f'<figcaption class="note">Session of {said}, reward {number(reward)}. Filled: trained in this row. Ring: in '
-        f"another row. Dashed ring: in none. Dashed line: the chat template changed earlier text.</figcaption></figure>"
+        "another row. Dashed ring: in none. Dashed line: a cut, where the ids before could not be continued."
+        "</figcaption></figure>"
     )
 
 
@@ -56,7 +57,7 @@ def tree_lines(turns: Sequence[SessionTurn], row: int) -> list[str]:
 def words(turn: SessionTurn) -> str:
     """One answer in words."""
     trained = f"row {turn.row}" if turn.row >= 0 else f"not trained ({turn.reason})"
-    cut = ", cut by the template" if turn.cut else ""
+    cut = ", cut" if turn.cut else ""
     return f"{turn.sampled} tokens behind {turn.added} given ones, {trained}{cut}"
 
 

@@ -132,7 +132,9 @@ def test_the_run_repeats_from_its_recording(folder: Path, attached: list[str]) -
 
 @pytest.mark.slow
 def test_every_answer_is_a_row_with_its_own_proof(folder: Path, attached: list[str]) -> None:
-    assert run_job(str(folder / "config.yaml"), settings_of(folder, "turns", attached)) == 0
+    """In packs, so that rows of several samples share one row of a micro-batch."""
+    own = [*settings_of(folder, "turns", attached), "batch.layout=packed"]
+    assert run_job(str(folder / "config.yaml"), own) == 0
     samples = check_steps(folder, "turns")
     assert {len(sample.rows) for sample in samples} == {ANSWERS}
     for sample in samples:

@@ -23,6 +23,7 @@ RUNS = (
     "backend=megatron:expert=2:recompute=full",
     "backend=megatron:tensor=2:expert=2",
     "backend=megatron:context=2",
+    "backend=megatron:context=2:layout=packed",
     "backend=megatron:tensor=2:expert=2:layout=packed",
     "backend=deepspeed:stage=1",
     "backend=deepspeed:stage=2:recompute=full",

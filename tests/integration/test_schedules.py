@@ -25,6 +25,7 @@ SCHEDULES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "average in turn": (("pipeline.mode=sync", *AVERAGE, "probe.every=0"), 0, 1),
     "pushed every second step": ((*ASYNC, *EVERY), 1, 2),
     "everything": ((*ASYNC, *EVERY, *REUSE, *AVERAGE, "pipeline.stream=true"), 1, 2),
+    "packed": ((*ASYNC, *REUSE, *AVERAGE, "pipeline.stream=true", "batch.layout=packed"), 1, 1),
 }
 """Settings of a schedule, and the age and the pushes of the recording that it trains on."""
 TIMING = ("time/", "ledger/in_flight", "ledger/queued", "ledger/issued", "queue/", "rollout/tokens_per_s")

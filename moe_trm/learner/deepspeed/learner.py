@@ -136,15 +136,22 @@ class DeepSpeedLearner(LearnerBase):
         if this_pass.watch is None:
             return scores
         shift = this_pass.watch.shift()
-        if shift is not None:
-            # These models route rows one after the other, and not, as Megatron's, columns.
-            packed = isinstance(layout, PackedLayout)
-            shift = (layout.from_router(shift) if packed else shift.view(moved.mask.shape)) * moved.mask
-        return replace(scores, router=this_pass.watch.scores(), router_shift=shift)
+        return replace(
+            scores,
+            router=this_pass.watch.scores(),
+            router_shift=None if shift is None else self._by_row(shift, layout) * moved.mask,
+        )
 
     def _layout(self, batch: TokenBatch) -> AnyLayout:
         rows, length = batch.input_ids.shape
         return PackedLayout(tuple(row_lengths(batch.valid)), length) if self._packed else Layout(rows, length)
+
+    @staticmethod
+    def _by_row(values_N: Tensor, layout: AnyLayout) -> Tensor:
+        """`[B, R]` from the order of the model, which has padded rows one after the other."""
+        if isinstance(layout, PackedLayout):
+            return layout.from_router(values_N)
+        return values_N.view(layout.batch, layout.length)
 
     @staticmethod
     def _routed(

@@ -84,12 +84,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         )
         key, value = for_all_heads(query.shape[1], key, value)
         kind, contexts = self.kind(), []
-        parts = zip(lengths, query.split(own), key.split(own, 1), value.split(own, 1), strict=True)
-        for length, query_CND, key_RCND, value_RCND in parts:
+        cuts = (torch.split(query, own), torch.split(key, own, 1), torch.split(value, own, 1))
+        for length, query_CND, key_RCND, value_RCND in zip(lengths, *cuts, strict=True):
             positions = [Layout(1, length, group.size(), rank).positions() for rank in range(group.size())]
             before_CS = positions[group.rank()][:, None] - torch.cat(positions)[None, :]
-            whole = (values.flatten(0, 1)[None] for values in (key_RCND, value_RCND))
-            contexts.append(attend(query_CND[None], *whole, kind, before_CS)[0])
+            key_SND, value_SND = key_RCND.flatten(0, 1), value_RCND.flatten(0, 1)
+            contexts.append(attend(query_CND[None], key_SND[None], value_SND[None], kind, before_CS)[0])
         return torch.cat(contexts).flatten(1)
 
     def kind(self) -> AttentionKind:
@@ -104,7 +104,7 @@ class ContextAttention(CausalAttention):
     context parallelism without a GPU.
     """
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

@@ -151,11 +151,13 @@ class GuardedOptimizer(Steps):
     @property
     def _parts(self) -> Sequence[MegatronOptimizer]:
         """Megatron's optimizers: one for dense and one for expert parameters, where they are sharded differently."""
-        return getattr(self.megatron, "chained_optimizers", [self.megatron])
+        parts: Sequence[MegatronOptimizer] = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        return parts
 
     @property
     def _device(self) -> torch.device:
-        return next(self._wrapped[0].parameters()).device
+        device: torch.device = next(self._wrapped[0].parameters()).device
+        return device
 
 
 def _main_gradients(part: MegatronOptimizer) -> list[Tensor]:

@@ -33,7 +33,7 @@ class SinkAttention(CausalAttention):
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

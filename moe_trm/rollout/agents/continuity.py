@@ -77,7 +77,7 @@ def _tried(template: ChatTemplate, *, tools: bool, thinks: bool) -> Iterator[Sit
             yield _outcome(
                 "a tool's result behind thinking", template, call | {"reasoning_content": THOUGHT}, result, given
             )
-    yield Situation("the next day", _dated(template.render([_user("?")], none)))
+    yield Situation("midnight", _dated(template.render([_user("?")], none)))
     yield Situation("texts between answers", _reads_back(template))
 
 

@@ -20,10 +20,11 @@ KINDS = {
 }
 
 
-def tensors(value_dim: int = D) -> list[Tensor]:
+def tensors(value_dim: int = D) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = (T, N, D), (T, G, D), (T, G, value_dim)
-    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    query, key, value = (torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes)
+    return query, key, value
 
 
 def by_mask(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from moe_trm.losses import Aggregation, aggregate
 from tests.unit.conftest import WorkedExample
 
 
-def trm_loss(fx: WorkedExample, mode: str, **counts: int) -> float:
+def trm_loss(fx: WorkedExample, mode: str, **counts: Any) -> float:
     keep = fx.mask & torch.tensor([True, True, False, False])[:, None]
     return float(aggregate(-fx.ratios.total.exp() * fx.advantages, keep, fx.mask, mode, **counts))
 
 
 def test_golden_values_of_a_masked_batch(fx: WorkedExample) -> None:
-    counts = {"num_sequences": 4, "num_tokens": 13}
+    counts: dict[str, Any] = {"num_sequences": 4, "num_tokens": 13}
     assert trm_loss(fx, "seq-mean-token-sum", **counts) == pytest.approx(0.012082, abs=1e-6)
     assert trm_loss(fx, "seq-mean-token-mean", **counts) == pytest.approx(0.003020, abs=1e-6)
     assert trm_loss(fx, "token-mean", **counts) == pytest.approx(0.003718, abs=1e-6)
@@ -39,7 +39,7 @@ def test_micro_batches_sum_to_the_whole(mode: str) -> None:
     mask = torch.rand(7, 6, generator=gen) < 0.6
     mask[3] = False
     keep = mask & (torch.rand(7, 6, generator=gen) < 0.7)
-    counts = {"num_sequences": 6, "num_tokens": int(mask.sum()), "horizon": 6}
+    counts: dict[str, Any] = {"num_sequences": 6, "num_tokens": int(mask.sum()), "horizon": 6}
     whole = aggregate(values, keep, mask, mode, **counts)
     parts = [aggregate(values[s], keep[s], mask[s], mode, **counts) for s in (slice(0, 2), slice(2, 7), slice(7, 7))]
     torch.testing.assert_close(sum(parts), whole)
@@ -67,6 +67,6 @@ def test_dropped_tokens_do_not_raise_the_weight_of_their_row(fx: WorkedExample) 
     keep = fx.mask.clone()
     keep[0, :3] = False
     ones = torch.ones_like(fx.current)
-    counts = {"num_sequences": 4, "num_tokens": 13}
+    counts: dict[str, Any] = {"num_sequences": 4, "num_tokens": 13}
     assert aggregate(ones, keep, fx.mask, "seq-mean-token-mean", **counts).item() == pytest.approx((1 / 4 + 3) / 4)
     assert aggregate(ones, keep, fx.mask, "token-mean", **counts).item() == pytest.approx(10 / 13)

@@ -174,7 +174,7 @@ def test_recorded_lengths_are_measured() -> None:
 def test_one_node_that_colocates_serves_and_trains_on_all_gpus() -> None:
     found = plan(nodes=1, overrides=("rollout.colocate=true",), gpu="b200")
     assert (found.ranks, found.serving.servers) == (8, 1)
-    assert [mode.mode for mode in found.modes] == ["sync"]
+    assert [each.mode.mode for each in found.modes] == ["sync"]
 
 
 def test_routes_have_the_bytes_of_the_codec() -> None:

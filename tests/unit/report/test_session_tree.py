@@ -93,12 +93,12 @@ def test_the_drawing_of_a_session_by_hand() -> None:
     assert [group["class"] for group in drawn.groups] == ["out"] * 5 + ["own"]
     assert drawn.titles[0] == "prompt"
     assert drawn.titles[1] == "answer 0: 2 tokens behind 2 given ones, not trained (not_chosen)"
-    assert drawn.titles[6] == "answer 5: 4 tokens behind 2 given ones, row 0, cut by the template"
+    assert drawn.titles[6] == "answer 5: 4 tokens behind 2 given ones, row 0, cut"
     assert tree_lines(sample.session, 0)[2:] == [
         "    - answer 2: 4 tokens behind 2 given ones, not trained (not_chosen)",
         "  - answer 3: 2 tokens behind 2 given ones, not trained (not_chosen)",
         "    - answer 4: 3 tokens behind 2 given ones, not trained (not_chosen)",
-        "* answer 5: 4 tokens behind 2 given ones, row 0, cut by the template",
+        "* answer 5: 4 tokens behind 2 given ones, row 0, cut",
     ]
     assert words(SessionTurn(-1, 3, 4, reason="version_span")).endswith("not trained (version_span)")
 

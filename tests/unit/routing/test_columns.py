@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing import Layout, RouteError, Rows
+from routing import Layout, PackedLayout, RouteError, Rows
 from routing.columns import Columns
 from routing.hf import HFReplayer
 from routing.placing import placed_routes, sliced_routes
@@ -50,7 +50,7 @@ def by_hand(rows: Rows, kind: str, rank: int, size: int) -> list[int]:
     ends = [0, columns]
     if rows.is_packed:
         ends = sorted({start for start, _ in rows.segments} | {rows.segments[-1][1], columns})
-    found = []
+    found: list[int] = []
     for start, stop in pairwise(ends):
         piece = (stop - start) // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
@@ -106,6 +106,18 @@ def test_right_padded_rows_are_cut_as_megatrons_layout_cuts_them(cp: int, sp: in
     assert columns.cut(places).T.flatten().tolist() == layout.router_index().tolist()
 
 
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_packs_are_cut_as_the_learners_layout_cuts_them(lengths: list[int], cp: int, sp: int, data: Any) -> None:
+    cp_rank, sp_rank = data.draw(st.integers(0, cp - 1)), data.draw(st.integers(0, sp - 1))
+    layout = PackedLayout(tuple(lengths), max(lengths), cp, cp_rank, sp, sp_rank)
+    offsets, places = (torch.tensor([0, *parts]).cumsum(0) for parts in (lengths, layout.places))
+    rows = Rows.packed(offsets, cu_seqlens_padded=places)
+    columns = (Columns.zigzag(rows, cp_rank, cp) if cp > 1 else Columns(rows)).part(sp_rank, sp)
+    assert columns.index.tolist() == layout.router_index().tolist()
+    if sp == 1:
+        assert columns.position_ids().tolist() == layout.position_ids().tolist()
+
+
 @given(cuts())
 def test_routes_of_a_rank_are_those_of_its_columns(drawn: tuple[Rows, str, int]) -> None:
     rows, kind, size = drawn
@@ -131,7 +143,7 @@ RIGHT = Rows.right_padded(torch.arange(8)[None] < torch.tensor([[7], [1], [6]]))
 @pytest.mark.parametrize("rows", [PACKED, LEFT, RIGHT], ids=["packed", "left", "right"])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag"])
 def test_ranks_replay_their_columns_and_together_the_whole(rows: Rows, kind: str) -> None:
-    model = Toy()
+    model: Any = Toy()
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
     tokens = torch.randint(0, 64, rows.shape, generator=torch.Generator().manual_seed(1))
     known = ReplayRecords(records(rows, tokens))

@@ -86,7 +86,7 @@ REASONS = {
 
 
 def outcomes(
-    folder: Path, moods: Sequence[str], *, most_at_once: int = 4, seconds: float = 200.0
+    folder: Path, moods: Sequence[str], *, most_at_once: int = 4, seconds: float = 100.0
 ) -> tuple[list[RolloutRecord | RecordRejected], dict[str, float]]:
     """The record of each, or its rejection, and the metrics; all at once."""
     path = folder / "agent.py"

@@ -60,9 +60,9 @@ def test_what_a_run_does_not_read_is_not_judged() -> None:
 def test_a_date_is_found() -> None:
     dated = TemplateTokens(f"Today Date: {{{{ strftime_now('%d %b %Y') }}}}\n{CHATML}", "<|im_end|>")
     judged = {one.name: one for one in situations(ChatTemplate(dated), tools=False, thinks=False)}
-    assert "today's date" in judged["the next day"].why
-    assert str(datetime.now().astimezone().year) in judged["the next day"].why
-    assert not found("chatml")["the next day"].why
+    assert "today's date" in judged["midnight"].why
+    assert str(datetime.now().astimezone().year) in judged["midnight"].why
+    assert not found("chatml")["midnight"].why
 
 
 def test_a_template_that_cannot_write_a_conversation_is_told() -> None:
