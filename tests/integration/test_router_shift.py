@@ -23,10 +23,10 @@ RUNS = (
     "backend=megatron:expert=2:recompute=full",
     "backend=megatron:tensor=2:expert=2",
     "backend=megatron:context=2",
-    "backend=deepspeed:stage=1",
-    "backend=deepspeed:stage=2:recompute=full",
     "backend=megatron:context=2:layout=packed",
     "backend=megatron:tensor=2:expert=2:layout=packed",
+    "backend=deepspeed:stage=1",
+    "backend=deepspeed:stage=2:recompute=full",
     "backend=deepspeed:stage=2:layout=packed",
 )
 SCRIPT = Path(__file__).parent / "learner_support" / "router_shift.py"

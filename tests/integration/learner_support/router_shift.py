@@ -39,9 +39,9 @@ def watch(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
         learner.update(batches, sources, seeing)
 
-    update("still", [*r3])
+    update("still", r3)
     learner.export_checkpoint(str(out / "moved"))
-    update("moved", [*r3])
+    update("moved", r3)
     update("own", r2)
     plain = learner.score(batches, random)
     assert all(scores.router is None and scores.router_shift is None for scores in plain)

@@ -19,6 +19,8 @@ INT8 = Rounding("float32", "int8")
 class Small(torch.nn.Module):
     """Names as in a checkpoint: a matrix that is rounded, a norm and an embedding that are not."""
 
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
@@ -32,7 +34,7 @@ class Small(torch.nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         up: Tensor = self.mlp.up_proj(self.embed[ids] * self.norm)  # type: ignore[operator]
-        return (up * self.count).tanh().sum()  # type: ignore[operator]
+        return (up * self.count).tanh().sum()
 
 
 IDS = torch.tensor([0, 3, 3, 6])
@@ -52,7 +54,7 @@ def by_hand(model: Small) -> dict[str, Tensor]:
         "embed": model.embed.detach().double().requires_grad_(),
     }
     up = (leaves["embed"][IDS] * leaves["norm"]) @ leaves["mlp.up_proj.weight"].T
-    (up * model.count.double()).tanh().sum().backward()  # type: ignore[operator]
+    (up * model.count.double()).tanh().sum().backward()
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
