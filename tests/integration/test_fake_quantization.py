@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import metrics_of, run_job, write_config
+from tests.integration.objective_support.cases import REWARD
 
 
 @pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
@@ -50,6 +51,7 @@ def test_a_learner_that_rounds_like_the_rollout_has_no_mismatch_left(
             f"learner.round_like_rollout={rounds}",
             "replay.mode=R3",
             "probe.every=1",
+            *REWARD,
             *attached,
         ]
         assert run_job(write_config(tmp_path, brief_checkpoint), overrides) == 0
