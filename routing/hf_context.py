@@ -65,8 +65,11 @@ def replay(
         attention_mask: `[B, R]`, 1 on tokens, which stand without a gap: padding is on either side, as TRL and verl
             pad. Or `Rows`, as of packed sequences. None: no padding.
         target_ids: `[B, R]` next tokens, where the rows stop before the last token of each sequence.
-        columns, origins, samples: as of `HFReplayer.use_rows`.
-        max_local_flip_rate, missing: as of `HFReplayer`.
+        columns: as of `HFReplayer.use_rows`.
+        origins: likewise.
+        samples: likewise.
+        max_local_flip_rate: as of `HFReplayer`.
+        missing: likewise.
         group: ranks whose forwards are one, as under `fully_shard` or context parallelism. The report is of them all,
             and an error of the proof is raised on all (collective: all of them leave the context). None: this process.
             A later backward is proved on its own rank.

@@ -109,7 +109,10 @@ def register_policy_loss(
 
     Args:
         name: any that verl does not have yet.
-        rules, loss, parameters, bypass: as in `policy_loss`.
+        rules: as in `policy_loss`.
+        loss: likewise.
+        parameters: likewise.
+        bypass: likewise.
 
     Raises:
         ConfigError: a name that verl has already, and as `policy_loss`.

@@ -26,8 +26,7 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
 
     Raises:
         ConfigError: a rule named twice on one ratio, or one of batch scope unless `whole_minibatch` says that evidence
-        is of all micro-batches
-            and ranks together.
+            is of all micro-batches and ranks together.
     """
     rules = labelled(rules)
     for bound in rules:

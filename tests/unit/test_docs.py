@@ -43,6 +43,7 @@ def test_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), target
 
 
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")
 @pytest.mark.parametrize("module", named(r"(?:python|torchrun)\b[^`\n]*? -m ([a-z_]+(?:\.[a-z_]+)*)"))
 def test_modules_exist(module: str) -> None:
     assert find_spec(module) is not None
