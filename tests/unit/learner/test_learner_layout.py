@@ -151,7 +151,6 @@ def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architecture is not supported"),
         ({"architectures": None}, "architecture is not supported"),
-        ({"mtp_num_hidden_layers": 1}, "multi-token-prediction"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"hidden_act": "gelu"}, "hidden_act"),
