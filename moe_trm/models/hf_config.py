@@ -114,11 +114,13 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 
     Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from
-    `first_k_dense_replace` on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
+    `first_k_dense_replace` on, in the stride `moe_layer_freq`, and not `dense` in `mlp_layer_types`. OLMoE, Mixtral:
+    all.
     """
     if not num_experts(hf_config):
         return ()
-    dense = set(hf_config.get("mlp_only_layers") or ())
+    kinds = hf_config.get("mlp_layer_types") or ()
+    dense = {*(hf_config.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds) if kind == "dense")}
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)
     every = int(hf_config.get("moe_layer_freq") or 1)
     return tuple(

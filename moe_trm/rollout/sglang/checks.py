@@ -90,13 +90,17 @@ class ServerCheck:
             )
         await self._probe_model(http)
         if server.get("load_format") == "dummy":
-            self._with_random_weights.add(http.url)
+            self.has_random_weights(http)
         else:
             await self._probe_temperature(http)
         return check_can_verify(server) if self._verify else "cpu"
 
+    def has_random_weights(self, http: EngineHttp) -> None:
+        """Leave to `loaded` what random weights do not show."""
+        self._with_random_weights.add(http.url)
+
     async def loaded(self, http: EngineHttp) -> None:
-        """Check what random weights do not show, once the server has the run's. Raises `EngineError`."""
+        """Check what was left, once the server has the weights of the run. Raises `EngineError`."""
         if http.url in self._with_random_weights:
             self._with_random_weights.discard(http.url)
             await self._probe_temperature(http)

@@ -288,3 +288,21 @@ def test_kimi_k2_is_a_deepseek_v3_for_libraries() -> None:
     hf = library_config({**published_config("kimi_k2"), "auto_map": {"AutoConfig": "configuration_deepseek.X"}})
     assert hf["model_type"] == "deepseek_v3"
     assert "auto_map" not in hf
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
+def test_deepspeed_loads_the_same_weights(request: pytest.FixtureRequest, name: str) -> None:
+    """transformers fuses the experts of a layer; its own dequantisation is not asked."""
+    from moe_trm.learner.deepspeed.policy import load_policy
+    from moe_trm.learner.deepspeed.weights import checkpoint_form
+
+    checkpoint = HfCheckpoint(request.getfixturevalue(name))
+    causal = load_policy(checkpoint, "float32", recompute=False).causal
+    found = {
+        hf_name: tensor
+        for key, weight in causal.state_dict().items()
+        for hf_name, tensor in checkpoint_form(causal, key, weight).items()
+    }
+    assert found.keys() == checkpoint.names
+    for hf_name, tensor in found.items():
+        assert torch.equal(tensor, checkpoint.read(hf_name).float()), hf_name
