@@ -33,11 +33,10 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`[..., I, O]` -> bytes and exponents.
 
     The exponent is the smallest with which the largest of the 32 does not exceed 6, and each number the nearest of
-    `VALUES`, the even one of two. So does gpt-oss's own quantisation (`downcast_to_mxfp` of triton_kernels).
+    `VALUES`, the even one of two. `downcast_to_mxfp` of triton_kernels, gpt-oss's own, chooses the same exponent.
     """
     if weight.dim() > 2:
-        blocks, scales = zip(*map(quantize, weight), strict=True)
-        return torch.stack(blocks), torch.stack(scales)
+        return _stacked([quantize(one) for one in weight])
     groups = weight.float().mT.contiguous().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1)
     exponents = torch.where(largest > 0, (largest / 6.0).log2().ceil(), 0.0).clamp(-127, 127)
@@ -52,9 +51,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 def requantize(new: Tensor, old: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """`quantize(new)`, but groups without a change from `old` keep the bits that are `stored` for it."""
     if new.dim() > 2:
-        rows = zip(new, old, zip(*stored, strict=True), strict=True)
-        blocks, scales = zip(*(requantize(*row) for row in rows), strict=True)
-        return torch.stack(blocks), torch.stack(scales)
+        rows = zip(new, old, *stored, strict=True)
+        return _stacked([requantize(one, before, (bits, exponents)) for one, before, bits, exponents in rows])
     blocks, scales = quantize(new)
     changed = (new != old).mT.unflatten(-1, (-1, GROUP)).any(-1)
     return torch.where(changed.unsqueeze(-1), blocks, stored[0]), torch.where(changed, scales, stored[1])
+
+
+def _stacked(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([blocks for blocks, _ in experts]), torch.stack([scales for _, scales in experts])

@@ -53,7 +53,7 @@ def quantisation_of(hf: Mapping[str, Any], where: str) -> Quantisation | None:
     block = tuple(map(int, described.get("weight_block_size") or ()))
     usual = described.get("activation_scheme", "dynamic") == "dynamic" and described.get("fmt", "e4m3") == "e4m3"
     if method == "fp8" and len(block) == 2 and usual:
-        return Quantisation("fp8", block, described.get("scale_fmt") == "ue8m0", dtype)
+        return Quantisation("fp8", (block[0], block[1]), described.get("scale_fmt") == "ue8m0", dtype)
     raise CheckpointError(
         "checkpoint is quantised in a form that is not read here",
         where=f"{where}, quantization_config",
