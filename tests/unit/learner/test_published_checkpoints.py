@@ -306,3 +306,17 @@ def test_deepspeed_loads_the_same_weights(request: pytest.FixtureRequest, name: 
     assert found.keys() == checkpoint.names
     for hf_name, tensor in found.items():
         assert torch.equal(tensor, checkpoint.read(hf_name).float()), hf_name
+
+
+def test_prediction_layers_apart_from_the_layers_are_kept_too(tmp_path: Path) -> None:
+    """As in Qwen3.5, whose config.json counts them under another key."""
+    tensors = {"model.layers.0.mlp.gate.weight": torch.ones(2), "mtp.layers.0.mlp.gate.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    hf = {"num_hidden_layers": 1, "mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    checkpoint = HfCheckpoint(tmp_path)
+    assert checkpoint.names == {"model.layers.0.mlp.gate.weight"}
+    form = ExportForm(checkpoint, "float32")
+    assert [name for name, _ in form.kept()] == ["mtp.layers.0.mlp.gate.weight"]
+    assert form.config(hf)["mtp_num_hidden_layers"] == 1
+    assert library_config(hf)["mtp_num_hidden_layers"] == 0
