@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
@@ -33,15 +34,14 @@ class ExportForm:
         """What is written for the learner's tensor `name`: itself, or values and scales."""
         if not self.published:
             return {name: Rounding(self.dtype).pushed(name, tensor)}
-        names, new = self.source.parts(name), tensor.detach().cpu()
+        names, form = self.source.parts(name), self.source.quantisation
         old = [self.source.read_stored(part) for part in names]
-        form = self.source.quantisation
-        if len(names) == 1 or form is None:
-            return {name: new.to(old[0].dtype).contiguous()}
         # As the learner got it, so that what it left alone compares equal.
-        dtype = DTYPES[self.dtype]
-        new, before = new.to(dtype), self.source.read(name).to(dtype)
-        if form.method == "fp8":
+        dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
+        new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
+        if len(names) == 1 or form is None:
+            made = (torch.where(new == before, old[0], new.to(old[0].dtype)),)
+        elif form.method == "fp8":
             made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, powers=form.powers)
         else:
             made = mxfp4.requantize(new, before, (old[0], old[1]))

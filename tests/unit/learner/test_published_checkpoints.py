@@ -20,6 +20,7 @@ from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import library_config, read_hf_config
 from moe_trm.models.tiny.published import make_published
 from moe_trm.rollout.sglang.served_folder import folder_to_serve
+from moe_trm.sync.rounding import Rounding
 from tests.published_models import published_config
 from tests.unit.learner.test_family_checkpoints import backends, launch
 
@@ -66,7 +67,7 @@ def test_fp8_is_read_as_transformers_dequantises_it(deepseek: Path) -> None:
     files, checkpoint = stored(deepseek), HfCheckpoint(deepseek)
     scaled = [name for name in checkpoint.names if name + "_scale_inv" in files]
     assert len(scaled) > 100
-    whole = [name for name in scaled if not files[name].shape[0] % 16]
+    whole = [name for name in scaled if not any(size % 16 for size in files[name].shape)]
     for name in whole:
         weight, scale = files[name], files[name + "_scale_inv"]
         expected = Fp8Dequantize(None)._dequantize_one(weight, scale, output_dtype=torch.bfloat16)
@@ -184,7 +185,8 @@ def exported(
     checkpoint = HfCheckpoint(source)
     form = ExportForm(checkpoint, dtype, published)
     folder.mkdir()
-    weights = {name: checkpoint.read(name).to(getattr(torch, dtype)) for name in sorted(checkpoint.names)}
+    held = Rounding(dtype)
+    weights = {name: checkpoint.read(name).to(getattr(torch, held.dtype_of(name))) for name in checkpoint.names}
     if change is not None:
         weights[change[0]] = change[1]
     made = [one for name, weight in weights.items() for one in form.stored(name, weight).items()]
