@@ -35,8 +35,8 @@ def test_every_cell_of_every_family_is_yes_or_has_its_reason() -> None:
             assert all(engines[engine][check] for check in checks)
 
 
-def test_every_published_model_is_in_the_table() -> None:
-    assert tuple(RELEASED) == NAMES
+def test_published_models_are_in_the_table_in_order() -> None:
+    assert tuple(RELEASED) == tuple(name for name in NAMES if name in RELEASED)
     for engines in RELEASED.values():
         assert all(engines["sglang"][check] for check in models.CHECKS["sglang"])
         assert all(engines[learner]["convert"] for learner in models.LEARNERS)
