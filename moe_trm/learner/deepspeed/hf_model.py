@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.tensors import is_prediction
 
 
 def model_config(folder: Path) -> Any:
@@ -30,7 +31,7 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
     """
     import transformers
 
-    config = model_config(checkpoint.folder)
+    config, hf = model_config(checkpoint.folder), read_hf_config(checkpoint.folder)
     options = {**options, "config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
     if checkpoint.quantisation is None:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **options)
@@ -39,7 +40,9 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
         model, loaded = getattr(transformers, config.architectures[0]).from_pretrained(
             None, state_dict=weights, **options
         )
-    return model, {**loaded, "unexpected_keys": set(loaded["unexpected_keys"]) - checkpoint.prediction}
+    # Under names of the model, in which the experts of a layer are one tensor.
+    unexpected = {name for name in loaded["unexpected_keys"] if not is_prediction(name, hf)}
+    return model, {**loaded, "unexpected_keys": unexpected}
 
 
 @dataclass(frozen=True)

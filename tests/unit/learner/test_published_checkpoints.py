@@ -322,3 +322,13 @@ def test_prediction_layers_apart_from_the_layers_are_kept_too(tmp_path: Path) ->
     assert [name for name, _ in form.kept()] == ["mtp.layers.0.mlp.gate.weight"]
     assert form.config(hf)["mtp_num_hidden_layers"] == 1
     assert library_config(hf)["mtp_num_hidden_layers"] == 0
+
+
+def test_deepspeed_leaves_prediction_layers_of_plain_weights_alone(tmp_path: Path) -> None:
+    """transformers names what it did not expect after fusing the experts."""
+    from moe_trm.learner.deepspeed.policy import load_policy
+
+    checkpoint = HfCheckpoint(make_published(published_config("glm_4_5_air"), tmp_path))
+    assert any(".mlp.experts.0." in name for name in checkpoint.prediction)
+    causal = load_policy(checkpoint, "float32", recompute=False).causal
+    assert len(causal.base_model.layers) == 4
