@@ -25,11 +25,8 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.sglang.last_words import last_words
-<<<<<<< HEAD
-from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
-=======
 from moe_trm.rollout.sglang.port import held_port
->>>>>>> main
+from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
 from moe_trm.runtime.lifeline import Lifeline
 
 LAST_BYTES = 1 << 18
