@@ -82,10 +82,7 @@ def examine(checkpoint: Path, folder: Path) -> dict[str, Any]:
     config.write_text(json.dumps(settings), encoding="utf-8")
     found: dict[str, Any] = {"sglang": _live(config, folder)}
     for learner in LEARNERS:
-        if (folder / "bundle").is_dir():
-            found[learner] = _learner(learner, settings, folder)
-        else:
-            found[learner] = dict.fromkeys(CHECKS["learner"], "no samples: the engine does not serve it")
+        found[learner] = _learner(learner, settings, folder)
     return found
 
 
@@ -130,6 +127,10 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _reason(text: str) -> str:
     """The last exception that a log names, in a line."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
+    # `moe-trm` names files of this machine in brackets.
+    errors += [
+        f"{what}: {got}" for what, got in re.findall(r"^error: ([^(\n]*\w).*\n\s+got:\s+(.*)$", text, re.MULTILINE)
+    ]
     line = errors[0] if errors else next((line for line in text.splitlines() if line.strip()), "failed without a word")
     return line.strip().replace("|", "/")[:160]
 

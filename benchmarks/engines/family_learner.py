@@ -41,13 +41,17 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     except (MoeTrmError, ReplayRefusedError) as refused:
         reason = f"refused: {getattr(refused, 'got', None) or refused}"
         return dict.fromkeys(("convert", "replay R2", "replay R3", "mask", "sync"), reason)
+    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
+    if config.train.export_form == "published":
+        found["published form"] = _same_files(learner, config, scratch / "published")
+    found["sync"] = found["convert"]
+    if not bundle.is_dir():
+        unknown = "no samples: the engine does not serve it"
+        return {**found, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
     records = BundleReader(str(bundle)).read(1)
     rows = [TrainRow(record, 0.0) for record in records]
     micro = plan_step(rows, seed=0, step=0, minibatches=1, data_size=1, micro_batch_rows=8)[0][0].micro_batches
     kept, whole = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
-    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
-    if config.train.export_form == "published":
-        found["published form"] = _same_files(learner, config, scratch / "published")
     native = learner.score(whole, [Record()] * len(whole))
     again = learner.score(whole, [ReplayRecorded(one.recorded) for one in native if one.recorded is not None])
     same = all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(native, again, strict=True))
@@ -57,7 +61,6 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     found["masked"] = _worst(kept, learner.score(kept, [rollout_routes(part) for part in kept]), "rollout_logprobs")
     learner.replay_report()  # raises where a record was not used
     found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
-    found["sync"] = found["convert"]
     return found
 
 
