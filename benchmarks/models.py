@@ -188,7 +188,7 @@ def release_lines(found: Mapping[str, Any]) -> list[str]:
 
 def _form(name: str) -> str:
     published = json.loads((RELEASES / f"{name}.json").read_text(encoding="utf-8"))
-    form = (published.get("quantization_config") or {}).get("quant_method", "bf16")
+    form = str((published.get("quantization_config") or {}).get("quant_method", "bf16"))
     return form + (" + MTP" if published.get("num_nextn_predict_layers") else "")
 
 

@@ -40,7 +40,7 @@ class ExportForm:
         dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
         new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
         if len(names) == 1 or form is None:
-            made = (torch.where(new == before, old[0], new.to(old[0].dtype)),)
+            made: tuple[Tensor, ...] = (torch.where(new == before, old[0], new.to(old[0].dtype)),)
         elif form.method == "fp8":
             made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, powers=form.powers)
         else:

@@ -53,7 +53,7 @@ def quantize(
     scales = list[Tensor]()
     for first in range(0, rows, block[0]):
         strip = weight_OI[first : first + block[0]].float()
-        largest_C = torch.stack([part.abs().amax() for part in strip.split(block[1], 1)])
+        largest_C = torch.stack([part.abs().amax() for part in torch.split(strip, block[1], 1)])
         scale_C = torch.where(largest_C > 0, largest_C / LARGEST, 1.0)
         if powers:
             scale_C = scale_C.log2().ceil().exp2()
@@ -72,8 +72,8 @@ def requantize(
 ) -> tuple[Tensor, Tensor]:
     """`quantize(new)`, but blocks without a change from `old` keep the bits that are `stored` for it."""
     fresh, scale_RC = quantize(new_OI, block, stored[1].dtype, powers=powers)
-    strips = (new_OI != old_OI).split(block[0])
-    changed_RC = torch.stack([torch.stack([part.any() for part in one.split(block[1], 1)]) for one in strips])
+    strips = torch.split(new_OI != old_OI, block[0])
+    changed_RC = torch.stack([torch.stack([part.any() for part in torch.split(one, block[1], 1)]) for one in strips])
     rows = changed_RC.repeat_interleave(block[0], 0)[: len(fresh)]
     changed_OI = rows.repeat_interleave(block[1], 1)[:, : fresh.shape[1]]
     return _chosen(changed_OI, fresh, stored[0]), _chosen(changed_RC, scale_RC, stored[1])

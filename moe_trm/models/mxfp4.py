@@ -37,7 +37,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if weight.dim() > 2:
         return _stacked([quantize(one) for one in weight])
-    groups = weight.float().mT.contiguous().unflatten(-1, (-1, GROUP))
+    rows = weight.float().mT
+    groups = rows.reshape(len(rows), -1, GROUP)
     largest = groups.abs().amax(-1)
     exponents = torch.where(largest > 0, (largest / 6.0).log2().ceil(), 0.0).clamp(-127, 127)
     magnitudes = torch.ldexp(groups.abs(), -exponents.int().unsqueeze(-1))
@@ -54,7 +55,7 @@ def requantize(new: Tensor, old: Tensor, stored: tuple[Tensor, Tensor]) -> tuple
         rows = zip(new, old, *stored, strict=True)
         return _stacked([requantize(one, before, (bits, exponents)) for one, before, bits, exponents in rows])
     blocks, scales = quantize(new)
-    changed = (new != old).mT.unflatten(-1, (-1, GROUP)).any(-1)
+    changed = (new != old).mT.reshape(*scales.shape, GROUP).any(-1)
     return torch.where(changed.unsqueeze(-1), blocks, stored[0]), torch.where(changed, scales, stored[1])
 
 

@@ -49,7 +49,7 @@ def main(checkpoint: str, out: Path, expert: int) -> None:
         made.append(Counting(folder))
         return made[0]
 
-    build.HfCheckpoint = counting  # type: ignore[assignment,misc]
+    vars(build)["HfCheckpoint"] = counting
     config = {
         "model": {"checkpoint": checkpoint},
         "learner": {"parallel": {"expert": expert}, "dtype": "bfloat16"},
