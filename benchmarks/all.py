@@ -68,6 +68,7 @@ BENCHMARKS = (
     Benchmark("packed_rows", "Packs against padded rows", "packed_rows"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
+    Benchmark("weights", "Weights on their way to the engine", "weights"),
     Benchmark("corrections", "Corrections", "corrections"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
