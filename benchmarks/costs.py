@@ -90,14 +90,14 @@ def run(checkpoint: str, folder: Path, steps: int, overrides: Sequence[str]) -> 
     """One run of the quickstart's settings. Raises `SystemExit` when it fails."""
     settings = (f"model.checkpoint={checkpoint}", f"train.steps={steps}", "task.eval_size=0", "train.export=false")
     place = (f"run_dir={folder.parent}", f"name={folder.name}", "probe.every=0", "rollout.server.port=0")
-    folder.mkdir()
+    log_path = folder.with_suffix(".log")
     command = [sys.executable, "-m", "moe_trm", "train", str(CONFIG), *settings, *place, *overrides]
-    with (folder / "log").open("wb") as log, psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT) as job:
+    with log_path.open("wb") as log, psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT) as job:
         begun = _cpu_at(job, folder, SKIPPED)
         ended = _cpu_at(job, folder, steps - 1)
         code = job.wait()
     if code or begun is None or ended is None:
-        raise SystemExit(f"{' '.join(command)}\n{(folder / 'log').read_text()[-2000:]}")
+        raise SystemExit(f"{' '.join(command)}\n{log_path.read_text()[-2000:]}")
     seconds = [float(row["time/step_s"]) for row in _rows(folder) if "time/step_s" in row]
     return Cost(statistics.median(seconds[SKIPPED:]), (ended - begun) / (steps - 1 - SKIPPED))
 
