@@ -56,6 +56,7 @@ BENCHMARKS = (
         "step", "A step, and what recording costs", "step",
         ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
     ),
+    Benchmark("costs", "What each part of a step costs", "costs", ("--checkpoint", "runs/quickstart-start")),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
     Benchmark("agent_door", "The address of agents", "agent_door"),
