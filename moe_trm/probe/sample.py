@@ -141,7 +141,7 @@ def products(columns: Mapping[str, Tensor], row_of: Tensor, names: Mapping[str, 
         row_of: number of each token's row.
         names: top -> bottom, of `columns`.
     """
-    _, places = row_of.unique(return_inverse=True)
+    _, places = torch.unique(row_of, return_inverse=True)
     count = int(places.max()) + 1 if len(places) else 0
     by_row = {
         name: torch.zeros(count, dtype=torch.float64).index_add_(0, places, columns[name].double())

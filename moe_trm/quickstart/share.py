@@ -37,7 +37,7 @@ class Share:
             return
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
-        for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
     def total(self, number: float) -> float:
