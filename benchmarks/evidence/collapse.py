@@ -10,10 +10,10 @@ batches, as a run can measure them:
 - `clipped`: share of tokens whose ratio is more than 20% off;
 - `length`: tokens of an answer.
 
-Collapse: the exact expected reward falls below 70% of the best so far within the next 200 updates. Moments at which it
-is below that already do not count. A logistic regression of all four is fitted on half of the seeds and judged on the
-other half by AUROC (0.5 is chance), with a 95% bootstrap interval over runs. Each figure is judged alone as well, and
-so are two that nobody would call a diagnosis: the learning rate, and how far the reward is below its best.
+Collapse: the exact expected reward falls below 70% of the best so far, and stays there for 100 updates. Moments at
+which it is below that already do not count. A logistic regression of all four is fitted on half of the seeds and judged
+on the other half by AUROC (0.5 is chance), with a 95% bootstrap interval over runs. Each figure is judged alone as
+well, and so are two that nobody would call a diagnosis: the learning rate, and how far the reward is below its best.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.evidence.chain import Array, Chain, softmax
 from benchmarks.evidence.estimators import Answers
@@ -33,8 +34,9 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 
 LENGTHS, RATES, LAGS, RULES = (8, 16), (0.03, 0.1, 0.3), (1, 20, 100), ("none", "token")
-UPDATES, BATCH, FEATURES = 500, 64, 6
-EVERY, AHEAD, FELL = 20, 200, 0.7
+UPDATES, BATCH, FEATURES = 600, 64, 6
+EVERY, AHEAD, LASTING, FELL = 20, 200, 100, 0.7
+"""Updates between two moments, that a prediction looks ahead, that a collapse lasts; and the share it falls to."""
 RESAMPLES = 400
 FIGURES = ("ess", "chi2", "clipped", "length")
 PLAIN = ("rate", "below_best")
@@ -65,17 +67,23 @@ class Course:
 
     @property
     def collapsed(self) -> bool:
-        """True when the reward was below `FELL` of its best at some time."""
-        return bool((self.rewards < FELL * np.maximum.accumulate(self.rewards)).any())
+        """True when it collapsed at some time."""
+        return bool(self.begins().any())
+
+    def begins(self) -> NDArray[np.bool_]:
+        """Places where the reward is below `FELL` of the best so far and stays there for `LASTING` updates."""
+        best, lasting = np.maximum.accumulate(self.rewards), LASTING // 5
+        ahead = np.lib.stride_tricks.sliding_window_view(self.rewards, lasting)
+        return np.asarray((ahead < FELL * best[: len(ahead), None]).all(1))
 
     def moments(self) -> Iterator[tuple[Array, bool]]:
-        """Figures of each moment that counts, and whether the run collapses within `AHEAD` updates."""
+        """Figures of each moment that counts, and whether a collapse begins within `AHEAD` updates."""
+        begins = self.begins()
         for moment, figures in enumerate(self.figures, start=1):
             now = moment * EVERY // 5 - 1
-            ahead = self.rewards[now + 1 : now + 1 + AHEAD // 5]
-            best = self.rewards[: now + 1].max()
-            if len(ahead) == AHEAD // 5 and self.rewards[now] >= FELL * best:
-                yield figures, bool((ahead < FELL * best).any())
+            ahead = begins[now + 1 : now + 1 + AHEAD // 5]
+            if len(ahead) == AHEAD // 5 and self.rewards[now] >= FELL * self.rewards[: now + 1].max():
+                yield figures, bool(ahead.any())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

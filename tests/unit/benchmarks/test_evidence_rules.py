@@ -121,7 +121,9 @@ def test_moments_end_where_the_run_has_collapsed() -> None:
     assert labels == [True] * 10
     calm = Course(np.linspace(0.2, 0.8, 100), np.zeros((25, 6)))
     assert not calm.collapsed
-    assert [label for _, label in calm.moments()] == [False] * 15
+    assert [label for _, label in calm.moments()] == [False] * 10
+    dip = np.concatenate([np.full(40, 0.8), np.full(15, 0.1), np.full(45, 0.8)])
+    assert not Course(dip, np.zeros((25, 6))).collapsed, "it recovered within 100 updates"
 
 
 def test_a_run_that_may_collapse_takes_its_figures() -> None:
