@@ -1,7 +1,8 @@
 """The mismatch below which correction gains nothing: the seeds' fourth conjecture, where the reward is exact.
 
-`python -m benchmarks.evidence.budget [--seeds N] [--json FILE] [--picture FILE]`. A tabular policy is trained for 300
-updates of Adam on 64 answers of a sampler that is apart from it by a fixed KL of the token. Three rules:
+`python -m benchmarks.evidence.budget [--seeds N] [--json FILE] [--picture FILE]`. A tabular policy is trained for 200
+updates of Adam on batches of 64 answers, of 16 or 64 tokens. The sampler is apart from it by a fixed KL of the token.
+Three rules:
 
 - `none`: every answer counts as if the policy had sampled it;
 - `token`: token ratios up to 2 (TIS);
@@ -27,7 +28,7 @@ from benchmarks.evidence.chain import Array, Chain, Divergence, softmax
 from benchmarks.evidence.estimators import CAP, Answers
 from benchmarks.evidence.tasks import reasoning
 from benchmarks.evidence.training import Adam, ascent_of
-from benchmarks.figure import Panel, document, lines
+from benchmarks.figure import COLOURS, Panel, document, lines
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.report.intervals import paired
@@ -35,14 +36,15 @@ from moe_trm.report.intervals import paired
 DOSES = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 0.5)
 KINDS = ("noise", "tilt")
 RULES = ("token", "masked")
-UPDATES, BATCH, LENGTH, RATE, REJECTED = 300, 64, 16, 0.03, 0.1
+LENGTHS = (16, 64)
+UPDATES, BATCH, RATE, REJECTED = 200, 64, 0.003, 0.1
 MATTERS = 0.01
 """Expected reward that a gain must be shown to exceed, or not to reach, before it counts."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument("--seeds", type=int, default=6, help="runs of every setting (default: 6)")
+    parser.add_argument("--seeds", type=int, default=8, help="runs of every setting (default: 8)")
     parser.add_argument("--updates", type=int, default=UPDATES, help=f"updates of a run (default: {UPDATES})")
     parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
     args = parser.parse_args(argv)
@@ -55,15 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(seeds: int, updates: int) -> Iterator[Row]:
     """One row per kind, dose and rule: the paired gain over no correction, with its 95% interval."""
-    for kind, dose in itertools.product(KINDS, DOSES):
+    for length, kind, dose in itertools.product(LENGTHS, KINDS, DOSES):
         if not dose and kind != KINDS[0]:
             continue
-        plain = [train("none", kind, dose, seed, updates) for seed in range(seeds)]
+        plain = [train("none", length, kind, dose, seed, updates) for seed in range(seeds)]
         for rule in RULES:
-            own = [train(rule, kind, dose, seed, updates) for seed in range(seeds)]
+            own = [train(rule, length, kind, dose, seed, updates) for seed in range(seeds)]
             gains = [b - a for a, b in zip(plain, own, strict=True)]
             low, high = paired(gains).interval or (float("nan"), float("nan"))
             yield {
+                "tokens": length,
                 "kind": kind,
                 "token_kl": dose,
                 "rule": rule,
@@ -84,9 +87,9 @@ def said(low: float, high: float) -> str:
     return f"not shown, and below {MATTERS:g}" if max(-low, high) < MATTERS else "not shown"
 
 
-def train(rule: str, kind: str, dose: float, seed: int, updates: int) -> float:
+def train(rule: str, length: int, kind: str, dose: float, seed: int, updates: int) -> float:
     """The exact expected reward after training."""
-    chain, logits_SV = reasoning(seed, LENGTH, success=0.2)
+    chain, logits_SV = reasoning(seed, length, success=0.2)
     rng, adam = np.random.default_rng(seed), Adam(RATE)
     fixed_SV = np.random.default_rng(seed + 1000).normal(size=logits_SV.shape)
     for _ in range(updates):
@@ -130,25 +133,27 @@ def weights(rule: str, log_ratios: Array) -> Array:
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """SVG: the gain of each rule by dose, one panel per kind."""
+    """SVG: the gain of each rule by dose, one panel per kind and length."""
     parts: list[str] = []
     lowest, highest = (bound(float(row[key]) for row in rows) for bound, key in ((min, "low"), (max, "high")))
-    for right, kind in enumerate(KINDS):
-        doses = [dose for dose in DOSES if any((row["kind"], row["token_kl"]) == (kind, dose) for row in rows)]
-        left = 70 + 480 * right
-        panel = Panel(left, left + 300, len(doses) + 0.5, min(lowest, -0.01), max(highest, 0.01))
+    for (down, length), (right, kind) in itertools.product(enumerate(LENGTHS), enumerate(KINDS)):
+        here = [row for row in rows if (row["tokens"], row["kind"]) == (length, kind)]
+        doses = list(dict.fromkeys(float(row["token_kl"]) for row in here))
+        left, top = 70 + 480 * right, 60 + 300 * down
+        panel = Panel(
+            left, left + 300, len(doses) + 0.5, min(lowest, -0.01), max(highest, 0.01), top=top, bottom=top + 190
+        )
         ticks = [panel.y_min + (panel.y_max - panel.y_min) * part / 4 for part in range(5)]
-        parts += panel.frame(f"Gain of correction, {kind}", [(tick, f"{tick:+.2f}") for tick in ticks])
+        parts += panel.frame(f"Gain, {kind}, {length} tokens", [(tick, f"{tick:+.2f}") for tick in ticks])
         parts.append(f'<path d="M{panel.left} {panel.y(0):.1f}H{panel.right}" stroke="#64748b"/>')
         parts += [panel.below(panel.x(place), f"{dose:g}") for place, dose in enumerate(doses, start=1)]
         parts.append(panel.below((panel.left + panel.right) / 2, "KL of a token between sampler and policy", line=1))
-        here = [row for row in rows if row["kind"] == kind]
         parts += lines(panel, {rule: [float(row["gain"]) for row in here if row["rule"] == rule] for rule in RULES})
-        for rule, colour in zip(RULES, ("#2563eb", "#059669"), strict=True):
+        for rule, colour in zip(RULES, COLOURS, strict=False):
             for place, row in enumerate((row for row in here if row["rule"] == rule), start=1):
                 ends = f"M{panel.x(place):.1f} {panel.y(float(row['low'])):.1f}V{panel.y(float(row['high'])):.1f}"
                 parts.append(f'<path d="{ends}" stroke="{colour}" opacity="0.6"/>')
-    return document(parts, 70 + 480 * len(KINDS), 360)
+    return document(parts, 70 + 480 * len(KINDS), 60 + 300 * len(LENGTHS))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from benchmarks.evidence.training import Adam, ascent_of
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 
-LENGTHS, RATES, LAGS, RULES = (8, 16), (0.03, 0.1, 0.3), (1, 20, 100), ("none", "token")
-UPDATES, BATCH, FEATURES = 600, 64, 6
+LENGTHS, RATES, LAGS, RULES = (8, 16), (0.1, 0.3, 1.0), (20, 100, 200), ("none", "token")
+UPDATES, BATCH, FEATURES = 600, 8, 3
 EVERY, AHEAD, LASTING, FELL = 20, 200, 100, 0.7
 """Updates between two moments, that a prediction looks ahead, that a collapse lasts; and the share it falls to."""
 RESAMPLES = 400
@@ -88,9 +88,7 @@ class Course:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument(
-        "--seeds", type=int, default=4, help="runs of every setting, half of them to judge (default: 4)"
-    )
+    parser.add_argument("--seeds", type=int, default=8, help="runs of every setting, half of them to judge (default: 8)")
     args = parser.parse_args(argv)
     settings = [Setting(*each) for each in itertools.product(LENGTHS, RATES, LAGS, RULES)]
     courses = {(setting, seed): train(setting, seed) for setting in settings for seed in range(args.seeds)}

@@ -60,7 +60,7 @@ SHOWN = ("trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser", "geometric_mask",
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument("--rows", type=int, default=2000, help="rows of each length and seed (default: 2000)")
+    parser.add_argument("--rows", type=int, default=1000, help="rows of each length and seed (default: 1000)")
     parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
