@@ -148,7 +148,7 @@ BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         )
     }
 )
-"""What an `auto` becomes in typical cases, and why, for whoever explains the key."""
+"""The value of an `auto` in typical cases, and its reason, for whoever explains the key."""
 
 
 def wants_routes(config: Config) -> bool:

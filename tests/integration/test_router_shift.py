@@ -1,4 +1,4 @@
-"""How far routers have moved at replayed experts, on both learners, against transformers in float64."""
+"""The shift of routers at replayed experts, on both learners, against transformers in float64."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from moe_trm.rollout.sglang.supervisor import Server
 from tests.integration.jobs import still_running
 
 PIPE_BYTES = 1 << 16
-"""What a pipe that nobody reads takes before the writer stands still."""
+"""Bytes that a pipe which nobody reads takes before the writer stands still."""
 LINE = "x" * 4000
 
 

@@ -21,7 +21,7 @@ class BatchConfig(Section):
     them before their group is compared. `mask`: they count in the group's mean and in the denominators,
     but their own advantage is 0."""
     layout: Literal["padded", "packed"] = "padded"
-    """What the learner forwards. `padded`: rows as long as the longest of their micro-batch. `packed`: their tokens one
+    """The learner's input. `padded`: rows as long as the longest of their micro-batch. `packed`: their tokens one
     after the other, without padding; micro-batches then have like numbers of tokens, and `learner.micro_batch_tokens`
     counts real ones. Both compute the same. Try it where `batch/padding_fraction` is high."""
     refill_limit: Annotated[float, Field(ge=1)] = 3.0

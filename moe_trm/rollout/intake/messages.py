@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What makes a whole sample of an answer: the process gives its record then."""
+    """The parts that make a whole sample of an answer: the process gives its record then."""
 
     sample_id: int
     group_id: int

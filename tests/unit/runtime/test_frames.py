@@ -16,7 +16,7 @@ DECODER: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
 
 
 async def echoed(sent: bytes) -> list[ToProcess]:
-    """What a child that writes `sent` says, until there is no more."""
+    """The messages of a child that writes `sent`, until there are no more."""
     pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
     child = await asyncio.create_subprocess_exec("cat", **pipes)
     assert child.stdin is not None
