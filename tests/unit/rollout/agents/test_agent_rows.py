@@ -139,7 +139,7 @@ def test_shuffled_rewards_stay_those_of_whole_samples(tmp_path: Path) -> None:
 
 
 class Aging(SpeakingEngine):
-    """Answers of one version for each step, however early they are sampled: a step asks for ten, one group at a time."""
+    """Answers of one version for each step, however early they are sampled: ten, one group after the other."""
 
     async def turn(
         self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
