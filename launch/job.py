@@ -21,6 +21,8 @@ from moe_trm.runtime.lifeline import Lifeline
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
+LATER_PORTS, TRIED_PORTS = range(20_000, 32_000), 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +118,14 @@ def passing_signals_to(learner: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port for a process that listens later, below those that the system gives away by itself."""
+    for _ in range(TRIED_PORTS):
+        port = secrets.choice(LATER_PORTS)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of {TRIED_PORTS} ports between {LATER_PORTS[0]} and {LATER_PORTS[-1]} is free")

@@ -20,6 +20,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.rollout.sglang.supervisor import child_environment, launch_command, start_server
 
 
@@ -196,6 +197,7 @@ import os, sys
 from pathlib import Path
 from tests.unit.rollout.test_supervisor import config
 from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.rollout.sglang.supervisor import start_server
 server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)
@@ -217,3 +219,17 @@ def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, 
         assert all(map(alive, pids))
         owner.kill()
     assert wait_until_dead(pids)
+
+
+def test_nobody_gets_the_port_of_a_server_that_has_not_listened_yet() -> None:
+    """Neither one who asks for it nor an outgoing connection; the server itself does, as uvicorn binds."""
+    with held_port("127.0.0.1", 0) as port, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(EngineError, match="not available"), held_port("127.0.0.1", number):
+            pass
