@@ -16,6 +16,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,9 @@ def rendered(measured: Mapping[str, Any]) -> str:
     """Command, date and machine, then one Markdown table for each run of rows with the same columns."""
     command = re.sub(r" --(json|picture) \S+", "", measured["command"])
     machine = f"{measured['cores']} cores, {measured['cpu']}, Python {measured['python']}, torch {measured['torch']}"
-    lines = [f"`{command}`, {measured['date'][:10]}, {machine}.", "", "; ".join(measured["title"].splitlines())]
+    head = f"`{command}`, {measured['date'][:10]}, {machine}."
+    head = textwrap.fill(head, 120, break_long_words=False, break_on_hyphens=False)
+    lines = [head, "", "; ".join(measured["title"].splitlines())]
     for columns, rows in itertools.groupby(measured["rows"], key=list):
         lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(text_of(row[name]) for name in columns)} |" for row in rows]

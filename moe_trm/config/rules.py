@@ -31,7 +31,7 @@ from moe_trm.config.schema import Config, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why this configuration cannot work; empty when it can.
+    """The reasons that this configuration cannot work; empty when it can.
 
     An engine that is not known is taken for the default one in the rest.
     """
