@@ -92,13 +92,10 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 
     Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from
-    `first_k_dense_replace` on, in the stride `moe_layer_freq`. GLM-4-MoE-Lite: those that `mlp_layer_types` calls
-    sparse. OLMoE, Mixtral: all.
+    `first_k_dense_replace` on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
     """
     if not num_experts(hf_config):
         return ()
-    if kinds := hf_config.get("mlp_layer_types"):
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     dense = set(hf_config.get("mlp_only_layers") or ())
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)
     every = int(hf_config.get("moe_layer_freq") or 1)

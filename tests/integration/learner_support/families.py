@@ -18,8 +18,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", {**SIGMOID, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16,
                                    "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
     "glm4_moe": ("Glm4Moe", SIGMOID),
-    "glm4_moe_lite": ("Glm4MoeLite", {**SIGMOID, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16,
-                                      "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}),
     "gpt_oss": ("GptOss", {"num_local_experts": EXPERTS, "sliding_window": 4,
                            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
                                                "truncate": False,
