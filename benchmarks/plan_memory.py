@@ -30,7 +30,7 @@ SIZES: Mapping[str, Any] = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 128, "num_experts_per_tok": 2,
 }  # fmt: skip
-ROWS, COLUMNS, PROMPT = 8, 64, 8
+ROWS, COLUMNS, PROMPT = 16, 64, 8
 """Of a micro-batch: rows of equal length, their forwarded tokens, and those of them that are not scored."""
 RESIDENT = ("weights", "gradients", "optimizer")
 PASSING = ("activations", "replay", "logits head", "backward")
@@ -92,20 +92,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="LAYOUT", default=[*CASES], help=", ".join(CASES))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        rows = [row for name in args.only for row in measure(name, Path(folder))]
+        rows = measure(args.only, Path(folder))
     worst = max(abs(float(row["predicted / measured"]) - 1) for row in rows if row["kind"] == "all")
     report(f"MB of a rank, predicted and as torch allocates it; all kinds together within {worst:.1%}", rows, args.json)
     return 0
 
 
-def measure(name: str, folder: Path) -> list[Row]:
-    """Rows of one layout, on ranks that torchrun starts."""
-    case = CASES[name]
-    checkpoint = make_model(case.family, folder)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    command += ["-m", "benchmarks.plan_memory_rank", str(checkpoint), str(folder), name]
-    subprocess.run(command, env={**os.environ, **SINGLE_THREAD}, check=True)
-    return compared(name, checkpoint, folder)
+def measure(names: Sequence[str], folder: Path) -> list[Row]:
+    """Rows of these layouts, on ranks that torchrun starts once for all that need as many."""
+    rows: list[Row] = []
+    for ranks, family in dict.fromkeys((CASES[name].ranks, CASES[name].family) for name in names):
+        mine = [name for name in names if (CASES[name].ranks, CASES[name].family) == (ranks, family)]
+        checkpoint = make_model(family, folder)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "benchmarks.plan_memory_rank", str(checkpoint), str(folder), *mine]
+        subprocess.run(command, env={**os.environ, **SINGLE_THREAD}, check=True)
+        rows += [row for name in mine for row in compared(name, checkpoint, folder)]
+    return rows
 
 
 def make_model(family: str, folder: Path) -> Path:
@@ -157,7 +160,7 @@ def prediction(name: str, checkpoint: Path, stage: int) -> dict[str, float]:
         micro_batches=case.micro_batches,
         kept_ids=case.masks,
     )
-    return stage_memory(model_of(hf), hf, config.learner, load, stage, "plain")
+    return stage_memory(model_of(hf), hf, config.learner, load, stage, "plain packed" if case.packed else "plain")
 
 
 def result_file(name: str, rank: int) -> str:

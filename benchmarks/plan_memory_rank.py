@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.plan_memory import CASES, COLUMNS, PROMPT, ROWS, Case, result_file
@@ -89,9 +90,24 @@ def peak_bytes(call: Callable[[], object]) -> int:
     """The most bytes that torch allocates in `call` and has not given back yet."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
-    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
-    return int(np.cumsum([change for _, change in sorted(events, key=lambda event: event[0])]).max(initial=0))
+    events = sorted(_allocations(recorded.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+    held, now, most = dict[int, int](), 0, 0
+    for _, pointer, size in events:
+        # What a thread of the process group gives back is not recorded: its place is taken again.
+        now += max(size, 0) - held.pop(pointer, 0)
+        if size > 0:
+            held[pointer] = size
+        most = max(most, now)
+    return most
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
+    """Time, address and size of every allocation below these events; a negative size gives it back."""
+    for event in events:
+        kind, fields = event.typed or (None, None)
+        if kind == _EventType.Allocation:
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+        yield from _allocations(event.children)
 
 
 def micro_batch(hf: dict[str, Any], number: int, masks: int) -> TokenBatch:

@@ -19,7 +19,8 @@ from moe_trm.config.schema import LearnerConfig
 from moe_trm.models.hf_config import expert_width, num_experts
 from moe_trm.models.registry import family_of
 
-Kernels = Literal["fused", "plain"]
+Kernels = Literal["fused", "plain", "plain packed"]
+"""Layers of the learner: `plain packed` are those of a CPU that are given packs, whose attention runs by length."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,7 +33,7 @@ class Kept:
         outside: everything but the inside of the feed-forward part, `entry` included.
         inside: of the feed-forward part.
         columns: of rotary angles, for each column of a row. Rows share them.
-        gradients: in flight while the feed-forward part runs backward.
+        gradients: in flight while a layer runs backward: three of its width, and its rows as sent and as they come back.
     """
 
     entry: float
@@ -58,15 +59,15 @@ def layer_kept(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels, 
     """
     size, t, hidden = BYTES[learner.dtype], learner.parallel.tensor, int(hf["hidden_size"])
     norms = 2 * (norm_kept(hidden, size, kernels) + size * hidden) / t
-    attention, columns = _attention(hf, size, t, kernels)
+    attention, columns = _attention(hf, learner, kernels)
     if not is_moe:
         width = int(hf["intermediate_size"]) / t
         return Kept(
-            size * hidden / t, norms + attention, size * _PLANES * width, columns, size * (2 * hidden / t + 2 * width)
+            size * hidden / t, norms + attention, size * _PLANES * width, columns, size * (3 * hidden / t + 2 * width)
         )
     rows = int(hf["num_experts_per_tok"]) * learner.parallel.expert_tensor / t
     inside = _experts(hf, learner, size, rows)
-    return Kept(size * hidden / t, norms + attention, inside, columns, size * hidden * (2 / t + 2 * rows))
+    return Kept(size * hidden / t, norms + attention, inside, columns, size * hidden * (3 / t + 2 * rows))
 
 
 _PLANES = 5
@@ -78,7 +79,7 @@ def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1) -> 
 
     `plain` computes in float32 and keeps the normed values, too.
     """
-    return (8 if kernels == "plain" else size) * columns + 4 * norms
+    return (8 if kernels != "fused" else size) * columns + 4 * norms
 
 
 def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: float) -> float:
@@ -92,22 +93,27 @@ def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: flo
     return routed + routing + size * _PLANES * shared
 
 
-def _attention(hf: Mapping[str, Any], size: int, t: int, kernels: Kernels) -> tuple[float, float]:
+def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) -> tuple[float, float]:
     """Bytes of a token, and of rotary angles for a column."""
+    size, t = BYTES[learner.dtype], learner.parallel.tensor
     heads = int(hf["num_attention_heads"]) / t
     if "kv_lora_rank" in hf:
-        return _latent(hf, size, t, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
+        return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
     dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
     groups = int(hf["num_key_value_heads"]) / t
     normed = family_of(hf, "config.json").megatron(hf).get("qk_layernorm", False)
-    repeats = kernels == "plain" and heads != groups
+    context = learner.parallel.context
+    # Attention on a CPU has a copy of keys and values for every query head, of the columns of all ranks.
+    copies = kernels != "fused" and (heads != groups or context > 1)
     projected = size * (heads + 2 * groups) * dim
     # Queries are cut out of the projection by a copy, keys and values are views of it.
     found = size * 2 * heads * dim + 4 * heads  # rotated queries, weighted values, log-sum-exps
-    found += size * 2 * heads * dim if repeats else size * groups * dim
+    found += size * 2 * heads * dim * context if copies else size * groups * dim
+    if kernels == "plain packed":
+        found += size * heads * dim  # weighted values once more, in the order of the pack
     if normed:
         found += norm_kept(heads * dim, size, kernels, heads) + _view_norm(groups * dim, size, kernels, groups)
-    if normed or not repeats:
+    if normed or not copies:
         found += projected
     rope = hf.get("rope_parameters") or {}
     rotated = dim * float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
@@ -121,7 +127,7 @@ def _view_norm(columns: float, size: int, kernels: Kernels, norms: float) -> flo
     return norm_kept(columns, size, kernels, norms) - own_input
 
 
-def _latent(hf: Mapping[str, Any], size: int, t: int, heads: float) -> float:
+def _latent(hf: Mapping[str, Any], size: int, heads: float) -> float:
     """Latent attention: queries, keys, values, weighted values; latents and their norms. Not measured."""
     key = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"])
     value = int(hf["v_head_dim"])

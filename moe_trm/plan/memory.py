@@ -15,7 +15,7 @@ from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
 from moe_trm.plan.parameters import Model, Part
 
-TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21}
+TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21, "plain packed": 4 * 2**21}
 """The tile of logits on CUDA and on a CPU (`moe_trm/sampling_mask/dense.py`)."""
 TILE_TOKENS = 4096
 """Tokens of a tile at most (`moe_trm/sampling_mask/dense.py`)."""
@@ -135,7 +135,7 @@ def stage_memory(
     kept = activations(hf, learner, layers, local, flight, load.rows, kernels)
     sent = (parallel.virtual_pipeline or 1) - is_last if parallel.pipeline > 1 else 0
     kept += sent * flight * size * local * int(hf["hidden_size"]) / parallel.tensor
-    if kernels == "plain" and parallel.tensor > 1:
+    if kernels != "fused" and parallel.tensor > 1:
         # Megatron's own buffer for gathered columns, which it never gives back.
         kept += size * local * int(hf["hidden_size"])
     return {

@@ -22,9 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_predicted_memory_is_what_torch_allocates(name: str, folder: Path) -> None:
-    """Within 5% on every rank: weights, gradients, optimizer state, what a step allocates, and all of them."""
+    """On every rank all kinds together within 5%; what it holds within 1%, and what a step allocates within 7%."""
     rows = measured(name, folder)
-    off = [row for row in rows if abs(float(row["predicted / measured"]) - 1) > 0.05]
+    bounds = {"all": 0.05, "a step": 0.07}
+    off = [row for row in rows if abs(float(row["predicted / measured"]) - 1) > bounds.get(str(row["kind"]), 0.01)]
     assert not off, off
     assert {row["rank"] for row in rows} == set(range(CASES[name].ranks))
 
