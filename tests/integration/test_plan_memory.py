@@ -10,7 +10,7 @@ from benchmarks.plan_memory import CASES, compared, make_model
 from benchmarks.table import Row
 from tests.integration.ranks import rank_server
 
-QUICK = ("EP2",)
+QUICK = ("one process, glm4_moe",)
 
 
 @pytest.fixture(scope="module")
