@@ -33,7 +33,7 @@ class Kept:
         outside: everything but the inside of the feed-forward part, `entry` included.
         inside: of the feed-forward part.
         columns: of rotary angles, for each column of a row. Rows share them.
-        gradients: in flight while a layer runs backward: three of its width, and its rows as sent and as they come back.
+        gradients: in flight while a layer runs backward: three of its width, and its rows twice.
     """
 
     entry: float
