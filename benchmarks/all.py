@@ -74,6 +74,8 @@ BENCHMARKS = (
     Benchmark("corrections", "Corrections", "corrections"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
+    Benchmark("plan_memory", "Memory that the planner predicts, and what torch allocates", "plan_memory"),
+    Benchmark("plan_seconds", "Steps that the planner predicts, and real ones", "plan_seconds"),
     Benchmark("planted_faults", "Planted faults and what the doctor says of them", "planted_faults"),
 )  # fmt: skip
 
