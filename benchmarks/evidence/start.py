@@ -53,7 +53,9 @@ def make(start: Path, out: Path, recipe: WarmupRecipe = RECIPE, steps: int = STE
         if step % SAID_EVERY == 0:
             print(f"step {step} of {steps}: loss {loss:.3f}", flush=True)
     save(warmup.model, warmup.tokenizer, out)
-    (out / "warmup.json").write_text(json.dumps({"steps": steps, "recipe": asdict(recipe)}, indent=2) + "\n", encoding="utf-8")
+    (out / "warmup.json").write_text(
+        json.dumps({"steps": steps, "recipe": asdict(recipe)}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
