@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.learner.hf_form import ExportForm
-from moe_trm.sync.disk import write_shard
+from moe_trm.sync.disk import write_buckets
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
 
@@ -42,12 +42,12 @@ class HfExporter:
     ) -> None:
         self.tensors, self._hf, self._form = tensors, hf, form
 
-    def write_shard(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
-        """Write this rank's tensors to one file in `directory` (created if missing).
+    def write_push(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
+        """Write this rank's tensors to files in `directory` (created if missing), one while the next is made.
 
         Returns their names and digests.
         """
-        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), rounding)
+        return write_buckets(directory, Path(_file_name(dist.get_rank())).stem, self.tensors(), rounding)
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write a complete checkpoint to `directory`, which all ranks must see. Collective.

@@ -65,6 +65,7 @@ class SglangEngine:
             verify=config.sync.verify,
             startup_timeout_s=server.startup_timeout_s,
             quantization=rollout.quantization,
+            wait_s=server.wait_s,
         )
 
         def connect(url: str) -> EngineHttp:

@@ -183,7 +183,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
-        flags += ["--sleep-on-idle", "--skip-server-warmup"]
+        # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
+        flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
     elif config.rollout.colocate:
         flags += ["--enable-memory-saver"]
     if config.rollout.quantization is not None:
