@@ -27,6 +27,7 @@ from moe_trm.learner.megatron.parts import Parts
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
@@ -100,6 +101,7 @@ def _start_process_group() -> torch.device:
     else:
         cpu_shim.install()
         device = torch.device("cpu")
+    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
