@@ -7,7 +7,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import distributed_c10d
 
 _Gloo: Any = distributed_c10d.ProcessGroupGloo
 
@@ -25,7 +25,7 @@ def share_gloo_device() -> None:
 class _SharingGroup(_Gloo):  # type: ignore[misc]
     """A group as torch makes it, over the devices of the groups before it."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = _Gloo._Options()
         options._timeout = timeout
         options._devices = list(_devices(os.getpid()))
