@@ -93,7 +93,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
     """The most bytes that torch allocates in `call` and has not given back yet."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-    events = sorted(_allocations(recorded.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+    events = sorted(_allocations(recorded.profiler.kineto_results.experimental_event_tree()))
     held, now, most = dict[int, int](), 0, 0
     for _, pointer, size in events:
         # What is given back without a record shows when its place is taken again.
@@ -108,7 +108,7 @@ def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
     """Time, address and size of every allocation below these events; a negative size gives it back."""
     for event in events:
         kind, fields = event.typed or (None, None)
-        if kind == _EventType.Allocation:
+        if kind == _EventType.Allocation and fields is not None:
             yield event.start_time_ns, fields.ptr, fields.alloc_size
         yield from _allocations(event.children)
 

@@ -85,7 +85,7 @@ _LEFT: Sequence[tuple[str, str]] = (
 
 
 def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
-    """Why this flag is not translated, and whether somebody has to decide about it."""
+    """The reason that this flag is not translated, and whether somebody has to decide about it."""
     for pattern, reason in _CHANGES:
         if re.fullmatch(pattern, key):
             return f"{setting.unread}; {reason}" if setting.unread else reason, True
