@@ -88,7 +88,7 @@ def folders() -> frozenset[str]:
 
 @cache
 def reasons() -> frozenset[str]:
-    """Why a record can be rejected."""
+    """The reasons for which a record can be rejected."""
     calls = {
         f"{whose}_{how}" for whose in ("reward", "rollout") for how in ("error", "timeout", "crash", "type", "nan")
     }

@@ -100,8 +100,8 @@ def test_a_standard_error_is_drawn_as_a_band_of_two(tmp_path: Path) -> None:
     [band] = re.findall(r'<polygon class="band f\d+" points="([^"]+)"', (run / "report.html").read_text())
     edges = [(round(drawing.step(float(x))), drawing.value(float(y))) for x, y in (p.split(",") for p in band.split())]
     first = rows_of(run)[0]["step"]
-    assert edges[0] == (first, pytest.approx(1e-3 * (1 + first) + 2e-4, rel=0.01))
-    assert edges[-1] == (first, pytest.approx(1e-3 * (1 + first) - 2e-4, rel=0.01))
+    assert edges[0] == pytest.approx((first, 1e-3 * (1 + first) + 2e-4), rel=0.01)
+    assert edges[-1] == pytest.approx((first, 1e-3 * (1 + first) - 2e-4), rel=0.01)
     assert page.data["runs"][0]["metrics"]["probe/native_k3_kl_se"]["values"] == [1e-4] * len(edges[::2])
 
 

@@ -151,3 +151,17 @@ def test_no_flag_is_lost(framework: str, flag: str) -> None:
     name = flag.split()[0]
     assert draft.accounted(name[2:])
     assert name in draft.yaml("x")
+
+
+@pytest.mark.parametrize(
+    ("flag", "layout"), [("", "packed"), ("--qkv-format thd", "packed"), ("--qkv-format bshd", "padded")]
+)
+def test_packs_are_packs(flag: str, layout: str) -> None:
+    draft = of_slime(f"--use-dynamic-batch-size --max-tokens-per-gpu 4096 {flag}")
+    assert (draft.values["batch.layout"], draft.values["learner.micro_batch_tokens"]) == (layout, 4096)
+
+
+def test_an_unknown_layout_needs_a_decision() -> None:
+    draft = of_slime("--qkv-format sbhd")
+    assert draft.values["batch.layout"] == "???"
+    assert "qkv-format" in draft.to_do

@@ -296,3 +296,9 @@ def test_every_setting_that_is_written_exists() -> None:
     assert [key for key in values if lookup(key) is None and not key.startswith("task.eval_sets")] == []
     assert values["task.eval_sets"] == {"a": "a.parquet", "b": "b.parquet"}
     assert values["optimizer.final_steps"] == 5
+
+
+@pytest.mark.parametrize(("value", "layout"), [(True, "packed"), (False, "padded"), (None, None), ("True", "???")])
+def test_rows_without_padding_are_packs(value: object, layout: str | None) -> None:
+    settings = {} if value is None else {"actor_rollout_ref.model.use_remove_padding": value}
+    assert of_verl(settings).values.get("batch.layout") == layout
