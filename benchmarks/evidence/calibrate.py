@@ -60,10 +60,11 @@ def thresholds(
         )
     evidences = [evidence_of(batch) for step in old for update in steps[step] for batch in update.batches]
     for name, fixed in RULES.items():
-        rule, settings = corrections.get(name), {**fixed, "ratio": ratio}
+        rule = corrections.get(name)
+        settings: dict[str, float | str] = {**fixed, "ratio": ratio}
         window = [corrections.scores(rule, evidence, **settings) for evidence in evidences]
         bound = corrections.calibrate(rule, window, rate, **settings)
-        chosen = ", ".join(f"{key}={float(bound.thresholds[key]):.4g}" for key in rule.calibrated)
+        chosen = ", ".join(f"{key}={bound.thresholds[key]:.4g}" for key in rule.calibrated)
         yield {
             "rule": name,
             "threshold": chosen,

@@ -200,7 +200,7 @@ class Logistic:
         return np.asarray((features_NF - self._mean) / self._scale @ self._coefficients)
 
 
-def logistic(features_NF: Array, labels: Array) -> Logistic:
+def logistic(features_NF: Array, labels: NDArray[np.bool_]) -> Logistic:
     """A logistic regression by Newton's method, with a small ridge."""
     mean, scale = features_NF.mean(0), features_NF.std(0) + 1e-9
     design = np.column_stack([(features_NF - mean) / scale, np.ones(len(features_NF))])
@@ -213,7 +213,7 @@ def logistic(features_NF: Array, labels: Array) -> Logistic:
     return Logistic(mean, scale, coefficients[:-1])
 
 
-def area(scores: Array, labels: Array) -> float:
+def area(scores: Array, labels: NDArray[np.bool_]) -> float:
     """Area under the ROC curve: the chance that a collapse scores above a moment without, ties counting half."""
     if labels.all() or not labels.any():
         return float("nan")
