@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
+from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.parameters import Model, Part
@@ -60,16 +61,7 @@ class Load:
 
 def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    each = len(model.layers) // chunks
-    return [
-        tuple(
-            layer
-            for chunk in range(rank, chunks, parallel.pipeline)
-            for layer in range(chunk * each, (chunk + 1) * each)
-        )
-        for rank in range(parallel.pipeline)
-    ]
+    return layers_by_rank(parallel, len(model.layers))
 
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -118,7 +110,7 @@ def _stage(
     local = load.tokens / parallel.context
     layers = stage_layers(model, parallel)[stage]
     # One forward, one backward: a stage holds a micro-batch for each stage from it on. Virtual stages begin with more.
-    chunks = parallel.virtual_pipeline or 1
+    chunks = virtual_stages(parallel) or 1
     after = parallel.pipeline - stage - 1
     in_flight = after + 1 if chunks == 1 else (2 * after + (chunks - 1) * parallel.pipeline + 1) / chunks
     is_last = stage == parallel.pipeline - 1
