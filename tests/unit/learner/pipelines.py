@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from moe_trm.config.schema import ParallelConfig
@@ -12,7 +14,7 @@ def pipelines(draw: st.DrawFn) -> tuple[ParallelConfig, int]:
     """The settings of a pipeline and a number of layers; about half of them fit each other."""
     ranks, virtual = draw(st.integers(2, 4)), draw(st.sampled_from([None, 1, 2, 3]))
     each = virtual or 1
-    common = {"pipeline": ranks, "virtual_pipeline": virtual}
+    common: dict[str, Any] = {"pipeline": ranks, "virtual_pipeline": virtual}
     kind = draw(st.sampled_from(["even", "sizes", "counted", "layout"]))
     off_by = draw(st.sampled_from([0, 0, 0, 1]))
     if kind == "even":
