@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from moe_trm.config.pipeline_layout import stages_of
 from moe_trm.config.schema import ParallelConfig
@@ -66,6 +66,8 @@ def test_layout_strings_are_read_as_megatron_reads_them() -> None:
         assert stages_of(layout) == tuple("".join(letters[kind.name] for kind in stage) for stage in theirs)
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+@settings(max_examples=60)
 @given(pipelines())
 def test_stages_are_those_that_megatron_builds(drawn: tuple[ParallelConfig, int]) -> None:
     parallel, num_layers = drawn
@@ -73,9 +75,9 @@ def test_stages_are_those_that_megatron_builds(drawn: tuple[ParallelConfig, int]
         found: tuple[Stage, ...] | None = stages(parallel, num_layers)
     except ConfigError:
         found = None
-    settings = own_settings(parallel, num_layers)
+    theirs_of = own_settings(parallel, num_layers)
     try:
-        theirs = megatrons(settings)
+        theirs = megatrons(theirs_of)
     except (ValueError, AssertionError):
         assert found is None, "Megatron-Core refuses what we accept"
         return
@@ -89,7 +91,7 @@ def test_stages_are_those_that_megatron_builds(drawn: tuple[ParallelConfig, int]
     layout = megatron_layout(parallel, num_layers)
     if layout is not None:
         names = ("num_layers", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-        ours = megatrons({**{name: settings[name] for name in names}, "pipeline_model_parallel_layout": layout})
+        ours = megatrons({**{name: theirs_of[name] for name in names}, "pipeline_model_parallel_layout": layout})
         assert same(counted(ours, parallel), expected)
 
 
