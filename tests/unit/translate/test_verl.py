@@ -312,3 +312,9 @@ def test_uneven_pipelines() -> None:
     assert draft.values["learner.parallel.account_for_embedding"] is False
     draft = of_verl({f"{place}.pipeline_model_parallel_layout": "Et*23|t*23L"})
     assert draft.values["learner.parallel.pipeline_layout"] == "Et*23|t*23L"
+
+
+@pytest.mark.parametrize(("value", "layout"), [(True, "packed"), (False, "padded"), (None, None), ("True", "???")])
+def test_rows_without_padding_are_packs(value: object, layout: str | None) -> None:
+    settings = {} if value is None else {"actor_rollout_ref.model.use_remove_padding": value}
+    assert of_verl(settings).values.get("batch.layout") == layout
