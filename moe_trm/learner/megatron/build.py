@@ -24,6 +24,7 @@ from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_mo
 from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
+from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
@@ -111,7 +112,7 @@ def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,

@@ -156,7 +156,7 @@ class GuardedOptimizer(Steps):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self._wrapped[0].parameters()).device
+        device: torch.device = next(values for chunk in self._wrapped for values in chunk.parameters()).device
         return device
 
 
