@@ -20,6 +20,7 @@ from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
@@ -63,7 +64,11 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         engine,
         optimizer,
         replayer,
-        HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
+        HfExporter(
+            partial(owned_tensors, policy.causal, partitioned=partitioned),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
+        ),
         (PartitionSnapshots if partitioned else Snapshots)(
             [policy], inputs_first=family_of(hf, folder) is GPT_OSS, computes_in=computes_in(config)
         ),

@@ -13,6 +13,7 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, fp8, layout
@@ -77,7 +78,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         if hf_config.moe_layers(hf)
         else None,
         HfExporter(
-            partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
+            partial(owned_tensors, chunks, hf),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
         TrainingState(chunks, optimizer, hf),
         Parts(fp8.alignment(config.learner), packed=packed),

@@ -40,14 +40,6 @@ def check_layout(
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     where = f"{config.model.checkpoint}/config.json"
     family = family_of(hf_config, where)
-    if hf_config.get("mtp_num_hidden_layers"):
-        raise CheckpointError(
-            "multi-token-prediction layers are not supported",
-            where=where,
-            got="MTP layers",
-            expected="none",
-            fix="Use a checkpoint without MTP layers: their routers have no recorded routes.",
-        )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.rotations:

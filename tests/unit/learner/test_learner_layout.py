@@ -150,12 +150,17 @@ def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -
         check_layout(config("none", expert=2), "0.16.1", DENSE)
 
 
+def test_layers_that_predict_several_tokens_are_no_reason_to_refuse() -> None:
+    """They are kept aside (`HfCheckpoint.prediction`)."""
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        check_layout(config(), "0.16.1", {**MOE, key: 1})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architecture is not supported"),
         ({"architectures": None}, "architecture is not supported"),
-        ({"mtp_num_hidden_layers": 1}, "multi-token-prediction"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"hidden_act": "gelu"}, "hidden_act"),
