@@ -13,6 +13,7 @@ from moe_trm.checkpoint.folder import STATE_FILE, Manifest, read_manifest, verif
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
+from moe_trm.export.adapter import lora_of, merged_tensors, saved_factors
 from moe_trm.export.shards import SHARD_BYTES, ShardWriter
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.parameter_groups import is_frozen
@@ -28,7 +29,8 @@ def export_checkpoint(
 ) -> Path:
     """Write the weights of `checkpoint` as a Hugging Face folder, in the learner's dtype, and return the folder.
 
-    They are those that the learner itself would have exported at that step, bit for bit. What was not trained (a
+    They are those that the learner itself would have exported at that step, bit for bit. Adapters are merged: equal up
+    to the rounding of a float32 product. What was not trained (a
     frozen router, biases that choose experts) is as in the checkpoint that the run started from. Config and tokenizer
     are that one's, too.
 
@@ -72,13 +74,14 @@ def _write(checkpoint: Path, manifest: Manifest, start: Path, folder: Path, shar
     hf, source, learner = read_hf_config(start), HfCheckpoint(start), _learner(manifest)
     reader = PieceReader(checkpoint / name for name in sorted(manifest.files) if name != STATE_FILE)
     writer, written = ShardWriter(folder, learner.dtype, shard_bytes), set[str]()
-    trained, constants = _saved(reader, hf, start, learner.backend)
+    trained, constants = _saved(reader, hf, start, learner)
     for name, tensor in trained:
         _check_shape(name, tensor, source)
         writer.add(name, tensor)
         written.add(name)
     for name in sorted(_expected(hf, source) - written):
-        if not (is_frozen(name, learner) or name in constants or name.endswith(_CONSTANT)):
+        is_base = learner.lora.rank > 0 or is_frozen(name, learner)
+        if not (is_base or name in constants or name.endswith(_CONSTANT)):
             raise CheckpointError(
                 "a trained tensor is missing from the checkpoint",
                 where=f"{checkpoint}, {name}",
@@ -91,10 +94,16 @@ def _write(checkpoint: Path, manifest: Manifest, start: Path, folder: Path, shar
 
 
 def _saved(
-    reader: PieceReader, hf: Mapping[str, Any], start: Path, backend: str
+    reader: PieceReader, hf: Mapping[str, Any], start: Path, learner: LearnerConfig
 ) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
-    """The trained tensors, and the names of those that no learner of this kind trains."""
-    if backend == "deepspeed":
+    """The trained tensors, and the names of those that no learner of this kind trains.
+
+    With adapters, the matrices that have one, merged.
+    """
+    if learner.lora.rank:
+        source = HfCheckpoint(start)
+        return merged_tensors(saved_factors(reader, hf, source, learner), source, learner), frozenset()
+    if learner.backend == "deepspeed":
         from moe_trm.learner.deepspeed.saved import SavedModel
 
         saved = SavedModel(start)
@@ -108,7 +117,8 @@ def _learner(manifest: Manifest) -> LearnerConfig:
     """The settings of the learner that say what its checkpoint holds; others may be of another version."""
     learner = manifest.config.get("learner", {})
     return LearnerConfig(
-        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None}
+        lora=lora_of(manifest),
+        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None},
     )
 
 
