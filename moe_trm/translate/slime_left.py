@@ -11,7 +11,7 @@ _CHANGES: Sequence[tuple[str, str]] = (
     (r"use-(rollout-)?indexer-replay", "the indexer's choices are not replayed here"),
     (
         r".*(lora|adapter|target-modules|exclude-modules).*",
-        "adapters here are plain ones without dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
+        "adapters here have no dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
     ),
     (r"use-opd|opd-.*|enable-mtp-training|use-rollout-entropy", "not available here"),
     (r"mask-offpolicy-in-partial-rollout", "corrections do that here: a rule on the total ratio"),

@@ -158,7 +158,7 @@ def _matrices(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...
 def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: Start) -> Factors:
     both = [start.factors(module, *shape[-2:]) for module in modules]
     a, b = (torch.stack(each) if len(shape) == 3 else each[0] for each in zip(*both, strict=True))
-    return Factors(modules, a.to(base, copy=True), b.to(base, copy=True))
+    return Factors(a.to(base, copy=True), b.to(base, copy=True))
 
 
 def _rows_together(matrices: Sequence[Tensor]) -> Tensor:

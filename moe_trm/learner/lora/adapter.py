@@ -63,14 +63,12 @@ class Factors(nn.Module):
     """A and B of one matrix, or of the same matrix of every expert of a layer.
 
     Args:
-        modules: Hugging Face modules of the matrix, or of each expert's.
         a: `[R, I]`, or `[E, R, I]`; this rank's columns of it.
         b: `[O, R]`, or `[E, O, R]`; this rank's rows of it.
     """
 
-    def __init__(self, modules: tuple[str, ...], a: Tensor, b: Tensor) -> None:
+    def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
-        self.modules_of = modules
         self.A, self.B = nn.Parameter(a), nn.Parameter(b)
 
     def forward(self) -> Tensor:

@@ -150,7 +150,7 @@ def _adapter(
             b_OR = b_OR.chunk(group.size())[group.rank()]
         elif dim == 1:
             a_RI = a_RI.chunk(group.size(), 1)[group.rank()]
-        own = Factors((module,), *(each.to(parameter, copy=True) for each in (a_RI, b_OR)))
+        own = Factors(*(each.to(parameter, copy=True) for each in (a_RI, b_OR)))
         parts.append(own)
         cuts = ((A, own.A, 1 if dim == 1 else None), (B, own.B, 0 if dim == 0 else None))
         for factor, values, cut in cuts:

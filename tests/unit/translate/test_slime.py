@@ -151,3 +151,9 @@ def test_no_flag_is_lost(framework: str, flag: str) -> None:
     name = flag.split()[0]
     assert draft.accounted(name[2:])
     assert name in draft.yaml("x")
+
+
+def test_adapters() -> None:
+    draft = of_slime("--lora-rank 16 --lora-alpha 32 --target-modules all-linear")
+    assert (draft.values["learner.lora.rank"], draft.values["learner.lora.alpha"]) == (16, 32)
+    assert "learner.lora.targets" in draft.to_do["target-modules"]
