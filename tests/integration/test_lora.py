@@ -231,10 +231,10 @@ def exact(start: Path, factors: dict[str, Tensor], adapted: frozenset[str]) -> E
         objective([batch], [])(0, Scores(found)).backward()
     norm = torch.cat([leaf.grad.flatten() for leaf in leaves.values() if leaf.grad is not None]).norm()
     torch.optim.AdamW(leaves.values(), lr=LR, eps=1.0, betas=(0.9, 0.95), weight_decay=0.0).step()
-    replayer = HFReplayer(model, max_local_flip_rate=1.0)
     with torch.no_grad():
+        scores |= {f"moved.{number}": logprobs(number) for number in range(NUM_BATCHES)}
+        replayer = HFReplayer(model, max_local_flip_rate=1.0)
         for number in range(NUM_BATCHES):
-            scores[f"moved.{number}"] = logprobs(number)
             batch = global_batch(number, keep_mask=False)
             routes = ReplayRecords(random_routes(batch, replayer.layer_ids, seed=number))
             with replayer.use(routes, batch.input_ids, batch.target_ids, batch.valid):

@@ -144,12 +144,12 @@ def _matrices(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...
     experts = len(parameter)
     numbers = torch.arange(experts * _MOST, dtype=torch.float32).view(experts, _MOST, 1)
     form = checkpoint_form(causal, name, numbers)
-    if len(form) not in (experts, experts * _MOST) or any(values.dim() != 2 for values in form.values()):
+    if len(form) not in (experts, experts * _MOST):
         return ()  # one tensor in the checkpoint, too
     each = len(form) // experts
     grid = [[""] * experts for _ in range(each)]
     for hf_name, values in form.items():
-        expert, matrix = divmod(int(values[0, 0]), _MOST)
+        expert, matrix = divmod(int(values.flatten()[0]), _MOST)
         grid[matrix][expert] = hf_name.removesuffix(".weight")
     assert all(all(row) for row in grid), f"{name} is not made of {each} matrices of each expert"
     return tuple(tuple(row) for row in grid)
