@@ -14,6 +14,7 @@ from moe_trm.learner.lora.targets import adapted_modules, check_lora, matrix_mod
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tensors import tensor_names
 from moe_trm.models.tiny.families import COMMON
+from moe_trm.probe.rounding_shares import roundings
 
 LAYERS = 2
 
@@ -122,6 +123,8 @@ def test_idle_settings_and_what_is_not_measured() -> None:
     ]
     (told,) = lora_rules.idle_settings(config({}, freeze_router=True))
     assert "no router has an adapter" in told
+    assert roundings(config({"rank": 0}))
+    assert not roundings(config({}))
     assert any("probe/cast_k3_kl" in line for line in rules.warnings(config({})))
     assert not list(lora_rules.surprises(config({}, dtype="bfloat16")))
 
