@@ -32,10 +32,11 @@ from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, glo
 SCRIPT = Path(__file__).parent / "learner_support" / "lora.py"
 EVERYTHING = "targets=attention+experts+router"
 STARTED = f"{EVERYTHING}:start=adapter"
-ONE = f"backend=megatron:{STARTED}:liars=1"
+ONE = f"backend=megatron:{STARTED}"
 ZERO_2, ZERO_3 = (f"backend=deepspeed:{STARTED}:stage={stage}" for stage in (2, 3))
 FRESH = [f"backend={backend}:{EVERYTHING}" for backend in ("megatron", "deepspeed")]
 ALONE = [
+    f"{ONE}:liars=1",
     f"{ONE}:recompute=full",
     f"{ONE}:recompute=selective",
     f"{ONE}:layout=packed",
@@ -141,7 +142,7 @@ class Run:
 class Finished:
     """Runs by name, each done once, when it is first asked for; those of one group share their processes."""
 
-    GROUPS = ((1, [ONE, *FRESH, ZERO_2]), (1, ALONE), (2, TWO), (2, PARTS), (2, LOW), (1, FAMILIES))
+    GROUPS = ((1, [ONE, ZERO_2]), (1, FRESH), (1, ALONE), (2, TWO), (2, PARTS), (2, LOW), (1, FAMILIES))
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self._folder, self._checkpoint = folder, checkpoint
@@ -262,8 +263,9 @@ def relative(got: dict[str, Tensor], wanted: dict[str, Tensor], begun: dict[str,
     return float(errors.norm() / moves.norm())
 
 
-FAST = [(1, ONE), (1, ZERO_2), *((1, run) for run in FRESH)]
+FAST = [(1, ONE), (1, ZERO_2)]
 SLOW = [
+    *((1, run) for run in FRESH),
     *((1, run) for run in ALONE),
     *((2, run) for run in TWO),
     *((2, run) for run in PARTS),
@@ -326,9 +328,11 @@ def test_the_base_stays_and_nothing_but_factors_has_a_state(finished: Finished, 
         facts = run.facts(rank)
         assert facts["frozen_same"]
         assert facts["num_frozen"] > 20 or "model=" not in name
-        assert 0 < facts["trained"] < facts["all"] / 2
+        # A pipeline stage may have nothing to train.
+        assert 0 <= facts["trained"] < facts["all"] / 2
         # The optimizer's state is that of the factors, on this rank or shared, with padding.
-        assert 0 < facts["moments"] <= 1.1 * facts["trained"] + 512
+        assert facts["moments"] <= 1.1 * facts["trained"] + 512
+        assert bool(facts["moments"]) == bool(facts["trained"])
         assert facts["snapshot_bytes"] <= 4.4 * facts["trained"] + 8192
         assert facts["frozen_gradients"] == 0
     total = sum(tensor.numel() for tensor in run.factors("stepped").values())

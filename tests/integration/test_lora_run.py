@@ -43,20 +43,30 @@ def from_bundle(config: Path, name: str, bundle: Path, *overrides: str) -> int:
     return run_job(config, [*ALWAYS, *settings, *overrides], 2)
 
 
-@pytest.fixture(scope="module")
-def live(folder: Path, config: Path, attached: list[str]) -> dict[str, Path]:
-    """A run of each learner on the shared server, with a reference; Megatron's is recorded."""
-    found = {}
-    for backend, settings in LEARNERS.items():
+class Live(dict[str, Path]):
+    """Recorded runs of each learner on the shared server, with a reference; each is made when it is first asked for."""
+
+    def __init__(self, folder: Path, config: Path, attached: list[str]) -> None:
+        super().__init__()
+        self._folder, self._config, self._attached = folder, config, attached
+
+    def __missing__(self, backend: str) -> Path:
         overrides = [f"name={backend}", f"train.steps={STEPS}", "kl.coef=0.01", "kl.estimator=k3", "train.export=true"]
-        overrides += ["checkpoint.every=1", f"checkpoint.keep={STEPS}", f"record.bundle={folder / f'bundle-{backend}'}"]
-        assert run_job(config, [*ALWAYS, *attached, *settings, *overrides], 2) == 0
-        found[backend] = folder / "runs" / backend
-    return found
+        # One update a step: in the first one the policy is the reference.
+        overrides += ["checkpoint.every=1", f"checkpoint.keep={STEPS}", "learner.minibatches=1"]
+        overrides += [f"record.bundle={self._folder / f'bundle-{backend}'}"]
+        assert run_job(self._config, [*ALWAYS, *self._attached, *LEARNERS[backend], *overrides], 2) == 0
+        self[backend] = self._folder / "runs" / backend
+        return self[backend]
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path, config: Path, attached: list[str]) -> Live:
+    return Live(folder, config, attached)
 
 
 @pytest.mark.parametrize("backend", LEARNERS)
-def test_the_engine_samples_from_what_the_learner_computes(live: dict[str, Path], backend: str) -> None:
+def test_the_engine_samples_from_what_the_learner_computes(live: Live, backend: str) -> None:
     """Both are float32: what is left between them is the order of sums. Each push was proved by its checksums."""
     rows = metrics_of(live[backend])[1:]
     assert [row["weights/version"] for row in rows] == list(range(1, STEPS + 1))
@@ -66,7 +76,8 @@ def test_the_engine_samples_from_what_the_learner_computes(live: dict[str, Path]
         assert row["optimizer/grad_norm"] > 0
         assert row["engine/k3_kl"] < 1e-6
         assert row["ledger/trained"] == row["ledger/issued"]
-    assert rows[0]["reference/k3_kl"] == 0.0
+    # The reference is scored under its own routes.
+    assert rows[0]["reference/k3_kl"] < 1e-10
     assert rows[-1]["reference/k3_kl"] > 1e-5
 
 
@@ -78,7 +89,7 @@ def exported(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", LEARNERS)
 def test_exports_are_the_learners_own_weights_and_an_adapter(
-    live: dict[str, Path], brief_checkpoint: Path, tmp_path: Path, backend: str
+    live: Live, brief_checkpoint: Path, tmp_path: Path, backend: str
 ) -> None:
     run, start = live[backend], HfCheckpoint(brief_checkpoint)
     assert moe_trm(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
@@ -86,7 +97,6 @@ def test_exports_are_the_learners_own_weights_and_an_adapter(
     own, made = exported(run / "checkpoints" / "final"), exported(tmp_path / "hf")
     assert own.keys() == made.keys() == start.names
     factors = load_file(tmp_path / "adapter" / WEIGHTS)
-    changed = 0
     for name, tensor in own.items():
         torch.testing.assert_close(made[name], tensor, rtol=1e-6, atol=1e-7)
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
@@ -97,13 +107,14 @@ def test_exports_are_the_learners_own_weights_and_an_adapter(
             start.read(name).double() + 2.0 * factors[f"{key}B.weight"].double() @ factors[f"{key}A.weight"].double()
         )
         torch.testing.assert_close(tensor.double(), by_hand, rtol=1e-5, atol=1e-6)
-        changed += int(not torch.equal(tensor, start.read(name)))
-    assert changed > 0.9 * len(factors) / 2
+        if "experts" not in name:
+            assert not torch.equal(tensor, start.read(name)), name
 
 
 @pytest.mark.parametrize("backend", LEARNERS)
-def test_a_resumed_run_repeats_every_bit(live: dict[str, Path], folder: Path, config: Path, backend: str) -> None:
-    settings = [*LEARNERS[backend], f"train.steps={STEPS}", "kl.coef=0.01", "kl.estimator=k3", "train.export=true"]
+def test_a_resumed_run_repeats_every_bit(live: Live, folder: Path, config: Path, backend: str) -> None:
+    settings = [*LEARNERS[backend], "learner.minibatches=1", f"train.steps={STEPS}", "train.export=true"]
+    settings += ["kl.coef=0.01", "kl.estimator=k3"]
     begin = f"checkpoint.resume={live[backend] / 'checkpoints' / 'step-000001'}"
     assert from_bundle(config, f"again-{backend}", folder / f"bundle-{backend}", *settings, begin) == 0
     again = folder / "runs" / f"again-{backend}"
@@ -119,7 +130,7 @@ def test_a_resumed_run_repeats_every_bit(live: dict[str, Path], folder: Path, co
 
 @pytest.mark.parametrize("change", ["learner.lora.alpha=16", "learner.lora.rank=8", "learner.lora.rank=0"])
 def test_a_resumed_run_with_other_adapters_is_refused(
-    live: dict[str, Path], folder: Path, config: Path, change: str, capfd: pytest.CaptureFixture[str]
+    live: Live, folder: Path, config: Path, change: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begin = f"checkpoint.resume={live['megatron'] / 'checkpoints' / 'step-000001'}"
     assert from_bundle(config, "refused", folder / "bundle-megatron", *LEARNERS["megatron"], begin, change) != 0
@@ -128,10 +139,11 @@ def test_a_resumed_run_with_other_adapters_is_refused(
 
 @pytest.mark.parametrize("backend", LEARNERS)
 def test_corrections_drop_tokens_and_a_lost_sample_is_counted(
-    live: dict[str, Path], folder: Path, config: Path, backend: str
+    live: Live, folder: Path, config: Path, backend: str
 ) -> None:
     """The recording of an engine that is off, without one of its samples: the rest trains."""
     out = folder / f"doctored-{backend}"
+    assert live["megatron"]
     reader, writer = BundleReader(str(folder / "bundle-megatron")), BundleWriter(str(out))
     for step in reader.steps():
         records = [doctored(record) for record in reader.read(step)]
