@@ -19,6 +19,7 @@ GROUPS = {
     "integration/test_calculator.py": "server of the briefly warmed model",
     "integration/test_objectives.py": "server of the briefly warmed model",
     "integration/test_papers_train.py": "server of the briefly warmed model",
+    "integration/test_doctor.py": "server of the briefly warmed model",
     "integration/test_fake_quantization.py": "server of the briefly warmed model",
     "integration/test_three_engines.py": "server of the briefly warmed model",
     "integration/test_lora_run.py": "server of the briefly warmed model",
@@ -29,6 +30,7 @@ GROUPS = {
     "integration/test_lora.py": "tests/integration/test_learner_optimizer.py",
     "integration/test_replay_columns.py": "tests/integration/test_replay_layouts.py",
     "integration/test_replay_fsdp.py": "tests/integration/test_replay_layouts.py",
+    "integration/test_plan_memory.py": "tests/integration/test_replay_layouts.py",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
     "integration/test_intake_server.py": "tiny server",
@@ -45,7 +47,6 @@ LONGEST_FIRST = (
     "tests/integration/test_end_to_end.py",
     "tests/integration/test_resume.py",
     "tests/integration/test_async_run.py",
-    "tests/integration/test_doctor.py",
     "tiny server",
     "tests/integration/",
     "tests/unit/rollout/",

@@ -32,7 +32,7 @@ from moe_trm.config.schema import Config, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why this configuration cannot work; empty when it can.
+    """The reasons that this configuration cannot work; empty when it can.
 
     An engine that is not known is taken for the default one in the rest.
     """
@@ -89,10 +89,10 @@ def _observe(config: Config) -> Iterator[Problem]:
 
 def _surprises(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if config.record.bundle and not config.pipeline.one_anchor:
+    if config.record.bundle and not config.pipeline.scores_fit:
         yield (
-            "record.bundle keeps the rollouts of this run, but not what its updates saw: "
-            "that is recorded only where the learner's own weights sampled (pipeline.mode=sync) and are the anchor"
+            "record.bundle keeps the rollouts of this run, but not what its updates saw: a recording has no place for "
+            "the averaged anchor of pipeline.proximal=average"
         )
     if config.sampling_mask.mode == "keep" and not rollout.truncates:
         yield (

@@ -14,7 +14,7 @@ from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why these settings cannot work; empty when they can."""
+    """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
         *_corrections(config),
@@ -78,7 +78,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _routers(config: Config) -> Iterator[Problem]:
-    """What a loss needs that compares the routers' scores of two passes."""
+    """The needs of a loss that compares the routers' scores of two passes."""
     name, learner = config.loss.name, config.learner
     needed = [
         ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),

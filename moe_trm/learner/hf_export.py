@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from moe_trm.sync.disk import write_shard
+from moe_trm.sync.disk import write_buckets, write_shard
 from moe_trm.sync.manifest import TensorEntry
 from moe_trm.sync.rounding import Rounding
 
@@ -38,19 +38,19 @@ class HfExporter:
     ) -> None:
         self.tensors, self._hf, self._source, self._dtype = tensors, hf, Path(source), dtype
 
-    def write_shard(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
-        """Write this rank's tensors to one file in `directory` (created if missing).
+    def write_push(self, directory: Path, rounding: Rounding) -> tuple[TensorEntry, ...]:
+        """Write this rank's tensors to files in `directory` (created if missing), one while the next is made.
 
         Returns their names and digests.
         """
-        return write_shard(directory / _file_name(dist.get_rank()), self.tensors(), rounding)
+        return write_buckets(directory, Path(_file_name(dist.get_rank())).stem, self.tensors(), rounding)
 
     def write_checkpoint(self, directory: Path) -> None:
         """Write a complete checkpoint to `directory`, which all ranks must see. Collective.
 
         It has the shards, the index, config.json and the tokenizer files.
         """
-        self.write_shard(directory, Rounding(self._dtype))
+        write_shard(directory / _file_name(dist.get_rank()), self.tensors(), Rounding(self._dtype))
         dist.barrier()
         if dist.get_rank() == 0:
             files = [directory / _file_name(rank) for rank in range(dist.get_world_size())]

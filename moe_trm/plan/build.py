@@ -10,6 +10,7 @@ from typing import Any
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.plan.cluster import Cluster, Serving, serving
+from moe_trm.plan.columns import columns_per_token
 from moe_trm.plan.figures import Basis, Figure, weakest
 from moe_trm.plan.layouts import Judged, alternatives, judge
 from moe_trm.plan.lengths import Lengths
@@ -18,7 +19,7 @@ from moe_trm.plan.modes import MODES, Mode
 from moe_trm.plan.parameters import Model, model_of
 from moe_trm.plan.provision import Provision, provision
 from moe_trm.plan.simulate import Fleet, Timeline, simulate
-from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds
+from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds, training_operations
 from moe_trm.plan.wire import mask_bytes, route_bytes
 
 STEPS = 8
@@ -65,6 +66,7 @@ class Plan:
     others: tuple[Judged, ...]
     wire: Mapping[str, Figure]
     modes: tuple[Simulated, ...]
+    columns: Figure
     decode_tokens_s: Figure
     train_s: Figure
     push_s: Figure
@@ -126,7 +128,16 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     tokens = micro_batch_tokens(config, lengths.prompt_tokens)
     scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
     keeps = config.keeps_masks
-    load = Load(tokens, scored, ranks, keeps, config.replay.mode != "none", assumptions.other_gb)
+    load = Load(
+        tokens,
+        scored,
+        ranks,
+        keeps,
+        config.replay.mode != "none",
+        assumptions.other_gb,
+        rows=_rows(config, tokens, lengths.prompt_tokens),
+        kept_ids=assumptions.kept_ids,
+    )
     room = cluster.gpu.memory_gb * 1e9
     others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
     layout = _judge_or_advise(config, model, hf, load, step_tokens, others)
@@ -136,15 +147,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
     push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
     fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
+    fleet = replace(fleet, sharing=efficiency.sharing)
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
+    forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in batches[0]]
+    columns = columns_per_token(config, forwarded, ranks)
     sends = config.sync.method == "distributed"
+    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
+    operations = training_operations(model, hf, config, context)
     modes = []
     for mode in _modes(config):
-        other = _with_pipeline(config, mode)
-        train_s = train_seconds(model, hf, other, cluster.gpu, ranks, trained_tokens, context, efficiency)
-        modes.append(Simulated(mode, simulate(batches, train_s, fleet, mode.schedule(sends=sends)), basis))
-    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency)
+        # Stale samples need more passes, whatever the speed was measured with.
+        more = training_operations(model, hf, _with_pipeline(config, mode), context) / operations
+        simulated = simulate(batches, own_train * more, fleet, mode.schedule(sends=sends))
+        modes.append(Simulated(mode, simulated, basis))
     own = Mode.of(config)
     workers = provision(
         samples * lengths.mean,
@@ -165,11 +181,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         tuple(other for other in others if other.parallel != config.learner.parallel),
         _wire(hf, config, step_tokens, samples * lengths.mean, assumptions),
         tuple(modes),
+        Figure(columns, "columns/token", weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
         Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
         Figure(own_train, "s", efficiency.learner_basis, "one training step"),
         Figure(push_s, "s", "assumed", "--load-gb-s"),
         workers,
     )
+
+
+def _rows(config: Config, tokens: int, prompt_tokens: float) -> int:
+    """Rows of the largest micro-batch; a pack is one."""
+    if config.batch.layout == "packed":
+        return 1
+    longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + prompt_tokens)
+    return max(1, tokens // longest)
 
 
 def _judge_or_advise(

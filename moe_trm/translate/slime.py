@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "kl-loss-coef": ("0.0",),
     "kl-loss-type": ("k1",),
     "micro-batch-size": ("1",),
+    "qkv-format": ("thd",),
     "tis-clip": ("2.0",),
     "tis-clip-low": ("0",),
     "opsm-delta": ("1e-4",),
@@ -40,6 +41,9 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
 
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 """Megatron's names of learning-rate schedules."""
+
+_LAYOUTS = {"thd": "packed", "bshd": "padded"}
+"""Megatron's names of forwarded layouts."""
 
 _ADVANTAGES: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "ppo_clip"),
@@ -146,6 +150,14 @@ def _micro_batches(draft: Draft) -> None:
         draft.miss("micro-batch-size", "no effect with --use-dynamic-batch-size")
     else:
         draft.read("learner.micro_batch_rows", integer, "micro-batch-size")
+
+
+def _layout(draft: Draft) -> None:
+    """`thd` is tokens one after the other, and `--max-tokens-per-gpu` counts them without padding, as ours does."""
+    layout = word(draft, "qkv-format")
+    if layout not in _LAYOUTS:
+        raise NeedsDecisionError("qkv-format", f"{layout}: packs (thd) or padded rows (bshd)")
+    draft.put("batch.layout", _LAYOUTS[layout], "qkv-format")
 
 
 def _precision(draft: Draft) -> None:
@@ -258,6 +270,7 @@ _RULES: Sequence[Rule] = (
         ("learner.micro_batch_tokens", "learner.micro_batch_rows"),
         _micro_batches,
     ),
+    Rule(("qkv-format",), ("batch.layout",), _layout),
     Rule(
         ("fp16", "bf16", "fp8-recipe", "fp8-format", "transformer-impl"),
         ("learner.dtype", "learner.fp8"),

@@ -46,6 +46,8 @@ DEFAULTS: Mapping[str, Any] = {
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's base configurations that have these defaults."""
 
+_UNPADDED = "actor_rollout_ref.model.use_remove_padding"
+
 _ADVANTAGES = {
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -158,6 +160,12 @@ def _micro_batches(draft: Draft) -> None:
         draft.put("learner.micro_batch_rows", value, rows, dynamic)
     else:
         draft.decide(dynamic, "off, and no micro-batch size is given", "learner.micro_batch_rows")
+
+
+def _layout(draft: Draft) -> None:
+    """Both compute the same, and budgets of tokens count without padding in both."""
+    if draft.take(_UNPADDED) is not None:
+        draft.put("batch.layout", "packed" if switch(draft, _UNPADDED) else "padded", _UNPADDED)
 
 
 def _top_k(draft: Draft) -> None:
@@ -333,6 +341,7 @@ _RULES: Sequence[Rule] = (
         ("learner.micro_batch_tokens", "learner.micro_batch_rows"),
         _micro_batches,
     ),
+    Rule((_UNPADDED,), ("batch.layout",), _layout),
     direct(f"{ACTOR}.ppo_epochs", "learner.epochs", integer),
     Rule(
         (

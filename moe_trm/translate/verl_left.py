@@ -73,7 +73,7 @@ _NEVER = r".*_target_|critic\..*|actor_rollout_ref\.ref\..*|distillation\.(?!ena
 
 
 def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
-    """Why this setting is not translated, and whether somebody has to decide about it."""
+    """The reason that this setting is not translated, and whether somebody has to decide about it."""
     if re.fullmatch(_NEVER, key):
         return "the learner scores the reference itself, and there is no critic or teacher here", False
     for pattern, reason in _CHANGES:

@@ -40,8 +40,6 @@ PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """Imports of ranks. A rank imports what is missing here by itself."""
-PATIENCE_S = 10.0
-"""Seconds for the other ranks to end by themselves once one has failed: they may have the better message."""
 
 
 def preload() -> None:
@@ -57,8 +55,13 @@ def preload() -> None:
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork would lose all but one"
 
 
-def statuses(ranks: Sequence[int]) -> list[int]:
-    """Exit status of each process, negative for a signal; those that outlive a failed one for long are killed."""
+def statuses(ranks: Sequence[int], patience_s: float) -> list[int]:
+    """Exit status of each process, negative for a signal; those that outlive a failed one for long are killed.
+
+    Args:
+        ranks: the processes.
+        patience_s: for the others to end by themselves once one has failed: they may have the better message.
+    """
     left, found = list(ranks), dict[int, int]()
     deadline = float("inf")
     while left:
@@ -67,7 +70,7 @@ def statuses(ranks: Sequence[int]) -> list[int]:
             left.remove(pid)
             found[pid] = os.waitstatus_to_exitcode(status)
             if found[pid] and deadline == float("inf"):
-                deadline = time.monotonic() + PATIENCE_S
+                deadline = time.monotonic() + patience_s
         elif time.monotonic() > deadline:
             for each in left:
                 os.kill(each, signal.SIGKILL)
@@ -139,7 +142,7 @@ def main() -> int:
                 become_rank(job, rank)
                 leave(run_program(job["program"]))
             ranks.append(pid)
-        answers.write(json.dumps(statuses(ranks)) + "\n")
+        answers.write(json.dumps(statuses(ranks, job["patience_s"])) + "\n")
     return 0
 
 

@@ -46,10 +46,18 @@ def packed(layouts: dict[str, str]) -> dict[str, str]:
 PACKED = packed({name: LAYOUTS[name] for name in ("TP2+SP", "CP2")})
 """The layouts that cut packs."""
 MORE = COMPOSED | packed({name: options for name, options in LAYOUTS.items() if f"{name} packed" not in PACKED})
-EVERY_PRODUCT = PRODUCTS | packed(PRODUCTS)
 RECOMPUTE = ("none", "full")
+RECOMPUTED = {"EP2": LAYOUTS["EP2"], "PP2": LAYOUTS["PP2"]}
+"""Few layouts with full recomputation: one that sends tokens to other ranks, and one whose passes interleave."""
+TIED = {"TP2+SP": LAYOUTS["TP2+SP"], "PP2": LAYOUTS["PP2"]}
+"""Few layouts whose ranks share the tied embedding: parts of it, or two copies."""
 SLOW_RECOMPUTE = "selective"
 PACKED_SLOW = ("full", SLOW_RECOMPUTE)
+FEW_SLOW = [
+    *((name, SLOW_RECOMPUTE) for name in FEW),
+    *((name, "full") for name in FEW if name not in RECOMPUTED),
+]
+TIED_SLOW = [name for name in FEW | PACKED if name not in TIED]
 MODES = ("R3", "R2")
 MOE_LAYERS = 3
 
@@ -84,30 +92,38 @@ def runs_of(layouts: dict[str, str], *recompute: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [*runs_of(FEW, *RECOMPUTE), *(train(options) for options in PACKED.values())]
-    runs += [matrix(options, "none") for options in PACKED.values()]
+    runs = [train(options) for options in (FEW | PACKED).values()]
+    runs += [train(options, "tied") for options in TIED.values()]
+    runs += [matrix(options, "none") for options in (FEW | PACKED).values()]
+    runs += [matrix(options, "full") for options in RECOMPUTED.values()]
     return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
-    runs += [matrix(options, SLOW_RECOMPUTE) for options in FEW.values()]
-    runs += [train(options, "tied") for options in PACKED.values()]
+    runs += [matrix(FEW[name], kind) for name, kind in FEW_SLOW]
+    runs += [train((FEW | PACKED)[name], "tied") for name in TIED_SLOW]
     runs += [matrix(options, kind) for options in PACKED.values() for kind in PACKED_SLOW]
     return run_ranks(tmp_path_factory.mktemp("more"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(
-        tmp_path_factory.mktemp("four"), checkpoint, 4, *runs_of(EVERY_PRODUCT, *RECOMPUTE, SLOW_RECOMPUTE)
-    )
+    runs = runs_of(PRODUCTS, *RECOMPUTE, SLOW_RECOMPUTE)
+    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs)
+
+
+@pytest.fixture(scope="module")
+def four_packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = runs_of(packed(PRODUCTS), *RECOMPUTE, SLOW_RECOMPUTE)
+    return run_ranks(tmp_path_factory.mktemp("four_packed"), checkpoint, 4, *runs)
 
 
 SLOW = [
     *(("more", name, options) for name, options in MORE.items()),
-    *(("four", *case) for case in EVERY_PRODUCT.items()),
+    *(("four", *case) for case in PRODUCTS.items()),
+    *(("four_packed", *case) for case in packed(PRODUCTS).items()),
 ]
 CASES = [
     *(pytest.param("two", options, id=name) for name, options in (FEW | PACKED).items()),
@@ -116,10 +132,10 @@ CASES = [
 ]
 STEPPED = [
     *(pytest.param("two", options, "main", id=f"{name}-main") for name, options in (FEW | PACKED).items()),
-    *(pytest.param("two", options, "tied", id=f"{name}-tied") for name, options in FEW.items()),
+    *(pytest.param("two", options, "tied", id=f"{name}-tied") for name, options in TIED.items()),
     *(
-        pytest.param("more", options, "tied", id=f"{name}-tied", marks=pytest.mark.slow)
-        for name, options in PACKED.items()
+        pytest.param("more", (FEW | PACKED)[name], "tied", id=f"{name}-tied", marks=pytest.mark.slow)
+        for name in TIED_SLOW
     ),
     *(pytest.param("one", ONE_PACKED, model, id=f"one process packed-{model}") for model in ("main", "tied")),
     *(
@@ -129,18 +145,19 @@ STEPPED = [
     ),
 ]
 REPLAYED = [
-    *(pytest.param("two", options, kind, id=f"{name}-{kind}") for name, options in FEW.items() for kind in RECOMPUTE),
+    *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in (FEW | PACKED).items()),
+    *(pytest.param("two", options, "full", id=f"{name}-full") for name, options in RECOMPUTED.items()),
     *(pytest.param("one", ONE_PACKED, kind, id=f"one process packed-{kind}") for kind in RECOMPUTE),
-    *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in PACKED.items()),
     *(
         pytest.param("more", options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
         for name, options in PACKED.items()
         for kind in PACKED_SLOW
     ),
+    *(pytest.param("more", FEW[name], kind, id=f"{name}-{kind}", marks=pytest.mark.slow) for name, kind in FEW_SLOW),
     *(
         pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
-        for ranks, name, options in (*(("more", *case) for case in FEW.items()), *SLOW)
-        for kind in ((SLOW_RECOMPUTE,) if name in FEW else (*RECOMPUTE, SLOW_RECOMPUTE))
+        for ranks, name, options in SLOW
+        for kind in (*RECOMPUTE, SLOW_RECOMPUTE)
     ),
 ]
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_trm.config.route_defects import defects_of
-from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.errors import EngineError, EngineLost, RecordRejected
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.api import check_can_verify
-from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
 from moe_trm.rollout.sglang.parse import MetaInfo, Wanted, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.types import Prompt, SamplingParams
@@ -36,6 +36,7 @@ class ServerCheck:
         dtype: the engine's arithmetic.
         verify: whether weight pushes will be proved.
         startup_timeout_s: longest wait for a server that is loading.
+        wait_s: longest wait for a server that takes no connection yet.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class ServerCheck:
         dtype: str,
         verify: bool,
         startup_timeout_s: float,
+        wait_s: float = 0.0,
     ) -> None:
         self._model, self._wanted, self._request = model, wanted, request
         self._temperature, self._dtype, self._verify = temperature, dtype, verify
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s, self._wait_s = startup_timeout_s, wait_s
 
     async def run(self, http: EngineHttp) -> str:
         """Wait until the server generates; check that it serves this checkpoint with the wanted features on.
@@ -108,19 +110,25 @@ class ServerCheck:
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
         """Ask the server until it answers.
 
-        A server that refuses connections fails after the usual attempts. One that answers 503 is loading and gets
-        `startup_timeout_s`.
+        A server that refuses connections fails after the usual attempts, and after `wait_s`. One that answers 503 is
+        loading and gets `startup_timeout_s`.
         """
-        deadline = asyncio.get_running_loop().time() + self._startup_timeout_s
+        clock = asyncio.get_running_loop().time
+        begun = clock()
         while True:
             try:
                 await http.request("GET", "/health")
             except HttpStatusError as error:
-                if error.status != SERVICE_UNAVAILABLE or asyncio.get_running_loop().time() > deadline:
+                if error.status != SERVICE_UNAVAILABLE or clock() > begun + self._startup_timeout_s:
                     raise
-                await asyncio.sleep(POLL_S)
+            except EngineSlow:
+                raise
+            except EngineLost:
+                if clock() >= begun + self._wait_s:
+                    raise
             else:
                 return
+            await asyncio.sleep(POLL_S)
 
     async def _probe_model(self, http: EngineHttp) -> None:
         """Sample one token: its routes show layers and experts per token.

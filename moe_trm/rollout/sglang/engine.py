@@ -64,6 +64,7 @@ class SglangEngine:
             dtype=server.dtype,
             verify=config.sync.verify,
             startup_timeout_s=server.startup_timeout_s,
+            wait_s=server.wait_s,
         )
 
         def connect(url: str) -> EngineHttp:

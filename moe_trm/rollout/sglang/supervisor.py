@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.sglang.last_words import last_words
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.runtime.lifeline import Lifeline
 
 LAST_BYTES = 1 << 18
@@ -111,9 +111,11 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             expected="a folder with config.json",
         )
     settings = config.rollout.server
-    port = claim_port(settings.host, settings.port)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
+    with (
+        held_port(settings.host, settings.port) as port,
+        tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret,
+    ):
         # A file only this user can read: arguments are visible to everyone on the machine.
         secret.write(f'api-key: "{api_key}"\n')
         secret.flush()
@@ -176,7 +178,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
-        flags += ["--sleep-on-idle", "--skip-server-warmup"]
+        # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
+        flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
     elif config.rollout.colocate:
         flags += ["--enable-memory-saver"]
     if config.rollout.quantization is not None:
@@ -292,26 +295,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0). Raises `EngineError`.
-
-    A taken port would let another server answer our health check.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise EngineError(
-                "the rollout server's address is not available",
-                where="config keys rollout.server.host and rollout.server.port",
-                got=f"{host}:{port} ({error.strerror})",
-                expected="a free port of this machine",
-                fix="Stop what uses it, choose another port, or set rollout.url to attach to a running server.",
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:

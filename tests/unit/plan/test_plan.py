@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,37 @@ def test_measured_speeds_replace_assumed_ones() -> None:
     }
     # Lengths are still assumed, so no simulated step is called measured.
     assert {mode.basis for mode in measured.modes} == {"assumed"}
+
+
+def test_a_measured_speed_is_that_of_the_configured_mode() -> None:
+    """Stale samples need the passes that a synchronous run does not make."""
+    step = {found.mode.mode: found.timeline.learner_busy_s for found in plan().modes}
+    passes = load(QWEN_4_NODES)
+    assert passes.pipeline.recovery == "same"
+    assert step["async"] / step["sync"] == pytest.approx(step["one_step"] / step["sync"])
+    assert step["async"] > step["sync"]
+
+
+def test_packs_train_faster_than_padded_rows_by_what_is_not_computed() -> None:
+    padded, packed = (
+        plan(efficiency=Efficiency(), overrides=(f"batch.layout={kind}",)) for kind in ("padded", "packed")
+    )
+    assert packed.columns.value == 1 < padded.columns.value
+    assert padded.train_s.value / packed.train_s.value == pytest.approx(padded.columns.value)
+    assert f"{padded.columns.value:.2f} columns computed for each token" in page(padded)
+
+
+def test_shared_cores_slow_overlapping_modes_alone() -> None:
+    own, shared = plan(), plan(efficiency=replace(MEASURED, sharing=0.5))
+    steps = [[found.timeline.step_s for found in one.modes] for one in (own, shared)]
+    assert steps[0][0] == steps[1][0]
+    assert all(slow > fast for fast, slow in zip(steps[0][1:], steps[1][1:], strict=True))
+
+
+def test_a_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command("--sharing", "1.5"))
+    assert "1.5 is above 1" in capsys.readouterr().err
 
 
 def test_recorded_lengths_are_measured() -> None:

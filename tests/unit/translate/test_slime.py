@@ -157,3 +157,17 @@ def test_adapters() -> None:
     draft = of_slime("--lora-rank 16 --lora-alpha 32 --target-modules all-linear")
     assert (draft.values["learner.lora.rank"], draft.values["learner.lora.alpha"]) == (16, 32)
     assert "learner.lora.targets" in draft.to_do["target-modules"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "layout"), [("", "packed"), ("--qkv-format thd", "packed"), ("--qkv-format bshd", "padded")]
+)
+def test_packs_are_packs(flag: str, layout: str) -> None:
+    draft = of_slime(f"--use-dynamic-batch-size --max-tokens-per-gpu 4096 {flag}")
+    assert (draft.values["batch.layout"], draft.values["learner.micro_batch_tokens"]) == (layout, 4096)
+
+
+def test_an_unknown_layout_needs_a_decision() -> None:
+    draft = of_slime("--qkv-format sbhd")
+    assert draft.values["batch.layout"] == "???"
+    assert "qkv-format" in draft.to_do

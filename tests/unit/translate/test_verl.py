@@ -313,3 +313,9 @@ def test_adapters_with_named_modules_are_translated() -> None:
     assert off.accounted(f"{model}.target_modules")
     other = of_verl({f"{model}.lora.rank": 8})
     assert "learner.lora" in other.to_do[f"{model}.lora.rank"]
+
+
+@pytest.mark.parametrize(("value", "layout"), [(True, "packed"), (False, "padded"), (None, None), ("True", "???")])
+def test_rows_without_padding_are_packs(value: object, layout: str | None) -> None:
+    settings = {} if value is None else {"actor_rollout_ref.model.use_remove_padding": value}
+    assert of_verl(settings).values.get("batch.layout") == layout
