@@ -49,7 +49,7 @@ def write_adapter(
     """
     alpha = lora.alpha
     modules = {name.rsplit(".", 2)[0] for name in factors}
-    config = {
+    config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,

@@ -24,7 +24,7 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
 from tests.unit.export.test_saved_weights import megatron_parameters, save
 
-LORA = {"rank": 2, "alpha": 4.0, "targets": ["attention", "experts", "router"]}
+LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": ["attention", "experts", "router"]}
 
 
 def wanted(start: Path, lora: dict[str, Any]) -> frozenset[str]:

@@ -51,7 +51,7 @@ def modules() -> frozenset[str]:
 
 
 def factors() -> dict[str, Tensor]:
-    found = {}
+    found: dict[str, Tensor] = {}
     for module in sorted(modules()):
         outputs, inputs = SHAPES[f"{module}.weight"]
         found |= {factor_name(module, A): torch.randn(3, inputs), factor_name(module, B): torch.randn(outputs, 3)}
