@@ -305,6 +305,9 @@ class MegatronReplayer:
                 )
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
+            if not router.weight.is_leaf:
+                # Made anew for each forward, of a frozen weight and an adapter: hooks of the attached one see nothing.
+                router.weight.register_hook(partial(self._gates.answered, layer))
             self._gates.asks(layer, weights)
 
     def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:

@@ -109,9 +109,17 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side.
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters.
         CheckpointError: a model that is not supported.
     """
+    if config.learner.lora.rank:
+        raise ConfigError(
+            "the memory of adapters is not planned",
+            where="learner.lora.rank",
+            got=config.learner.lora.rank,
+            expected=0,
+            fix="Plan with learner.lora.rank=0, which needs more memory and the same products.",
+        )
     model = model_of(hf, where)
     serve_gpus, ranks = cluster.split(config)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency

@@ -249,6 +249,8 @@ _RULES: Sequence[Rule] = (
     wordly("initial-loss-scale", "learner.loss_scale.initial", integer),
     wordly("loss-scale-window", "learner.loss_scale.growth_steps", integer),
     wordly("hf-checkpoint", "model.checkpoint", word),
+    wordly("lora-rank", "learner.lora.rank", integer),
+    wordly("lora-alpha", "learner.lora.alpha", number),
     wordly("recompute-granularity", "learner.recompute", word),
     Rule(
         (

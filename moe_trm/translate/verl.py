@@ -14,6 +14,7 @@ from moe_trm.translate.values import Rule, direct, integer, number, switch, text
 from moe_trm.translate.verl_correction import CORRECTION, KL
 from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT, TRANSFORMER
 from moe_trm.translate.verl_left import reason_of
+from moe_trm.translate.verl_lora import LORA, LORA_DEFAULTS
 from moe_trm.translate.verl_loss import LOSS, LOSS_DEFAULTS
 from moe_trm.translate.verl_run import RUN, RUN_DEFAULTS
 
@@ -36,6 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
     f"{MEGATRON}.dtype": "bfloat16",
     "actor_rollout_ref.hybrid_engine": True,
     "algorithm.adv_estimator": "gae",
+    **LORA_DEFAULTS,
     **LOSS_DEFAULTS,
     **RUN_DEFAULTS,
 }
@@ -81,7 +83,7 @@ def translate(settings: Mapping[str, Setting], *, where: str = "verl") -> Draft:
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
     draft = Draft(settings, DEFAULTS, "verl")
-    for rule in (*_RULES, *LOSS, *CORRECTION, *KL, *RUN):
+    for rule in (*_RULES, *LORA, *LOSS, *CORRECTION, *KL, *RUN):
         rule.run(draft)
     draft.list_rest(reason_of)
     return draft

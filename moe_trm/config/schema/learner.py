@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from moe_trm.config.schema.lora import LoraConfig
 from moe_trm.config.schema.section import Count, Decay, Positive, Section, bare_off, bare_switch
 
 
@@ -176,6 +177,8 @@ class LearnerConfig(Section):
     `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So
     the rollout's policy is the learner's, and its rounding is no mismatch (QaRL). Each pass takes two copies of the
     weights through host memory."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters, trained in place of the weights."""
     freeze_router: bool = False
     """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
     (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""

@@ -8,6 +8,7 @@ from typing import Any
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
+from moe_trm.learner.lora.targets import check_lora
 from moe_trm.learner.megatron.fp8 import check_shapes
 from moe_trm.learner.megatron.stages import stages
 from moe_trm.models.family import Family
@@ -35,6 +36,7 @@ def check_layout(
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)
+    check_lora(config, hf_config)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:

@@ -185,7 +185,7 @@ def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
 
 
 def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under plain names with global layer and expert numbers."""
+    """This rank's parameters under plain names with global layer and expert numbers, without adapters' factors."""
     for chunk in chunks:
         config: TransformerConfig = chunk.config
         first_layer = _first_layer(chunk)
@@ -194,6 +194,8 @@ def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torc
             size = parallel_state.get_expert_model_parallel_world_size()
             first_expert = config.num_moe_experts // size * parallel_state.get_expert_model_parallel_rank()
         for local, parameter in chunk.named_parameters():
+            if ".lora_weight." in local:
+                continue
             name = convert.with_layer(convert.plain(local), first_layer)
             if convert.is_expert(name):
                 name = convert.with_expert(name, first_expert + convert.expert_number(name))

@@ -138,6 +138,8 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
         gpu_of("V100")
     assert gpu_of("H100") is GPUS["h100"]
     config = load(QWEN_4_NODES)
+    with pytest.raises(ConfigError, match="the memory of adapters is not planned"):
+        plan(overrides=("learner.lora.rank=8",))
     with pytest.raises(ConfigError, match="no GPUs are left"):
         Cluster(1, 8, gpu_of("h100"), 1).split(config)
     with pytest.raises(ConfigError, match="no such distribution"):

@@ -166,6 +166,12 @@ def test_uneven_pipelines() -> None:
     assert layout == "Et*23|t*23L"
 
 
+def test_adapters() -> None:
+    draft = of_slime("--lora-rank 16 --lora-alpha 32 --target-modules all-linear")
+    assert (draft.values["learner.lora.rank"], draft.values["learner.lora.alpha"]) == (16, 32)
+    assert "learner.lora.targets" in draft.to_do["target-modules"]
+
+
 @pytest.mark.parametrize(
     ("flag", "layout"), [("", "packed"), ("--qkv-format thd", "packed"), ("--qkv-format bshd", "padded")]
 )
