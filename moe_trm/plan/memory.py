@@ -211,6 +211,8 @@ def layer_work(
 ) -> float:
     """Bytes while one layer runs backward, beside what was kept: what it computes again, and gradients on their way."""
     found = _layers(hf, learner, layers, kernels)
+    if not found:
+        return 0.0
     if learner.recompute == "none":
         # The last layer is the first: behind it, kept tensors are given back.
         return found[-1].gradients * tokens

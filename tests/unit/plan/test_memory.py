@@ -182,6 +182,14 @@ def test_a_stage_sends_what_it_computed_and_keeps_it() -> None:
     assert first["activations"] == activations(QWEN, learner(expert=8), range(24), 16384, 2) + flight * 2 * 2048
 
 
+def test_stages_without_layers_have_the_ends_alone() -> None:
+    hf = hf_config("deepseek_v3")
+    model, settings = model_of(hf), LearnerConfig(parallel=ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L"))
+    first, last = (stage_memory(model, hf, settings, load(3), stage) for stage in (0, 2))
+    assert first["backward"] == first["logits head"] == first["replay"] == last["backward"] == 0
+    assert (first["weights"], last["logits head"]) == (4 * model.embedding.elements, head_bytes(hf, settings, load(3)))
+
+
 def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
     four, virtual = ParallelConfig(pipeline=4), ParallelConfig(pipeline=2, virtual_pipeline=2)
     assert [in_flight(four, stage, None) for stage in range(4)] == [4, 3, 2, 1]
