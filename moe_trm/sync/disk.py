@@ -192,7 +192,14 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
         )
     for path in checkpoint.iterdir():
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
-            _write_whole(folder / path.name, path.read_bytes())
+            data = path.read_bytes()
+            _write_whole(folder / path.name, _plain(data) if path.name == "config.json" else data)
+
+
+def _plain(config: bytes) -> bytes:
+    """config.json of pushed tensors, which are plain also where those of the checkpoint are FP8 or MXFP4."""
+    data = json.loads(config)
+    return config if data.pop("quantization_config", None) is None else json.dumps(data, indent=2).encode()
 
 
 def _write_whole(path: Path, data: bytes) -> None:

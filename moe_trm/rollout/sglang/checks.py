@@ -36,6 +36,7 @@ class ServerCheck:
         dtype: the engine's arithmetic.
         verify: whether weight pushes will be proved.
         startup_timeout_s: longest wait for a server that is loading.
+        quantization: to which the engine is meant to round the weights that it is sent.
         wait_s: longest wait for a server that takes no connection yet.
     """
 
@@ -50,10 +51,12 @@ class ServerCheck:
         verify: bool,
         startup_timeout_s: float,
         wait_s: float = 0.0,
+        quantization: str | None = None,
     ) -> None:
         self._model, self._wanted, self._request = model, wanted, request
         self._temperature, self._dtype, self._verify = temperature, dtype, verify
-        self._startup_timeout_s, self._wait_s = startup_timeout_s, wait_s
+        self._startup_timeout_s, self._wait_s, self._quantization = startup_timeout_s, wait_s, quantization
+        self._with_random_weights = set[str]()
 
     async def run(self, http: EngineHttp) -> str:
         """Wait until the server generates; check that it serves this checkpoint with the wanted features on.
@@ -78,9 +81,31 @@ class ServerCheck:
             _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
+        if self._quantization is None and server.get("quantization") not in (None, "unquant"):
+            raise EngineError(
+                "the rollout server holds quantised weights, and pushes are plain tensors",
+                where=http.url,
+                got=f"quantization={server['quantization']}",
+                expected="none: pushed weights would be copied into 8-bit tensors under the scales of the old ones",
+                fix="Start it from the same configuration, `python -m launch.rollout CONFIG`: it then serves the "
+                "dequantised weights. Or set rollout.quantization if it rounds what it is sent.",
+            )
         await self._probe_model(http)
-        await self._probe_temperature(http)
+        if server.get("load_format") == "dummy":
+            self.has_random_weights(http)
+        else:
+            await self._probe_temperature(http)
         return check_can_verify(server) if self._verify else "cpu"
+
+    def has_random_weights(self, http: EngineHttp) -> None:
+        """Leave to `loaded` what random weights do not show."""
+        self._with_random_weights.add(http.url)
+
+    async def loaded(self, http: EngineHttp) -> None:
+        """Check what was left, once the server has the weights of the run. Raises `EngineError`."""
+        if http.url in self._with_random_weights:
+            self._with_random_weights.discard(http.url)
+            await self._probe_temperature(http)
 
     async def through(self, router: EngineHttp) -> None:
         """Check that a router forwards every field of a request; it may drop fields that it does not know.

@@ -82,7 +82,13 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
         SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
         EngineLost: the engine cannot be reached, or fails.
     """
-    body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
+    body = {
+        "model_path": push.directory,
+        "weight_version": str(push.version),
+        "flush_cache": True,
+        # SGLang would take the format it was started with, which is `dummy` beside a quantised checkpoint.
+        "load_format": "auto",
+    }
     try:
         async with paused(api):
             answer = await api.post("/update_weights_from_disk", body)
