@@ -93,7 +93,8 @@ class IntakeProcess:
         first = None
         try:
             process.stdin.write(pack(hello))
-            first = await asyncio.wait_for(from_child(process, _DECODER), STARTUP_S)
+            answer = from_child(process, _DECODER)
+            first = await asyncio.wait_for(answer, STARTUP_S)
         except TimeoutError:
             pass
         finally:

@@ -17,8 +17,8 @@ DECODER: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
 
 async def echoed(sent: bytes) -> list[ToProcess]:
     """The messages of a child that writes `sent`, until there are no more."""
-    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    child = await asyncio.create_subprocess_exec("cat", **pipes)
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)
     assert child.stdin is not None
     child.stdin.write(sent)
     child.stdin.close()
