@@ -87,7 +87,8 @@ class MegatronReplayer:
         self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []
         self._check_layers()
-        self._device = next(chunks[0].parameters()).device
+        # A chunk of a pipeline may have no layer, and no parameter.
+        self._device = next(values for chunk in chunks for values in chunk.parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
         self._by_sample: list[PassFlips] = []
         attached = [layer for _, layers in self._chunks.values() for layer, _ in layers]

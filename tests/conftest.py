@@ -28,6 +28,8 @@ GROUPS = {
     # Ranks that are forked from one process.
     "integration/test_replay_columns.py": "tests/integration/test_replay_layouts.py",
     "integration/test_replay_fsdp.py": "tests/integration/test_replay_layouts.py",
+    "integration/test_published_models.py": "tests/integration/test_replay_layouts.py",
+    "integration/test_plan_memory.py": "tests/integration/test_replay_layouts.py",
     # Tests of a server itself.
     "integration/test_rollout_server.py": "tiny server",
     "integration/test_intake_server.py": "tiny server",

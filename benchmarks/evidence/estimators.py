@@ -37,7 +37,7 @@ class Answers:
     @classmethod
     def sample(cls, chain: Chain, mu_SV: Array, pi_SV: Array, number: int, rng: np.random.Generator) -> Answers:
         states, tokens, rewards = chain.sample(mu_SV, number, rng)
-        return cls(states, tokens, rewards, np.log(pi_SV / mu_SV)[states, tokens])
+        return cls(states, tokens, rewards, np.log(pi_SV[states, tokens] / mu_SV[states, tokens]))
 
 
 def turns(log_ratios: Array) -> Array:

@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.evidence.chain import Array, Chain, softmax
 from benchmarks.evidence.estimators import Answers
 from benchmarks.evidence.tasks import reasoning
+from benchmarks.evidence.training import Adam, ascent_of
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 
@@ -88,15 +89,10 @@ def train(objective: str, length: int, recovery: float, rate: float, lag: int, s
     """A run whose sampler is up to `lag` updates behind."""
     chain, logits_SV = reasoning(seed, length, recovery=recovery, success=0.2)
     rng = np.random.default_rng(seed)
-    first_moment, second_moment = np.zeros_like(logits_SV), np.zeros_like(logits_SV)
-    mu_SV, rewards, shares = softmax(logits_SV), [], []
+    adam, mu_SV, rewards, shares = Adam(rate), softmax(logits_SV), [], []
     for update in range(1, updates + 1):
         pi_SV = softmax(logits_SV)
-        ascent_SV = direction(objective, chain, mu_SV, pi_SV, rng)
-        first_moment = 0.9 * first_moment + 0.1 * ascent_SV
-        second_moment = 0.95 * second_moment + 0.05 * ascent_SV**2
-        corrected = first_moment / (1 - 0.9**update), second_moment / (1 - 0.95**update)
-        logits_SV = logits_SV + rate * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
+        logits_SV = logits_SV + adam.step(direction(objective, chain, mu_SV, pi_SV, rng))
         if update % lag == 0:
             pi_SV = softmax(logits_SV)
             shares.append(1 / (1 + chain.chi2(mu_SV, pi_SV)))
@@ -115,9 +111,7 @@ def direction(objective: str, chain: Chain, mu_SV: Array, pi_SV: Array, rng: np.
         factors = np.broadcast_to(gap[:, None], answers.log_ratios.shape)
     else:
         factors = np.exp(answers.log_ratios) * (answers.rewards - answers.rewards.mean())[:, None]
-    places = (answers.states * chain.num_tokens + answers.tokens).ravel()
-    taken_SV = np.bincount(places, factors.ravel(), pi_SV.size).reshape(pi_SV.shape) / BATCH
-    return np.asarray(taken_SV - pi_SV * taken_SV.sum(1, keepdims=True))
+    return ascent_of(chain, pi_SV, answers, factors)
 
 
 def laws(rows: Sequence[Row]) -> Iterator[Row]:

@@ -85,10 +85,10 @@ def _observe(config: Config) -> Iterator[Problem]:
 
 def _surprises(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if config.record.bundle and not config.pipeline.one_anchor:
+    if config.record.bundle and not config.pipeline.scores_fit:
         yield (
-            "record.bundle keeps the rollouts of this run, but not what its updates saw: "
-            "that is recorded only where the learner's own weights sampled (pipeline.mode=sync) and are the anchor"
+            "record.bundle keeps the rollouts of this run, but not what its updates saw: a recording has no place for "
+            "the averaged anchor of pipeline.proximal=average"
         )
     if config.sampling_mask.mode == "keep" and not rollout.truncates:
         yield (

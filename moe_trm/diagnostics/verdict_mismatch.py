@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from moe_trm.diagnostics.verdict_types import Verdict, pick
-from moe_trm.methods.limits import OUTLIER
+from moe_trm.methods.limits import FAR_AHEAD, OUTLIER
 
 Seen = Mapping[str, float]
 
@@ -22,6 +22,8 @@ ICEPOP_MASKED, MASKED = 0.1, 0.25
 """Shares of tokens that IcePop, and all rules together, may drop."""
 PRODUCTS = ("seq_tis", "seq_mis", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3")
 """Rules that judge by the product over a row."""
+WEIGHED = "correction.preset=decoupled_token_is"
+"""Tokens weighed by proximal / rollout, up to a cap: what kept stale training going in docs/evidence.md."""
 
 UNSPLIT = "cannot be known apart without log-probs under the weights that sampled (pipeline.behavior=snapshot)"
 MAKES: Mapping[str, str] = MappingProxyType(
@@ -49,11 +51,13 @@ def precision(seen: Seen) -> Verdict | None:
     )
     if not bad:
         return None
-    routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl")
-    by_routes = len(routed) == 2 and routed["probe/replayed_k3_kl"] < 0.5 * routed["probe/native_k3_kl"]
+    routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl", "probe/token_fraction", "probe/routing_share_se")
+    share, error = _share_of_routes(routed), 2 * routed.get("probe/routing_share_se", 0.0)
     sentence = f"The two engines disagree at the same weights (k3 {evidence['engine/k3_kl']:.2g})"
-    if by_routes:
-        said = f"{sentence}, mostly because their routers choose other experts."
+    if share is not None and share - error > 0.5:
+        drawn = routed.get("probe/token_fraction", 1.0)
+        sampled = f": {share:.0%} of it, ±{error:.0%}, by a probe of {drawn:.0%} of the tokens" if error else ""
+        said = f"{sentence}, mostly because their routers choose other experts{sampled}."
         return Verdict("precision", said, evidence | routed, "replay.mode=R3")
     said = f"{sentence}: align precision and kernels before any correction."
     return Verdict("precision", said, evidence | routed, "rollout.server.dtype=float32")
@@ -81,6 +85,12 @@ def unsplit(seen: Seen) -> Verdict | None:
         return None
     what = "engines and stale weights" if name == "merged" else "engines, stale weights and updates"
     said = f"The policy is far from what sampled (k3 {size:.2g}). The shares of {what} {UNSPLIT}."
+    if name == "merged" and _old_and_free(seen):
+        said = (
+            f"{said} Samples are up to {seen['rollout/age_max']:.0f} versions old, and no rule weighs or rejects them."
+        )
+        evidence = pick(seen, "merged/k3_kl", "total/k3_kl", "rollout/age_max")
+        return Verdict("unsplit", said, evidence, WEIGHED)
     return Verdict("unsplit", said, pick(seen, f"{name}/k3_kl", "total/k3_kl"), "pipeline.behavior=snapshot")
 
 
@@ -228,17 +238,32 @@ def _earliest(seen: Seen) -> str:
     return next((name for name in ("engine", "merged") if f"{name}/k3_kl" in seen), "total")
 
 
+def _share_of_routes(routed: Seen) -> float | None:
+    """Share of the native mismatch that replayed routes remove; None where a probe did not measure it."""
+    native, replayed = (routed.get(f"probe/{name}_k3_kl") for name in ("native", "replayed"))
+    return None if not native or replayed is None else 1 - replayed / native
+
+
 def _is_kept_by(name: str, rule: str) -> bool:
     own = name.removeprefix("correction/").partition("/")
     return name.startswith("correction/") and own[0].partition("@")[0] == rule and own[2] == "kept_fraction"
 
 
 def _less_stale(seen: Seen) -> tuple[str, str]:
-    """Setting against lag, and the same in words; a bound below the largest age, or a correction where that is 1."""
+    """Setting against lag, and the same in words: a bound below the largest age.
+
+    A correction where that age is 1, or where samples are far behind and nothing judges them yet.
+    """
     age = int(seen.get("rollout/age_max", 0.0))
-    if age >= 2:
+    if age >= 2 and not _old_and_free(seen):
         return f"pipeline.max_staleness={age - 1}", "sample less far ahead, or weigh it with a decoupled preset"
-    return "correction.preset=decoupled_token_is", "weigh by proximal / rollout, or sample less far ahead"
+    return WEIGHED, "weigh by proximal / rollout, or sample less far ahead"
+
+
+def _old_and_free(seen: Seen) -> bool:
+    """True when samples are far behind and no rule has judged them, neither by lag nor by anything else."""
+    ruled = any(name.startswith("correction/") and name.count("/") > 1 for name in seen)
+    return seen.get("rollout/age_max", 0.0) >= FAR_AHEAD and not ruled
 
 
 def _systems(seen: Seen, part: str) -> tuple[str, str]:

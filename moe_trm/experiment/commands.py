@@ -6,6 +6,8 @@ import argparse
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from moe_trm.errors import ConfigError, RunError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
 from moe_trm.experiment.comparison import LEAST_PAIRS
-from moe_trm.experiment.plan import Check, Plan, check_run, make_plan
-from moe_trm.experiment.processes import alone, run_all
+from moe_trm.experiment.plan import Check, Plan, PlannedRun, check_run, make_plan
+from moe_trm.experiment.processes import alone, left_to_run, run_all
+from moe_trm.experiment.shared_server import Serve, SharedServer, serve
 from moe_trm.experiment.stages import Stages, stages
 from moe_trm.experiment.states import STATES, States
 
@@ -26,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="YAML file with base, arms, seeds, steps and primary_metric")
     parser.add_argument("--out", type=Path, help="folder of the runs and the page (default: run_dir/name of the file)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="run these arms only; the others wait (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and run nothing")
     parser.add_argument("--retry-failed", action="store_true", help="run those that failed again, and keep the count")
     parser.add_argument("--report", action="store_true", help="write page and table of what has run, and run nothing")
@@ -37,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         args.file,
         args.out,
         jobs=args.jobs,
+        only=args.arms or (),
         dry_run=args.dry_run,
         retry_failed=args.retry_failed,
         only_report=args.report,
@@ -48,16 +53,23 @@ def run_experiment(
     out: Path | None = None,
     *,
     jobs: int = 1,
+    only: Sequence[str] = (),
     dry_run: bool = False,
     retry_failed: bool = False,
     only_report: bool = False,
     check: Check = check_run,
     made_of: Stages = stages,
+    served_by: Serve = serve,
 ) -> int:
-    """As the command; `check` and `made_of` are of each run. Same errors."""
+    """As the command; `check` and `made_of` are of each run, `served_by` of a server that all share. Same errors."""
     if jobs < 1:
         raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
     plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
+    unknown = [arm for arm in only if arm not in plan.file.arms]
+    if unknown:
+        raise ConfigError(
+            "no arm has this name", where="--arms", got=", ".join(unknown), expected=" or ".join(plan.file.arms)
+        )
     attached = [arm for arm, config in plan.configs.items() if not config.rollout.starts_server]
     if jobs > 1 and attached:
         raise ConfigError(
@@ -65,6 +77,13 @@ def run_experiment(
             where=f"arm {attached[0]}",
             got=f"rollout.url or rollout.urls, and --jobs {jobs}",
             expected="one run at a time, or servers of their own",
+        )
+    if jobs > 1 and plan.file.shared_server:
+        raise ConfigError(
+            "runs that share a server push their weights to it, so they cannot run at a time",
+            where="shared_server",
+            got=f"true, and --jobs {jobs}",
+            expected="one run at a time, or shared_server: false",
         )
     if dry_run:
         print("\n".join(described(plan, States(plan), jobs)))
@@ -80,12 +99,21 @@ def run_experiment(
     with alone(plan.folder):
         states = States(plan)
         states.begin(plan)
-        asked = 0 if only_report else run_all(plan, states, jobs=jobs, retry_failed=retry_failed, made_of=made_of)
+        left = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
+        asked = _run(plan, states, left, jobs, made_of, served_by) if left else 0
         arms = read_arms(plan, states)
         written = page.write(plan, arms, about(plan, states))
     print("\n".join(page.summary(plan, arms)))
     print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
     return 128 + asked if asked else int(any(arm.failed for arm in arms))
+
+
+def _run(plan: Plan, states: States, left: Sequence[PlannedRun], jobs: int, made_of: Stages, served_by: Serve) -> int:
+    """`run_all` beside the server that the runs share, if they do."""
+    lent: AbstractContextManager[SharedServer | None] = served_by(plan) if plan.file.shared_server else nullcontext()
+    with lent as server:
+        made = made_of if server is None else server.attached(made_of)
+        return run_all(plan, states, left, jobs=jobs, made_of=made)
 
 
 def described(plan: Plan, states: States, jobs: int) -> list[str]:

@@ -44,6 +44,8 @@ class ExperimentFile(Section):
     """Learner ranks of a run; none: the fewest that hold the model."""
     run_dir: str = "runs"
     """Folder that holds the experiment's folder."""
+    shared_server: bool = False
+    """One rollout server for all runs, started once. Each run gives it its own start before it samples."""
 
     @property
     def against(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_trm.config.flat import different_keys, flatten
+from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import InvalidOverrideError, parse_override
 from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.schema import Config
@@ -29,6 +29,10 @@ OWN = {
 """Settings that the experiment makes, and which of its keys does."""
 ONE_PLACE = ("checkpoint.dir", "record.bundle", "sync.dir")
 """Folders that the runs of an experiment would share."""
+PLACES = {"base", "overrides", "arms", "baseline", "run_dir", "shared_server"}
+"""Keys of the file that say where and by what, or are resolved in the arms."""
+SERVED = ("model.", "rollout.server.", "rollout.quantization")
+"""Settings that make a server what it is."""
 
 Check = Callable[[Config, int], None]
 """Raises the error that refuses a run of this configuration on this many ranks."""
@@ -41,6 +45,8 @@ class PlannedRun:
     arm: str
     seed: int
     overrides: tuple[str, ...]
+    server: str | None = None
+    """Address of a server that all runs share; none: the run starts its own."""
 
     @property
     def name(self) -> str:
@@ -66,7 +72,7 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """Everything that decides about the outcome, by dotted key; places are no part of it."""
         arms = {arm: _apart_from_place(config) for arm, config in self.configs.items()}
-        file = self.file.model_dump(mode="json", exclude={"base", "overrides", "arms", "baseline", "run_dir"})
+        file = self.file.model_dump(mode="json", exclude=PLACES)
         flat = flatten({**file, "baseline": self.file.against, "order": list(arms)})
         return flat | {f"arms.{arm}.{key}": value for arm, flat in arms.items() for key, value in flat.items()}
 
@@ -105,7 +111,7 @@ def make_plan(path: str | Path, folder: Path | None = None, check: Check = check
 
     refuse_together(*(lambda arm=arm: resolve(arm) for arm in file.arms))
     refuse(str(path), [*_shared_places(configs), *_same_arms(configs)])
-    refuse(str(path), [*_metric(file, configs), *_weights(file, configs)])
+    refuse(str(path), [*_metric(file, configs), *_weights(file, configs), *_server(file, configs)])
     runs = tuple(_planned(file, folder, arm, seed) for seed in file.seeds for arm in file.arms)
     return Plan(file, folder, runs, configs)
 
@@ -181,6 +187,32 @@ def _weights(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pr
             )
         if file.evaluations and not config.task.has_evaluation:
             yield Problem("evaluations", f"runs of arm {arm} have no held-out prompts", got="none", expected="some")
+
+
+def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Problem]:
+    """Arms that cannot share the server of the baseline."""
+    first = _apart_from_place(configs[file.against])
+    for arm, config in configs.items() if file.shared_server else ():
+        needs = _own_server(config)
+        if needs:
+            yield Problem("shared_server", f"runs of arm {arm} cannot share a server", got=needs, expected="false")
+            continue
+        own = _apart_from_place(config)
+        apart = [key for key in different_keys(first, own) if key.startswith(SERVED)]
+        if apart:
+            told = ", ".join(f"{key}={as_yaml(own.get(key))}" for key in apart)
+            yield Problem(
+                "shared_server", f"arm {arm} needs another server than {file.against}", got=told, expected="false"
+            )
+
+
+def _own_server(config: Config) -> str:
+    """Why runs of `config` need a server of their own, or start none; empty: one server can serve them all."""
+    if not config.rollout.starts_server:
+        return "they start none"
+    if config.rollout.colocate:
+        return "rollout.colocate=true"
+    return "" if config.sync.method == "disk" else f"sync.method={config.sync.method}"
 
 
 def _apart_from_place(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import time
@@ -90,29 +91,43 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def left_to_run(
+    plan: Plan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
+) -> list[PlannedRun]:
+    """The runs that have not ended, in the order of the plan.
+
+    Args:
+        plan, states: what there is, and how far it is.
+        retry_failed: those that failed too.
+        only: arms; none: all.
+    """
+    ended = ("finished",) if retry_failed else ("finished", "failed")
+    arms = only or tuple(plan.file.arms)
+    return [run for run in plan.runs if run.arm in arms and states.of(run).state not in ended]
+
+
 def run_all(
     plan: Plan,
     states: States,
+    left: Sequence[PlannedRun],
     *,
     jobs: int = 1,
-    retry_failed: bool = False,
     made_of: Stages = stages,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Run what has not finished; every change of state is written before anything else happens.
+    """Run what is left; every change of state is written before anything else happens.
 
     Args:
         plan: what runs.
-        states: of this plan; runs that finished or failed are not run again.
+        states: of this plan.
+        left: the runs, of `left_to_run`; the reasons of earlier ends stay in the books.
         jobs: runs at a time.
-        retry_failed: run those that failed again; their reasons stay in the books.
         made_of: the processes of a run.
         say: a line for whoever watches.
     Returns:
         The signal that asked to stop, 0 when no run is left.
     """
-    ended = ("finished",) if retry_failed else ("finished", "failed")
-    waiting = [run for run in plan.runs if states.of(run).state not in ended]
+    waiting = list(left)
     stop, started = Stop(), dict[str, Running]()
     with stop.listening():
         while started or (waiting and not stop.asked):
@@ -152,7 +167,12 @@ def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) ->
     with log.open("ab") as output:
         begins = output.tell()
         process = subprocess.Popen(
-            stage.command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            stage.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={**os.environ, **stage.environment},
         )
     return Running(run, stage, others, process, Lifeline(process.pid), log, begins, time.monotonic())
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_trm.experiment.plan import Plan, PlannedRun
@@ -16,11 +16,13 @@ class Stage:
 
     Attributes:
         result: the file that an evaluation leaves; None for the training, whose end the books keep.
+        environment: variables beside those of this process.
     """
 
     name: str
     command: Sequence[str]
     result: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
@@ -31,10 +33,11 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
-    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *ranks])]
+    attach = [f"rollout.url={run.server}"] if run.server else []
+    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
-        command = [*moe_trm, "eval", str(folder), "--by", by, "--json", str(result)]
+        command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]
         found.append(Stage(f"evaluation by {by}", command, result))
     return found
 

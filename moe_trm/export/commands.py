@@ -19,6 +19,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--out", type=Path, help="folder to write (default: hf-NNNNNN beside the checkpoint)")
     parser.add_argument(
+        "--published",
+        action="store_true",
+        help="write the tensors in the form of the checkpoint that the run started from, FP8 or MXFP4 "
+        "(default: plain, in the learner's dtype)",
+    )
+    parser.add_argument(
         "--model", type=Path, help="where the checkpoint that the run started from lies now, if it was moved"
     )
 
@@ -30,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     step = read_manifest(checkpoint).step
     if args.step not in (None, step):
         raise RunError("this is the checkpoint of another step", where=str(checkpoint), got=args.step, expected=step)
-    folder = export_checkpoint(checkpoint, args.out or checkpoint.parent / f"hf-{step:06d}", model=args.model)
+    out = args.out or checkpoint.parent / f"hf-{step:06d}"
+    folder = export_checkpoint(checkpoint, out, model=args.model, published=args.published)
     print(f"{folder}: the weights after step {step}")
     print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     print(f"  serve     python -m launch.rollout CONFIG model.checkpoint={folder}")

@@ -105,8 +105,8 @@ class Process:
         try:
             assert process.stdin is not None
             process.stdin.write(pack(hello))
-            answer = from_child(process, _DECODER)
-            first = await asyncio.wait_for(answer, STARTUP_S)
+            reading = from_child(process, _DECODER)
+            first = await asyncio.wait_for(reading, STARTUP_S)
         except TimeoutError:
             pass
         finally:

@@ -29,8 +29,8 @@ class ScoreRecorder:
     """
 
     def __init__(self, config: Config, data_rank: int, data_size: int, *, leads: bool = True) -> None:
-        # The format has one anchor; with stale samples or an averaged one there are two.
-        wanted = config.record.bundle and leads and config.pipeline.one_anchor
+        # The format has log-probs of the sampled weights and of the start of the step, none of an averaged policy.
+        wanted = config.record.bundle and leads and config.pipeline.scores_fit
         self._folder = Path(config.record.bundle) if wanted and config.record.bundle else None
         self._rank, self._size = data_rank, data_size
         self._updates: list[tuple[Anchored, dict[int, Scores]]] = []

@@ -74,7 +74,7 @@ _LEFT: Sequence[tuple[str, str]] = (
     ),
     (
         r"attention-.*|transformer-impl|recompute-.*|no-.*-fusion|overlap-.*|use-distributed.*|log-probs-.*|train-.*"
-        r"|distributed-.*|offload.*|colocate|update-weight.*|data-pad.*|qkv-format|use-flash.*|micro-.*|tp-comm.*"
+        r"|distributed-.*|offload.*|colocate|update-weight.*|data-pad.*|use-flash.*|micro-.*|tp-comm.*"
         r"|decoder-.*|account-.*|virtual-.*|num-layers-per.*|.*parallel.*|.*backend.*|.*dropout.*|calculate-.*|grad-.*"
         r"|deterministic.*|override-opt.*|use-.*-optimizer|fp8-.*|fp16|true-on-policy.*|context-.*|cp-.*|allgather.*",
         "how slime's engine places and computes; ours is described in `learner`",

@@ -101,9 +101,9 @@ class PipelineConfig(Section):
         return self.behavior if self.staleness_limit else "same"
 
     @property
-    def one_anchor(self) -> bool:
-        """True where the learner's weights at the step's start are those that sampled, and the proximal ones."""
-        return self.recovery == "same" and self.proximal == "start"
+    def scores_fit(self) -> bool:
+        """True where recorded scores hold every anchor of an update: none is of an average of weights."""
+        return self.proximal == "start"
 
     @property
     def staleness_limit(self) -> int:

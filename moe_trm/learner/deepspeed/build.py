@@ -20,6 +20,7 @@ from moe_trm.learner.deepspeed.state import TrainingState
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
@@ -27,6 +28,7 @@ from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import family_of
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
 
@@ -62,7 +64,11 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         engine,
         optimizer,
         replayer,
-        HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
+        HfExporter(
+            partial(owned_tensors, policy.causal, partitioned=partitioned),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
+        ),
         (PartitionSnapshots if partitioned else Snapshots)(
             [policy], inputs_first=family_of(hf, folder) is GPT_OSS, computes_in=computes_in(config)
         ),
@@ -85,6 +91,7 @@ def _start_process_group() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device

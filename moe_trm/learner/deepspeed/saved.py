@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.deepspeed.hf_model import model_config
 from moe_trm.learner.deepspeed.weights import checkpoint_form
 
 WEIGHT = "weight/"
@@ -24,10 +25,10 @@ class SavedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            self._causal: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            self._causal: Any = AutoModelForCausalLM.from_config(model_config(folder))
 
     @property
     def constants(self) -> frozenset[str]:

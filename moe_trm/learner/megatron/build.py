@@ -13,6 +13,7 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, fp8, layout
@@ -24,9 +25,11 @@ from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_mo
 from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
+from moe_trm.learner.megatron.stages import virtual_stages
 from moe_trm.learner.megatron.state import TrainingState
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
@@ -75,7 +78,9 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         if hf_config.moe_layers(hf)
         else None,
         HfExporter(
-            partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
+            partial(owned_tensors, chunks, hf),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
         TrainingState(chunks, optimizer, hf),
         Parts(fp8.alignment(config.learner), packed=packed),
@@ -100,6 +105,7 @@ def _start_process_group() -> torch.device:
     else:
         cpu_shim.install()
         device = torch.device("cpu")
+    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
@@ -109,7 +115,7 @@ def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,

@@ -186,8 +186,8 @@ LITERALS = (
 def _install_literals() -> None:
     # distributed/param_and_grad_buffer.py:768; models/common/embeddings/rope_utils.py:63; optimizer/clip_grads.py:90;
     # optimizer/grad_scaler.py:15,88; optimizer/optimizer.py:473,907; pipeline_parallel/schedules.py:596,983,2138;
-    # transformer/moe/moe_utils.py:998; transformer/utils.py:35; utils.py:1207. Only these modules get another `torch`: a
-    # TorchFunctionMode would see every call of every module, and cost as much as the calls of a small model.
+    # transformer/moe/moe_utils.py:998; transformer/utils.py:35; utils.py:1207. Only these modules get another `torch`:
+    # a TorchFunctionMode would see every call of every module, and cost as much as the calls of a small model.
     for name in LITERALS:
         import_module(f"megatron.core.{name}").torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]
 

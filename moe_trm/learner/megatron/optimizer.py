@@ -48,12 +48,19 @@ def wrap_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    return [
-        DistributedDataParallel(
-            config, ddp_config, Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-        )
-        for chunk in chunks
-    ]
+    return [DistributedDataParallel(config, ddp_config, _narrowed(config, chunk)) for chunk in chunks]
+
+
+def _narrowed(config: TransformerConfig, chunk: PolicyModel) -> PolicyModel | Float16Module:
+    """`chunk` in its dtype. Float16Module casts buffers too; biases that choose experts keep their float32 values."""
+    if not (config.bf16 or config.fp16):
+        return chunk
+    routers = [module for module in chunk.modules() if isinstance(getattr(module, "expert_bias", None), Tensor)]
+    precise = [router.expert_bias.clone() for router in routers]
+    narrowed = Float16Module(config, chunk)
+    for router, bias in zip(routers, precise, strict=True):
+        router.expert_bias.data = bias
+    return narrowed
 
 
 def _finalize_sums(model: list[Any], _num_tokens: Any = None, **options: Any) -> None:
@@ -156,7 +163,7 @@ class GuardedOptimizer(Steps):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self._wrapped[0].parameters()).device
+        device: torch.device = next(values for chunk in self._wrapped for values in chunk.parameters()).device
         return device
 
 

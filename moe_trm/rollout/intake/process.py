@@ -93,8 +93,8 @@ class IntakeProcess:
         first = None
         try:
             process.stdin.write(pack(hello))
-            answer = from_child(process, _DECODER)
-            first = await asyncio.wait_for(answer, STARTUP_S)
+            reading = from_child(process, _DECODER)
+            first = await asyncio.wait_for(reading, STARTUP_S)
         except TimeoutError:
             pass
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,19 @@ def can_be_typed(said: Verdict, folder: Path) -> None:
     file = folder / "config.yaml"
     file.write_text("model: {checkpoint: none}\npipeline: {mode: async}\n", encoding="utf-8")
     resolve(file, [said.config] if said.config else [])
+
+
+@pytest.mark.parametrize(("route", "case"), [("split", "lag"), ("merged", "unsplit")])
+def test_old_samples_that_nothing_judges_are_weighed_before_anything_else(route: str, case: str) -> None:
+    """At four versions and more; a rule that acts, or younger samples, leave the advice on the cause itself."""
+    stale = partial(measured, {"lag": noise(0.4)}, seed=5, route=route)
+    said = verdict([stale() | {"rollout/age_max": 8.0}])
+    assert (said.case, said.config) == (case, "correction.preset=decoupled_token_is")
+    assert "weigh" in said.sentence
+    for found in (
+        stale() | {"rollout/age_max": 3.0},
+        stale(rules=({"name": "token_tis", "cap": 2.0, "ratio": "merged"},)) | {"rollout/age_max": 8.0},
+    ):
+        other = verdict([found])
+        assert other.case == case
+        assert other.config != said.config

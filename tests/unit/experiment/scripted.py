@@ -30,6 +30,8 @@ asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 with (folder / "started").open("a") as started:
     started.write(f"{done}\\n")
+with (folder / "servers").open("a") as servers:
+    servers.write(f"{set_to.get('rollout.url')} {os.environ.get('MOE_TRM_API_KEY')}\\n")
 tries = len((folder / "started").read_text().splitlines())
 print("begins at", done, flush=True)
 for step in range(done, steps + 1):
@@ -118,9 +120,14 @@ class Scripted:
         """Steps that were there at each start of a run."""
         return [int(line) for line in (self.out / run / "started").read_text().splitlines()]
 
+    def servers(self, run: str) -> list[str]:
+        """Address and key of the server at each start of a run."""
+        return (self.out / run / "servers").read_text().splitlines()
+
     def _stages(self, plan: Plan, run: PlannedRun) -> Sequence[Stage]:
         python, program = [sys.executable, "-I", "-S"], str(self.folder / "program.py")
-        found = [Stage("training", [*python, program, str(self._script), *run.overrides])]
+        attach = [f"rollout.url={run.server}"] if run.server else []
+        found = [Stage("training", [*python, program, str(self._script), *run.overrides, *attach])]
         for by in plan.file.evaluations:
             result = result_of(plan, run.name, by)
             command = [*python, "-c", EVALUATION, str(self._script), run.name, by, str(result)]

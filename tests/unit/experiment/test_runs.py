@@ -208,3 +208,16 @@ def test_damaged_books_are_refused(tmp_path: Path) -> None:
     (trial.out / "states.jsonl").write_text('{"run": "none-seed0"')
     with pytest.raises(RunError, match="cannot be read"):
         trial.run()
+
+
+def test_arms_can_be_run_before_the_others(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path)
+    assert trial.run(only=["R3"]) == 0
+    assert {run: state["state"] for run, state in trial.states().items()} == {
+        run: "finished" if run.startswith("R3") else "waiting" for run in ALL
+    }
+    assert "no seed has finished in both" in (trial.out / "table.md").read_text()
+    assert trial.run() == 0
+    assert {state["attempts"] for state in trial.states().values()} == {1}
+    with pytest.raises(ConfigError, match="no arm has this name"):
+        trial.run(only=["R4"])

@@ -163,13 +163,14 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert pairs["--attention-backend"] == "torch_native"
     assert pairs["--max-total-tokens"] == "65536"
     assert {"--sleep-on-idle", "--enable-return-routed-experts", "--skip-server-warmup"} <= set(cpu)
+    assert "--disable-overlap-schedule" in cpu
     server = config(tmp_path).rollout.server.model_copy(update={"device": "cuda"})
     base = config(tmp_path)
     cuda = launch_command(
         base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": server})}), tmp_path, 7, "k.yaml"
     )
     assert "--enable-return-routed-experts" in cuda
-    assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup"} & set(cuda)
+    assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
     assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
     assert child_environment({"A": "1"}, cpu=True)["TORCHDYNAMO_DISABLE"] == "1"

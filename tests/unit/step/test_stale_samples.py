@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,14 @@ from moe_trm.corrections import Evidence
 from moe_trm.errors import ConfigError
 from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
+from moe_trm.recording.scores import ScoresReader
 from moe_trm.step.minibatch import gather_minibatch
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.recipe import recipe
+from moe_trm.step.score_recorder import ScoreRecorder
 from moe_trm.types import MicroBatch, MiniBatch, TrainRow
+from moe_trm.whatif.judge import Candidate, judge
 from routing.replay import Native
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
@@ -135,3 +139,30 @@ def test_an_anchor_that_was_not_measured_splits_nothing() -> None:
     assert ratios.known == ("total",)
     with pytest.raises(ConfigError, match="engine ratio is unknown"):
         ratios.get("engine")
+
+
+@pytest.mark.parametrize("behavior", ["snapshot", "merged", "interpolate", "bypass", None])
+def test_a_recording_of_stale_samples_is_judged_as_the_run_was(behavior: str | None, tmp_path: Path) -> None:
+    """Every ratio that the run knew, weights and loss, from what was recorded alone."""
+    rules = [] if behavior == "bypass" else [{"name": "token_tis", "thresholds": {"ratio": "merged"}}]
+    settings = config(behavior, correction={"rules": rules}, record={"bundle": str(tmp_path)})
+    part, objective, recorder = stale(settings), Objective(settings), ScoreRecorder(settings, 0, 1)
+    current = torch.where(part.batches[0].mask, math.log(0.9), 0.0).requires_grad_()
+    recorder.watch(part, objective.bind(part, OneRank(), first=True))(0, Scores(current))
+    recorder.write(1)
+    trained = objective.take(OneRank())
+    assert f"{part.ratios(0, current).known[0]}/k3_kl" in trained
+    found = judge(
+        Candidate("as trained", settings.correction, settings.loss), settings, {1: ScoresReader(tmp_path).read(1)}
+    )
+    assert found.steps is not None
+    assert found.steps[1] == pytest.approx(trained, nan_ok=True)
+
+
+def test_an_averaged_anchor_is_not_recorded(tmp_path: Path) -> None:
+    settings = config("merged", record={"bundle": str(tmp_path)})
+    averaged = settings.model_copy(update={"pipeline": settings.pipeline.model_copy(update={"proximal": "average"})})
+    part, objective = stale(averaged), Objective(averaged)
+    bound = objective.bind(part, OneRank(), first=False)
+    assert ScoreRecorder(averaged, 0, 1).watch(part, bound) is bound
+    assert ScoreRecorder(settings, 0, 1).watch(part, bound) is not bound

@@ -1,0 +1,161 @@
+"""Flips of routers between two precisions, by depth, experts, top-k and precision.
+
+`python -m benchmarks.evidence.flip_depth [--seeds N] [--json FILE] [--picture FILE]`. Tiny Qwen3-MoE models with random
+weights score random tokens in float32 and in a lower precision, from the same rounded weights, so that arithmetic alone
+differs. No engine takes part. Two questions:
+
+- how the share of tokens with a flip in any layer grows with depth, and what 1 - prod_l (1 - p_l) says, which is that
+  share if flips of layers were independent (p_l is the share in layer l);
+- how the rate in a layer depends on its depth, the number of experts, top-k and the precision.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.figure import Panel, document, lines
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+from moe_trm.models.tiny.checkpoint import TinyShape, tiny_model
+from moe_trm.report.intervals import around_mean
+from routing.flips import Flips, flips
+
+BASE = TinyShape(layers=8, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=16, top_k=2, expert_ffn=32)
+DEPTHS = (2, 4, 8, 16, 24)
+EXPERTS = (8, 16, 32, 64, 128)
+TOP_K = (1, 2, 4, 8)
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROWS, TOKENS = 8, 64
+FIRST_ID = 4
+"""Ids below are special."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One model in two precisions."""
+
+    any_layer: float
+    independent: float
+    first_layer: float
+    last_layer: float
+    token_layers: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--seeds", type=int, default=4, help="random models (default: 4)")
+    parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rows = list(measure(args.seeds))
+    report("Flips between float32 and a lower precision at the same weights: means over models", rows, args.json)
+    if args.picture:
+        args.picture.write_text(draw(rows), encoding="utf-8")
+    return 0
+
+
+def settings() -> Iterator[tuple[str, str, TinyShape, str]]:
+    """Sweep, value, sizes and precision."""
+    for depth in DEPTHS:
+        yield "layers", str(depth), replace(BASE, layers=depth), "bfloat16"
+    for experts in EXPERTS:
+        yield "experts", str(experts), replace(BASE, experts=experts), "bfloat16"
+    for top_k in TOP_K:
+        yield "top_k", str(top_k), replace(BASE, top_k=top_k), "bfloat16"
+    for precision in PRECISIONS:
+        yield "precision", precision, BASE, precision
+
+
+def measure(seeds: int) -> Iterator[Row]:
+    """One row per setting: means over random models, and the 95% intervals of the rates."""
+    for sweep, value, shape, precision in settings():
+        points = [point(shape, precision, seed) for seed in range(seeds)]
+        row: Row = {"sweep": sweep, "value": value}
+        for name in ("any_layer", "independent", "token_layers"):
+            values = [getattr(one, name) for one in points]
+            low, high = around_mean(values) or (float("nan"), float("nan"))
+            row |= {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+        yield {
+            **row,
+            "first_layer": statistics.fmean(one.first_layer for one in points),
+            "last_layer": statistics.fmean(one.last_layer for one in points),
+        }
+
+
+def point(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Point:
+    """Flips of one random model on random tokens."""
+    found = compared(shape, precision, seed, rows)
+    return Point(
+        any_layer=found.token_any_layer_rate,
+        independent=independent(found.per_layer),
+        first_layer=float(found.per_layer[0]),
+        last_layer=float(found.per_layer[-1]),
+        token_layers=found.token_layer_rate,
+    )
+
+
+def compared(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Flips:
+    """The routes in float32 against those in `precision`, at the weights that `precision` can hold."""
+    model = tiny_model(seed, shape).eval()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_ID, shape.vocab_size, (rows, TOKENS), generator=generator)
+    low = routes(model.to(PRECISIONS[precision]), ids)
+    high = routes(model.to(torch.float32), ids)
+    return flips(high, low, num_experts=shape.experts)
+
+
+def independent(per_layer: np.ndarray) -> float:
+    """1 - prod_l (1 - p_l): the share of tokens with a flip in any layer, were the layers independent."""
+    return float(1 - np.prod(1 - per_layer))
+
+
+@torch.no_grad()
+def routes(model: nn.Module, ids: Tensor) -> Tensor:
+    """The experts that the model chose, `[tokens, L, K]`."""
+    chosen: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: object, outputs: Mapping[int, Tensor]) -> None:
+        chosen.append(outputs[2])
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(chosen, 1)
+
+
+def draw(rows: Sequence[Row]) -> str:
+    """SVG: by depth, tokens with a flip and what independent layers would give; beside it, experts and top-k."""
+    parts: list[str] = []
+    panels = (
+        ("layers", {"any layer": "any_layer", "if independent": "independent", "in a layer": "token_layers"}),
+        ("experts", {"any layer": "any_layer", "in a layer": "token_layers"}),
+        ("top_k", {"any layer": "any_layer", "in a layer": "token_layers"}),
+    )
+    for right, (sweep, series) in enumerate(panels):
+        here = [row for row in rows if row["sweep"] == sweep]
+        highest = 1.1 * max(float(row["any_layer"]) for row in here)
+        left = 60 + 400 * right
+        panel = Panel(left, left + 220, len(here) + 0.5, 0, highest)
+        parts += panel.frame(
+            f"Flips by {sweep}", [(highest * part / 4, f"{highest * part / 4:.1%}") for part in range(5)]
+        )
+        parts += [panel.below(panel.x(place), str(row["value"])) for place, row in enumerate(here, start=1)]
+        parts.append(panel.below((panel.left + panel.right) / 2, sweep, line=1))
+        parts += lines(panel, {name: [float(row[key]) for row in here] for name, key in series.items()})
+    return document(parts, 60 + 400 * len(panels), 360)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
