@@ -2,8 +2,9 @@
 
 `python -m benchmarks.plan_memory --json FILE`. Tiny models of two families are trained for two steps on each layout.
 Weights, gradients and optimizer are the storages that a rank holds. What a step allocates beside them is the peak of
-the profiler's record of every allocation, in the second update. Replayed routes are spread evenly over the experts, as
-the planner assumes. The rules for the layers of GPUs are not measured here.
+the profiler's record of every allocation, after a first update. On several ranks, threads of the process group give
+some tensors back without a record, and the least of several updates counts. Replayed routes are spread evenly over the
+experts, as the planner assumes. The rules for the layers of GPUs are not measured here.
 """
 
 from __future__ import annotations

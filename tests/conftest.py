@@ -22,10 +22,12 @@ GROUPS = {
     "integration/test_doctor.py": "server of the briefly warmed model",
     "integration/test_fake_quantization.py": "server of the briefly warmed model",
     "integration/test_three_engines.py": "server of the briefly warmed model",
+    "integration/test_lora_run.py": "server of the briefly warmed model",
     "integration/test_agent_rows.py": "server of the briefly warmed model",
     "integration/test_agent_pushes.py": "tiny server",
     "integration/test_agent_sessions.py": "tiny server",
     # Ranks that are forked from one process.
+    "integration/test_lora.py": "tests/integration/test_learner_optimizer.py",
     "integration/test_replay_columns.py": "tests/integration/test_replay_layouts.py",
     "integration/test_replay_fsdp.py": "tests/integration/test_replay_layouts.py",
     "integration/test_published_models.py": "tests/integration/test_replay_layouts.py",

@@ -175,6 +175,8 @@ def layers_switch(
         return learner.transformer_engine, "as configured"
     if not cuda:
         return "off", "no CUDA device"
+    if learner.lora.rank:
+        return "off", "adapters (learner.lora) are merged into Megatron's own layers"
     if not transformer_engine():
         return "off", "transformer_engine.pytorch does not import"
     return "on", "there are CUDA and a working Transformer Engine"

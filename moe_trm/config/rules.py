@@ -16,6 +16,7 @@ from moe_trm.config import (
     anti_patterns,
     deepspeed_rules,
     engine_rules,
+    lora_rules,
     precision_rules,
     rollout_rules,
     schedule_rules,
@@ -61,6 +62,7 @@ def _refusals(config: Config) -> list[Problem]:
         *advantage_rules.refusals(config),
         *precision_rules.refusals(config),
         *deepspeed_rules.refusals(config),
+        *lora_rules.refusals(config),
         *_observe(config),
     ]
 
@@ -71,7 +73,9 @@ def warnings(config: Config) -> list[str]:
     return [
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config),
+        *lora_rules.idle_settings(config),
         *precision_rules.surprises(config),
+        *lora_rules.surprises(config),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moe_trm.config import pipeline_layout
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
@@ -242,6 +243,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
             got=f"{parallel.virtual_pipeline} chunks on 1 stage",
             expected="learner.parallel.pipeline of at least 2",
         )
+    yield from pipeline_layout.problems(parallel)
     if parallel.tensor % parallel.expert_tensor:
         yield Problem(
             "learner.parallel.expert_tensor",

@@ -13,6 +13,7 @@ from moe_trm.checkpoint.folder import STATE_FILE, Manifest, read_manifest, verif
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
+from moe_trm.export.adapter import lora_of, merged_tensors, saved_factors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import SHARD_BYTES, write_companions, write_files, write_index
 from moe_trm.learner.hf_form import ExportForm
@@ -34,9 +35,10 @@ def export_checkpoint(
 ) -> Path:
     """Write the weights of `checkpoint` as a Hugging Face folder, and return the folder.
 
-    They are those that the learner itself would have exported at that step, bit for bit. What was not trained is as in
-    the checkpoint that the run started from: a frozen router, biases that choose experts, layers that predict several
-    tokens at once. Config and tokenizer are that one's, too.
+    They are those that the learner itself would have exported at that step, bit for bit. Adapters are merged: equal up
+    to the rounding of a float32 product. What was not trained is as in the checkpoint that the run started from: a
+    frozen router, biases that choose experts, layers that predict several tokens at once. Config and tokenizer are that
+    one's, too.
 
     Args:
         checkpoint: a `step-NNNNNN` folder.
@@ -93,14 +95,15 @@ def _of_model(
     reader: PieceReader, hf: Mapping[str, Any], learner: LearnerConfig, source: HfCheckpoint, *, where: str
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model: the trained ones, then those that are as in the start checkpoint."""
-    trained, constants = _saved(reader, hf, source.folder, learner.backend)
+    trained, constants = _saved(reader, hf, source, learner)
     written = set[str]()
     for name, tensor in trained:
         _check_shape(name, tensor, source)
         written.add(name)
         yield name, tensor
     for name in sorted(_expected(hf, source) - written):
-        if not (is_frozen(name, learner) or name in constants or name.endswith(_CONSTANT)):
+        is_base = learner.lora.rank > 0 or is_frozen(name, learner)
+        if not (is_base or name in constants or name.endswith(_CONSTANT)):
             raise CheckpointError(
                 "a trained tensor is missing from the checkpoint",
                 where=f"{where}, {name}",
@@ -112,13 +115,18 @@ def _of_model(
 
 
 def _saved(
-    reader: PieceReader, hf: Mapping[str, Any], start: Path, backend: str
+    reader: PieceReader, hf: Mapping[str, Any], source: HfCheckpoint, learner: LearnerConfig
 ) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
-    """The trained tensors, and the names of those that no learner of this kind trains."""
-    if backend == "deepspeed":
+    """The trained tensors, and the names of those that no learner of this kind trains.
+
+    With adapters, the matrices that have one, merged.
+    """
+    if learner.lora.rank:
+        return merged_tensors(saved_factors(reader, hf, source, learner), source, learner), frozenset()
+    if learner.backend == "deepspeed":
         from moe_trm.learner.deepspeed.saved import SavedModel
 
-        saved = SavedModel(start)
+        saved = SavedModel(source.folder)
         return saved.saved_tensors(reader), saved.constants
     from moe_trm.learner.megatron.saved import saved_tensors
 
@@ -129,7 +137,8 @@ def _learner(manifest: Manifest) -> LearnerConfig:
     """The settings of the learner that say what its checkpoint holds; others may be of another version."""
     learner = manifest.config.get("learner", {})
     return LearnerConfig(
-        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None}
+        lora=lora_of(manifest),
+        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None},
     )
 
 

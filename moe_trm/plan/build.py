@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from shlex import quote
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import ConfigError
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
@@ -108,9 +109,17 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side.
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters.
         CheckpointError: a model that is not supported.
     """
+    if config.learner.lora.rank:
+        raise ConfigError(
+            "the memory of adapters is not planned",
+            where="learner.lora.rank",
+            got=config.learner.lora.rank,
+            expected=0,
+            fix="Plan with learner.lora.rank=0, which needs more memory and the same products.",
+        )
     model = model_of(hf, where)
     serve_gpus, ranks = cluster.split(config)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
@@ -195,14 +204,23 @@ def _judge_or_advise(
     try:
         return judge(config, model, hf, load, step_tokens)
     except ConfigError as error:
-        advice = f"These fit: {'; '.join(lines(other) for other in others[:3])}." if others else error.fix
+        own = config.learner.parallel
+        advice = f"These fit: {'; '.join(lines(other, own) for other in others[:3])}." if others else error.fix
         raise ConfigError(error.what, where=error.where, got=error.got, expected=error.expected, fix=advice) from error
 
 
-def lines(judged: Judged) -> str:
-    """A layout as overrides."""
-    sizes = {name: size for name, size in judged.parallel.model_dump().items() if size not in (1, None)}
-    return " ".join(f"learner.parallel.{name}={size}" for name, size in sizes.items()) or "learner.parallel={}"
+def lines(judged: Judged, own: ParallelConfig) -> str:
+    """A layout as overrides of a configuration whose layout is `own`."""
+    sizes, before, default = (parallel.model_dump() for parallel in (judged.parallel, own, ParallelConfig()))
+    changed = {name: size for name, size in sizes.items() if (size, size) != (before[name], default[name])}
+    return " ".join(f"learner.parallel.{name}={_word(size)}" for name, size in changed.items()) or "learner.parallel={}"
+
+
+def _word(value: object) -> str:
+    """A value as a shell and YAML take it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
 def _modes(config: Config) -> list[Mode]:

@@ -57,7 +57,8 @@ def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_
     else:
         check_layout(config, megatron_version(), hf, world_size=load.world)
         stage, memory = megatron_memory(model, hf, learner, load)
-    return Judged(learner.parallel, learner.recompute, stage, memory, bubble(config, step_tokens, load.world))
+    waiting = bubble(config, len(model.layers), step_tokens, load.world)
+    return Judged(learner.parallel, learner.recompute, stage, memory, waiting)
 
 
 def alternatives(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
+from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import moe_layers
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
@@ -70,16 +71,7 @@ class Load:
 
 def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    each = len(model.layers) // chunks
-    return [
-        tuple(
-            layer
-            for chunk in range(rank, chunks, parallel.pipeline)
-            for layer in range(chunk * each, (chunk + 1) * each)
-        )
-        for rank in range(parallel.pipeline)
-    ]
+    return layers_by_rank(parallel, len(model.layers))
 
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -133,7 +125,7 @@ def stage_memory(
     is_last = stage == parallel.pipeline - 1
     head = head_bytes(hf, learner, load, kernels) if is_last else 0.0
     kept = activations(hf, learner, layers, local, flight, load.rows, kernels)
-    sent = (parallel.virtual_pipeline or 1) - is_last if parallel.pipeline > 1 else 0
+    sent = (virtual_stages(parallel) or 1) - is_last if parallel.pipeline > 1 else 0
     kept += sent * flight * size * local * int(hf["hidden_size"]) / parallel.tensor
     if kernels != "fused" and parallel.tensor > 1:
         # Megatron's own buffer for gathered columns, which it never gives back.
@@ -156,7 +148,7 @@ def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int | None) -
 
     One forward, one backward: a stage holds one for each stage from it on. Virtual stages begin with more.
     """
-    chunks = parallel.virtual_pipeline or 1
+    chunks = virtual_stages(parallel) or 1
     after = parallel.pipeline - stage - 1
     most = after + 1 if chunks == 1 else (2 * after + (chunks - 1) * parallel.pipeline + 1) / chunks
     return most if micro_batches is None else min(most, micro_batches)
@@ -219,6 +211,8 @@ def layer_work(
 ) -> float:
     """Bytes while one layer runs backward, beside what was kept: what it computes again, and gradients on their way."""
     found = _layers(hf, learner, layers, kernels)
+    if not found:
+        return 0.0
     if learner.recompute == "none":
         # The last layer is the first: behind it, kept tensors are given back.
         return found[-1].gradients * tokens

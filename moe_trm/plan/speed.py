@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.schema import Config
+from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
 from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.figures import Basis
@@ -111,13 +112,17 @@ def micro_batches(config: Config, tokens: float, world: int) -> float:
     return max(1.0, tokens / config.learner.minibatches / data_ranks(config, world) / micro_batch_tokens(config, 0))
 
 
-def bubble(config: Config, tokens: float, world: int) -> float:
-    """Share of a minibatch in which a pipeline rank waits: (P - 1) / (v m + P - 1), m micro-batches of a rank."""
+def bubble(config: Config, num_layers: int, tokens: float, world: int) -> float:
+    """Share of a minibatch in which a pipeline rank waits in the mean: 1 - v m / (v m + P - 1) * mean / largest.
+
+    m micro-batches of a rank; mean and largest number of layers of a rank. The embedding and the loss count nothing.
+    """
     parallel, learner = config.learner.parallel, config.learner
     if parallel.pipeline == 1 or learner.backend != "megatron":
         return 0.0
-    micro = micro_batches(config, tokens, world)
-    return (parallel.pipeline - 1) / ((parallel.virtual_pipeline or 1) * micro + parallel.pipeline - 1)
+    chunks = (virtual_stages(parallel) or 1) * micro_batches(config, tokens, world)
+    largest = max(len(layers) for layers in layers_by_rank(parallel, num_layers))
+    return 1 - chunks / (chunks + parallel.pipeline - 1) * num_layers / (parallel.pipeline * largest)
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: float) -> int:
@@ -148,4 +153,4 @@ def train_seconds(
         return tokens / efficiency.learner_tokens_s
     speed = world * gpu.tflops * 1e12 * efficiency.train_flops
     busy = tokens * columns * training_operations(model, hf, config, context) / speed
-    return busy / (1 - bubble(config, tokens, world))
+    return busy / (1 - bubble(config, len(model.layers), tokens, world))

@@ -222,7 +222,7 @@ def _advice(plan: Plan) -> str:
 def settings(plan: Plan) -> list[str]:
     """Overrides of the best layout that fits and of the fastest pipeline mode."""
     layout = plan.layout if plan.layout.total <= plan.room or not plan.others else plan.others[0]
-    found = lines(layout).split()
+    found = lines(layout, plan.config.learner.parallel).split()
     if plan.serving.smallest_gpus and not plan.serving.fits:
         found.append(f"rollout.server.tensor_parallel={plan.serving.smallest_gpus}")
     return [*found, *_mode_settings(plan, chosen_mode(plan))]

@@ -104,7 +104,7 @@ class Warmup:
         self.model: Qwen3MoeForCausalLM = tiny_model(seed)
         self.model.set_experts_implementation("grouped_mm")
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
         )
         self.rng = random.Random(f"warmup-{seed}")
         self.step = 0

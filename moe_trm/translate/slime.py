@@ -13,7 +13,7 @@ from moe_trm.translate.slime_left import reason_of
 from moe_trm.translate.slime_run import RUN
 from moe_trm.translate.sources import flag_settings
 from moe_trm.translate.values import Rule
-from moe_trm.translate.words import integer, number, on, only, word, wordly
+from moe_trm.translate.words import flag, integer, number, on, only, word, wordly
 
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "n-samples-per-prompt": ("1",),
@@ -220,6 +220,12 @@ _RULES: Sequence[Rule] = (
     wordly("seed", "seed", integer),
     wordly("tensor-model-parallel-size", "learner.parallel.tensor", integer),
     wordly("pipeline-model-parallel-size", "learner.parallel.pipeline", integer),
+    wordly("num-virtual-stages-per-pipeline-rank", "learner.parallel.virtual_pipeline", integer),
+    wordly("decoder-first-pipeline-num-layers", "learner.parallel.first_stage_layers", integer),
+    wordly("decoder-last-pipeline-num-layers", "learner.parallel.last_stage_layers", integer),
+    wordly("account-for-embedding-in-pipeline-split", "learner.parallel.account_for_embedding", flag),
+    wordly("account-for-loss-in-pipeline-split", "learner.parallel.account_for_loss", flag),
+    wordly("pipeline-model-parallel-layout", "learner.parallel.pipeline_layout", word),
     wordly("context-parallel-size", "learner.parallel.context", integer),
     wordly("expert-model-parallel-size", "learner.parallel.expert", integer),
     Rule(
@@ -243,6 +249,8 @@ _RULES: Sequence[Rule] = (
     wordly("initial-loss-scale", "learner.loss_scale.initial", integer),
     wordly("loss-scale-window", "learner.loss_scale.growth_steps", integer),
     wordly("hf-checkpoint", "model.checkpoint", word),
+    wordly("lora-rank", "learner.lora.rank", integer),
+    wordly("lora-alpha", "learner.lora.alpha", number),
     wordly("recompute-granularity", "learner.recompute", word),
     Rule(
         (

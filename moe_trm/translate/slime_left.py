@@ -9,7 +9,11 @@ from moe_trm.translate.setting import Setting
 
 _CHANGES: Sequence[tuple[str, str]] = (
     (r"use-(rollout-)?indexer-replay", "the indexer's choices are not replayed here"),
-    (r"use-opd|opd-.*|.*lora.*|enable-mtp-training|use-rollout-entropy", "not available here"),
+    (
+        r".*(lora|adapter|target-modules|exclude-modules).*",
+        "adapters here have no dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
+    ),
+    (r"use-opd|opd-.*|enable-mtp-training|use-rollout-entropy", "not available here"),
     (r"mask-offpolicy-in-partial-rollout", "corrections do that here: a rule on the total ratio"),
     (
         r"loss-type|custom-.*-path|buffer-filter-path|rollout-.*-path|data-source-path|eval-function-path",

@@ -46,9 +46,11 @@ def preload() -> None:
     """Import everything, as a rank does before it starts to work."""
     from moe_trm.learner.megatron import cpu_shim
     from moe_trm.learner.megatron.notices import silence_known_notices
+    from moe_trm.runtime.gloo import share_gloo_device
 
     silence_known_notices()
     cpu_shim.install()
+    share_gloo_device()
     for name in PRELOADED:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))

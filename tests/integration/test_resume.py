@@ -174,12 +174,18 @@ def test_asked_once_it_saves_and_another_layout_goes_on(folder: Path, alone: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [("tensor=2", "expert_tensor=2"), ("tensor=2", "expert=2"), ("pipeline=2",), ("context=2",)],
+    [
+        ("tensor=2", "expert_tensor=2"),
+        ("tensor=2", "expert=2"),
+        ("pipeline=2",),
+        ("pipeline=2", "pipeline_layout=Et|t||L"),
+        ("context=2",),
+    ],
     ids=lambda layout: "-".join(layout),
 )
 def test_any_layout_goes_on_and_saves_the_same_tensors(folder: Path, alone: Path, layout: tuple[str, ...]) -> None:
     """From step 2 of the expert-parallel run to its end on another layout: equal names, shapes, weights, moments."""
-    name = "-".join(layout)
+    name = "-".join(layout).replace("|", "_")
     parallel = [f"learner.parallel.{size}" for size in ("expert=1", *layout)]
     begin = f"checkpoint.resume={alone / 'checkpoints' / 'step-000002'}"
     job = start(folder, name, *parallel, begin, "train.export=true")

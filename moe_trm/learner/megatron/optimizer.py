@@ -22,6 +22,7 @@ from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.loss_scale import LossScale
+from moe_trm.learner.megatron.lora import Factor
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
@@ -86,6 +87,7 @@ class GuardedOptimizer(Steps):
             dense and expert parameters.
         bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
         distributed: shard the optimizer's state.
+        factors: of adapters.
 
     Raises:
         ConfigError: an option that Megatron does not have, or parameter groups that cannot be.
@@ -101,6 +103,7 @@ class GuardedOptimizer(Steps):
         *,
         bf16: bool,
         distributed: bool,
+        factors: Sequence[Factor] = (),
     ) -> None:
         super().__init__(rate, loss_scale)
         self._wrapped = wrapped
@@ -108,7 +111,7 @@ class GuardedOptimizer(Steps):
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
             list(wrapped),
-            _groups(chunks, settings),
+            _groups(chunks, factors, settings),
         )
 
     def zero_grad(self) -> None:
@@ -163,7 +166,7 @@ class GuardedOptimizer(Steps):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self._wrapped[0].parameters()).device
+        device: torch.device = next(values for chunk in self._wrapped for values in chunk.parameters()).device
         return device
 
 
@@ -205,12 +208,13 @@ def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: 
     return MegatronOptimizerConfig(**own, **settings.extra)
 
 
-def _groups(chunks: Sequence[PolicyModel], settings: OptimizerConfig) -> dict[ParamKey, Any]:
+def _groups(chunks: Sequence[PolicyModel], factors: Sequence[Factor], settings: OptimizerConfig) -> dict[ParamKey, Any]:
     """One of Megatron's parameter groups for each combination of settings that occurs."""
     chosen = {
         parameter: settings_of(chunks[0].names.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
         for name, parameter in global_parameters(chunks)
     }
+    chosen |= {factor.parameter: settings_of((factor.name,), is_matrix=True, optimizer=settings) for factor in factors}
 
     def key(group: GroupSettings) -> ParamKey:
         return ParamKey(predicate=ParamPredicate(str(group), lambda parameter: chosen[parameter] == group))

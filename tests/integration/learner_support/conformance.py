@@ -49,7 +49,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
                 "learner": {
                     "backend": options["backend"],
-                    "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
+                    "parallel": {name: options[name] for name in ParallelConfig.model_fields if name in options},
                     "deepspeed": {
                         "zero_stage": int(options.get("stage", 2)),
                         "offload_optimizer": options.get("offload") == "1",

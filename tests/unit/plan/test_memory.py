@@ -103,6 +103,21 @@ def test_virtual_stages_take_turns() -> None:
     assert layers == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
+def test_uneven_stages_hold_what_their_settings_say() -> None:
+    model = model_of(hf_config("deepseek_v3"))
+    for parallel, counts in (
+        (ParallelConfig(pipeline=4, first_stage_layers=16), [16, 15, 15, 15]),
+        (ParallelConfig(pipeline=2, account_for_loss=True), [31, 30]),
+        (ParallelConfig(pipeline=2, pipeline_layout="Et*20|t*20|t*21|L"), [41, 20]),
+    ):
+        assert [len(layers) for layers in stage_layers(model, parallel)] == counts
+        ranks = range(parallel.pipeline)
+        assert sum(sum(rank_elements(model, parallel, rank)) for rank in ranks) == model.total()
+    alone = ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L")
+    assert [rank_elements(model, alone, rank)[1] for rank in (0, 2)] == [0, 0]
+    assert sum(rank_elements(model, alone, 0)) == model.embedding.elements
+
+
 def test_what_a_layer_keeps_is_worked_out_by_hand() -> None:
     """Qwen3-30B-A3B in bfloat16 with Transformer Engine's layers, bytes of a token."""
     kept = layer_kept(QWEN, learner(), "fused", is_moe=True)
@@ -165,6 +180,14 @@ def test_a_stage_sends_what_it_computed_and_keeps_it() -> None:
     flight = 2 * 16384
     first = stage_memory(model, QWEN, learner(expert=8, pipeline=2), load(16), 0)
     assert first["activations"] == activations(QWEN, learner(expert=8), range(24), 16384, 2) + flight * 2 * 2048
+
+
+def test_stages_without_layers_have_the_ends_alone() -> None:
+    hf = hf_config("deepseek_v3")
+    model, settings = model_of(hf), LearnerConfig(parallel=ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L"))
+    first, last = (stage_memory(model, hf, settings, load(3), stage) for stage in (0, 2))
+    assert first["backward"] == first["logits head"] == first["replay"] == last["backward"] == 0
+    assert (first["weights"], last["logits head"]) == (4 * model.embedding.elements, head_bytes(hf, settings, load(3)))
 
 
 def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:

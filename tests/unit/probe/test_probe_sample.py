@@ -195,8 +195,12 @@ def test_figures_are_of_the_sample_and_say_so(tmp_path: Path) -> None:
     assert found["probe/routing_share"] == pytest.approx(share, rel=1e-6)
     assert found["routing/native_flip_rate"] == pytest.approx(float((saved["flipped_layers"] / 3).mean()), rel=1e-6)
     assert found["routing/flips/engine"] > 0
-    for name in ("probe/native_k3_kl", "probe/routing_share", "routing/native_flip_rate", "probe/cast_k3_kl"):
+    for name in ("probe/routing_share", "routing/native_flip_rate", "probe/cast_k3_kl"):
         assert found[f"{name}_se"] > 0, name
+    number, mean = int(found["probe/rows"]), float(native.mean())
+    residuals = [float((native - mean)[saved["sample_id"] == row].sum()) for row in saved["sample_id"].unique()]
+    squares = (1 - number / len(rows)) * number / (number - 1) * sum(residual**2 for residual in residuals)
+    assert found["probe/native_k3_kl_se"] == pytest.approx(math.sqrt(squares) / count, rel=1e-6)
     # Both passes are of the same micro-batches: the anchors' are others. Then one for the cast, one for version 1.
     assert [(kind.__name__, weights) for kind, weights, _ in learner.passes] == [
         ("Record", "own"),
@@ -232,12 +236,14 @@ def test_ranks_micro_batches_and_a_resumption_draw_the_same_rows(tmp_path: Path)
     assert set(other["sample_id"].tolist()) != set(saved["sample_id"].tolist())
 
 
-def test_a_rank_without_drawn_rows_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "LEAST_ROWS", 2)
-    rows = step_rows(12)
-    found, saved, learners = probed(tmp_path, rows, ranks=3, tokens=1, micro_batch_rows=1)
-    assert found["probe/rows"] == len(saved["sample_id"].unique()) == 2
-    assert len({tuple(number for *_, number in learner.passes) for learner in learners}) == 1
+@pytest.mark.parametrize("drawn", [2, 7])
+def test_ranks_with_fewer_drawn_rows_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: int) -> None:
+    """Two rows leave a rank without any; of seven, one rank has more than the others."""
+    monkeypatch.setattr(sample, "LEAST_ROWS", drawn)
+    found, saved, learners = probed(tmp_path, step_rows(12), ranks=3, tokens=1, micro_batch_rows=1)
+    assert found["probe/rows"] == len(saved["sample_id"].unique()) == drawn
+    [passes] = {tuple(number for *_, number in learner.passes) for learner in learners}
+    assert max(passes) * 3 > drawn
 
 
 def lengths(rows: Sequence[TrainRow]) -> Any:
