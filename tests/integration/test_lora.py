@@ -140,7 +140,7 @@ class Run:
 class Finished:
     """Runs by name, each done once, when it is first asked for; those of one group share their processes."""
 
-    GROUPS = ((1, [ONE, ZERO_2]), (1, FRESH), (1, ALONE), (2, TWO), (2, PARTS), (2, LOW), (1, FAMILIES))
+    GROUPS = ((1, [ONE]), (1, [ZERO_2, *FRESH]), (1, ALONE), (2, TWO), (2, PARTS), (2, LOW), (1, FAMILIES))
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self._folder, self._checkpoint = folder, checkpoint
@@ -261,9 +261,9 @@ def relative(got: dict[str, Tensor], wanted: dict[str, Tensor], begun: dict[str,
     return float(errors.norm() / moves.norm())
 
 
-FAST = [(1, ONE), (1, ZERO_2)]
+FAST = [(1, ONE)]
 SLOW = [
-    *((1, run) for run in FRESH),
+    *((1, run) for run in (ZERO_2, *FRESH)),
     *((1, run) for run in ALONE),
     *((2, run) for run in TWO),
     *((2, run) for run in PARTS),
