@@ -88,9 +88,7 @@ class Course:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument(
-        "--seeds", type=int, default=8, help="runs of every setting, half of them to judge (default: 8)"
-    )
+    parser.add_argument("--seeds", type=int, default=8, help="runs of every setting (default: 8); half judge")
     args = parser.parse_args(argv)
     settings = [Setting(*each) for each in itertools.product(LENGTHS, RATES, LAGS, RULES)]
     courses = {(setting, seed): train(setting, seed) for setting in settings for seed in range(args.seeds)}

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     states = States(plan)
     arms = [arm for arm in read_arms(plan, states) if arm.runs or arm.failed]
     details = {
-        "experiment": {"of": about(plan, states), "settings": plan.settings()},
+        "experiment": about(plan, states),
+        "arms": {arm.name: {key: own for key, (_, own) in plan.apart(arm.name).items()} for arm in arms},
         "runs": [
             {"run": s.run, "state": s.state, "attempts": s.attempts, "reason": s.reason, "earlier": s.earlier}
             for arm in arms
@@ -81,7 +82,7 @@ def differences(arms: Sequence[Arm], against: str) -> Iterator[Row]:
     for metric in METRICS:
         for each in comparisons(arms, against, metric):
             if each.measure.metrics == (metric,):
-                low, high = each.difference.interval or (float("nan"), float("nan"))
+                low, high = each.difference.interval or ("none", "none")
                 yield {
                     "difference": f"{each.other.name} - {against}",
                     "in": metric,
