@@ -30,6 +30,7 @@ from moe_trm.functions.messages import (
     ToProcess,
     pack,
 )
+from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
 
 POLL_S = 0.1
@@ -112,7 +113,7 @@ class Process:
         finally:
             if not isinstance(first, Ready):
                 _kill(process)
-                await process.wait()
+                await gone(process)
                 current.close()
         if isinstance(first, Ready):
             return cls(process, current, first, hello.limit_s)
@@ -156,7 +157,7 @@ class Process:
             for number, call in self._open.items():
                 if not call.result.done():
                     call.result.set_exception(FunctionFailed(reason, text) if number in culprits else ProcessEnded())
-        await self._process.wait()
+        await gone(self._process)
 
     async def close(self) -> None:
         """End it and release what belongs to it."""

@@ -32,6 +32,7 @@ from moe_trm.rollout.intake.pulse import Health, Look, Pulse, state_of
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError, ServerFailed
 from moe_trm.runtime import wire
+from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child
 from moe_trm.runtime.shared_blocks import SharedFile
 from moe_trm.types import RolloutRecord, SampledTurn
@@ -100,7 +101,7 @@ class IntakeProcess:
         finally:
             if not isinstance(first, Ready):
                 _kill(process)
-                await process.wait()
+                await gone(process)
         if isinstance(first, Ready):
             return cls(process, file)
         raise ControllerError(
@@ -143,7 +144,7 @@ class IntakeProcess:
         """End the process. Records that it left stay."""
         _kill(self._process)
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._process.wait()
+        await gone(self._process)
 
     async def _receive(self) -> None:
         """Take its messages until it ends."""
