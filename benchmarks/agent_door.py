@@ -1,4 +1,4 @@
-"""What the door for agents costs: tokens per second through it, and past it, of sessions at the same time.
+"""The cost of the door for agents: tokens per second through it, and past it, of sessions at the same time.
 
 `python -m benchmarks.agent_door [--sessions N] [--pairs N] [--turns N] [--json FILE]` starts one SGLang server on a
 tiny random model. Every session sends its text so far with every request, and appends a few words to each answer.
@@ -49,7 +49,7 @@ Way = Callable[[int], Awaitable[int]]
 
 @dataclass(frozen=True)
 class Bench:
-    """What all ways share."""
+    """The parts that all ways share."""
 
     engine: SglangEngine
     tokens: Tokens

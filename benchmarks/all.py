@@ -16,6 +16,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ BENCHMARKS = (
         "step", "A step, and what recording costs", "step",
         ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
     ),
+    Benchmark("costs", "What each part of a step costs", "costs", ("--checkpoint", "runs/quickstart-start")),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
     Benchmark("agent_door", "The address of agents", "agent_door"),
@@ -68,9 +70,12 @@ BENCHMARKS = (
     Benchmark("packed_rows", "Packs against padded rows", "packed_rows"),
     Benchmark("route_store", "Routes at rest and on the wire", "route_store"),
     Benchmark("route_memory", "Memory of routes on their way", "route_memory"),
+    Benchmark("weights", "Weights on their way to the engine", "weights"),
     Benchmark("corrections", "Corrections", "corrections"),
     Benchmark("logprobs", "Log-probs without the vocabulary", "logprobs"),
     Benchmark("async_overlap", "Sampling beside training", "async_overlap"),
+    Benchmark("plan_memory", "Memory that the planner predicts, and what torch allocates", "plan_memory"),
+    Benchmark("plan_seconds", "Steps that the planner predicts, and real ones", "plan_seconds"),
     Benchmark("planted_faults", "Planted faults and what the doctor says of them", "planted_faults"),
 )  # fmt: skip
 
@@ -124,7 +129,9 @@ def rendered(measured: Mapping[str, Any]) -> str:
     """Command, date and machine, then one Markdown table for each run of rows with the same columns."""
     command = re.sub(r" --(json|picture) \S+", "", measured["command"])
     machine = f"{measured['cores']} cores, {measured['cpu']}, Python {measured['python']}, torch {measured['torch']}"
-    lines = [f"`{command}`, {measured['date'][:10]}, {machine}.", "", "; ".join(measured["title"].splitlines())]
+    head = f"`{command}`, {measured['date'][:10]}, {machine}."
+    head = textwrap.fill(head, 120, break_long_words=False, break_on_hyphens=False)
+    lines = [head, "", "; ".join(measured["title"].splitlines())]
     for columns, rows in itertools.groupby(measured["rows"], key=list):
         lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(text_of(row[name]) for name in columns)} |" for row in rows]

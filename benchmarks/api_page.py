@@ -29,7 +29,7 @@ MODULES = {
     "routing.vllm": ("decode_payload",),
     "moe_trm.corrections.plain": ("bind", "correct", "Corrected"),
 }
-"""What is stable, by module."""
+"""The stable names, by module."""
 Parts = list[list[Any]]
 """Of each parameter or property: its name, its kind, and whether a caller may leave it out."""
 
@@ -62,7 +62,7 @@ def interface() -> dict[str, Parts]:
 
 
 def broken(before: dict[str, Parts], now: dict[str, Parts]) -> list[str]:
-    """What a caller of `before` could write and `now` no longer takes, in words."""
+    """Words on all that a caller of `before` could write and `now` no longer takes."""
     found = []
     for name, parts in before.items():
         if name not in now:

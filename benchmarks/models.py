@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from launch.job import SINGLE_THREAD
 from moe_trm.models.registry import MOE_FAMILIES
 
 FOUND = Path(__file__).parent / "models.json"
+FOUND_RELEASES = Path(__file__).parent / "releases.json"
+RELEASES = Path(__file__).parents[1] / "tests" / "data" / "models"
+"""config.json of published models."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 TEXT = Path(__file__).parent / "models_page.md"
 LEARNERS = ("megatron", "deepspeed")
 CHECKS = {
     "sglang": ("serve", "replay R3", "mask", "sync"),
     "learner": ("convert", "replay R2", "replay R3", "mask", "sync"),
+    "release": ("convert", "published form", "replay R2", "replay R3", "mask"),
 }
 SETTINGS: Mapping[str, Any] = {
     "name": "models",
@@ -51,25 +55,34 @@ SETTINGS: Mapping[str, Any] = {
     # The entropy bonus moves the weights whatever the rewards are.
     "loss": {"entropy_coef": 0.01},
     "learner": {"minibatches": 1, "micro_batch_rows": 8, "parallel": {"expert": 1}},
-    "train": {"steps": 2, "export": False},
+    "train": {"steps": 2, "export": False, "export_form": "published"},
 }
 
 
-def examine(family: str, folder: Path) -> dict[str, Any]:
-    """Run everything for one family; by engine, then check: `yes` or the reason why not."""
+def examine_family(family: str, folder: Path) -> dict[str, Any]:
+    """Run everything for one family."""
     from moe_trm.models.tiny.families import make_family
 
-    checkpoint = make_family(family, folder / family)
+    return examine(make_family(family, folder / family), folder)
+
+
+def examine_release(name: str, folder: Path) -> dict[str, Any]:
+    """Run everything for a tiny checkpoint of a published model, in its form."""
+    from moe_trm.models.tiny.published import make_published
+
+    published = json.loads((RELEASES / f"{name}.json").read_text(encoding="utf-8"))
+    return examine(make_published(published, folder / name), folder)
+
+
+def examine(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Run everything for one checkpoint; by engine, then check: `yes` or the reason why not."""
     settings = {**SETTINGS, "model": {"checkpoint": str(checkpoint)}, "run_dir": str(folder / "runs")}
     settings["record"] = {"bundle": str(folder / "bundle")}
     config = folder / "config.yaml"
     config.write_text(json.dumps(settings), encoding="utf-8")
     found: dict[str, Any] = {"sglang": _live(config, folder)}
     for learner in LEARNERS:
-        if (folder / "bundle").is_dir():
-            found[learner] = _learner(learner, settings, folder)
-        else:
-            found[learner] = dict.fromkeys(CHECKS["learner"], "no samples: the engine does not serve it")
+        found[learner] = _learner(learner, settings, folder)
     return found
 
 
@@ -114,11 +127,15 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def _reason(text: str) -> str:
     """The last exception that a log names, in a line."""
     errors = re.findall(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
+    # `moe-trm` names files of this machine in brackets.
+    errors += [
+        f"{what}: {got}" for what, got in re.findall(r"^error: ([^(\n]*\w).*\n\s+got:\s+(.*)$", text, re.MULTILINE)
+    ]
     line = errors[0] if errors else next((line for line in text.splitlines() if line.strip()), "failed without a word")
     return line.strip().replace("|", "/")[:160]
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(found: Mapping[str, Any], releases: Mapping[str, Any]) -> str:
     """The page: what `models_page.md` says, and the tables."""
     lines = [
         "| family | engine | serve | convert | replay R2 | replay R3 | mask | sync |",
@@ -150,8 +167,29 @@ def page(found: Mapping[str, Any]) -> str:
                     f"{engines[engine].get(name, float('nan')):.1e}" for name in ("native", "replayed", "masked")
                 ]
                 lines.append(f"| {family} | {engine} | " + " | ".join(figures) + " |")
-    head, tail = TEXT.read_text(encoding="utf-8").split("<!-- tables -->\n")
-    return head + "\n".join(lines) + "\n" + tail
+    head, rest = TEXT.read_text(encoding="utf-8").split("<!-- tables -->\n")
+    middle, tail = rest.split("<!-- releases -->\n")
+    return head + "\n".join(lines) + "\n" + middle + "\n".join(release_lines(releases)) + "\n" + tail
+
+
+def release_lines(found: Mapping[str, Any]) -> list[str]:
+    """The table of published models: `yes` where the engine, or both learners, passed."""
+    checks = CHECKS["release"]
+    lines = [f"| release | weights | serve | sync | {' | '.join(checks)} |", "|---" * (len(checks) + 4) + "|"]
+    for name, engines in found.items():
+        cells = [engines["sglang"]["serve"], engines["sglang"]["sync"]]
+        for check in checks:
+            said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in LEARNERS}
+            reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
+            cells.append("; ".join(reasons) or "yes")
+        lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _form(name: str) -> str:
+    published = json.loads((RELEASES / f"{name}.json").read_text(encoding="utf-8"))
+    form = str((published.get("quantization_config") or {}).get("quant_method", "bf16"))
+    return form + (" + MTP" if published.get("num_nextn_predict_layers") else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,17 +197,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--family", nargs="*", choices=MOE_FAMILIES, default=list(MOE_FAMILIES), help="families to run (default: all)"
     )
+    parser.add_argument(
+        "--release", nargs="*", help="published models to run, by the names in tests/data/models, and no family"
+    )
     parser.add_argument("--page-only", action="store_true", help="write the page from what was found before")
     args = parser.parse_args(argv)
-    found = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.is_file() else {}
-    for family in [] if args.page_only else args.family:
-        with tempfile.TemporaryDirectory() as folder:
-            found[family] = examine(family, Path(folder))
-        print(f"{family}: {json.dumps(found[family])}", flush=True)
-        ordered = {name: found[name] for name in MOE_FAMILIES if name in found}
-        FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(json.loads(FOUND.read_text(encoding="utf-8"))), encoding="utf-8")
+    families = [] if args.page_only or args.release is not None else args.family
+    _run_all(examine_family, families, MOE_FAMILIES, FOUND)
+    names = tuple(sorted(path.stem for path in RELEASES.glob("*.json")))
+    wanted = [] if args.page_only or args.release is None else args.release or names
+    _run_all(examine_release, wanted, names, FOUND_RELEASES)
+    PAGE.write_text(page(_found(FOUND), _found(FOUND_RELEASES)), encoding="utf-8")
     return 0
+
+
+def _run_all(
+    run: Callable[[str, Path], dict[str, Any]], names: Sequence[str], order: Sequence[str], place: Path
+) -> None:
+    """Run each of `names`, and keep what was found in `place`, in this order."""
+    found = _found(place)
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = run(name, Path(folder))
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        ordered = {known: found[known] for known in order if known in found}
+        place.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def _found(place: Path) -> dict[str, Any]:
+    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
 
 
 if __name__ == "__main__":

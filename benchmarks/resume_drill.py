@@ -70,7 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_drill(
-    config: str, overrides: Sequence[str], bundle: str, folder: Path, ranks: int, kills: int, *, seed: int
+    config: str,
+    overrides: Sequence[str],
+    bundle: str,
+    folder: Path,
+    ranks: int,
+    kills: int,
+    *,
+    seed: int,
+    alone: Path | None = None,
 ) -> Drill:
     """Run once alone, then once with `kills` kills, on `ranks` ranks.
 
@@ -82,16 +90,18 @@ def run_drill(
         ranks: learner ranks, which share the experts.
         kills: how often to kill; the run that ended is begun anew until there were as many.
         seed: of the moments.
+        alone: the same run that nothing happened to; None: it is run first.
     """
     started, rng = time.perf_counter(), random.Random(seed)
     settings = [
         "rollout.engine=bundle", f"rollout.bundle={bundle}", f"run_dir={folder}", "checkpoint.every=1",
         f"learner.parallel.expert={ranks}", "train.export=false", *overrides,
     ]  # fmt: skip
-    alone = _start(config, [*settings, "name=alone"], ranks)
-    if alone.wait():
-        raise SystemExit("the run that was left alone failed")
-    expected, done, hit, identical, rounds = metrics_of(folder / "alone"), 0, set[int](), True, 0
+    if alone is None:
+        alone = folder / "alone"
+        if _start(config, [*settings, "name=alone"], ranks).wait():
+            raise SystemExit("the run that was left alone failed")
+    expected, done, hit, identical, rounds = metrics_of(alone), 0, set[int](), True, 0
     balanced = books_balance(expected)
     step_s = expected[-1]["time/step_s"]
     while done < kills:

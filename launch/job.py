@@ -15,12 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from launch.server_start import ServerStart
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+POLL_S = 0.2
+"""Pause between two looks at the learner while the server starts."""
+# Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
+LATER_PORTS, TRIED_PORTS = range(20_000, 32_000), 100
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +56,7 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     if not config.rollout.starts_server:
         return run_learner(config_path, overrides, ranks, api_key_for(config))
 
+    from moe_trm.rollout.sglang.supervisor import on_cpu
     from moe_trm.rollout.sglang.watchdog import Watchdog
 
     api_key = api_key_for(config) or secrets.token_hex(16)
@@ -65,25 +71,53 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
         f"(log: {run_dir / 'rollout.log'})",
         flush=True,
     )
-    with Watchdog(config, run_dir / "rollout.log", api_key):
-        return run_learner(config_path, overrides, ranks, api_key)
+    if not on_cpu(config.rollout.server):  # a server sizes itself by the memory that is free when it starts
+        with Watchdog(config, run_dir / "rollout.log", api_key):
+            return run_learner(config_path, overrides, ranks, api_key)
+    overrides.append(f"rollout.server.wait_s={config.rollout.server.startup_timeout_s}")
+    with ServerStart(lambda given_up: Watchdog(config, run_dir / "rollout.log", api_key, given_up=given_up)) as server:
+        return run_learner(config_path, overrides, ranks, api_key, server)
 
 
-def run_learner(config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
+def run_learner(
+    config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None, server: ServerStart | None = None
+) -> int:
     """The learner ranks on this host; the API key travels in the environment, never on a command line.
 
     SIGINT and SIGTERM go to the ranks: at the first they finish their step, save and end; at the second they end at
-    once. When this process is killed, they are killed too.
+    once. While `server` is still starting, the first ends all. When this process is killed, they are killed too.
+
+    Args:
+        config_path: for the ranks.
+        overrides: likewise.
+        ranks: how many.
+        api_key: of the rollout server.
+        server: the start of the server that the ranks wait for; they are killed when it fails. None: there is one.
     """
     # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
     learner = subprocess.Popen(
         learner_command(config_path, overrides, ranks), env=learner_environment(api_key), start_new_session=True
     )
     lifeline = Lifeline(learner.pid)
-    with passing_signals_to(learner):
-        code = learner.wait()
+    try:
+        with passing_signals_to(learner, server):
+            code = _wait(learner, server)
+    except SystemExit:
+        os.killpg(learner.pid, signal.SIGKILL)
+        learner.wait()
+        lifeline.release()
+        raise
     lifeline.release()
     return code
+
+
+def _wait(learner: subprocess.Popen[bytes], server: ServerStart | None) -> int:
+    """Exit code of the learner, which is killed when there will be no server."""
+    while server is not None and learner.poll() is None and not server.over.wait(POLL_S):
+        pass
+    if server is not None and server.failed and learner.poll() is None:
+        os.killpg(learner.pid, signal.SIGKILL)
+    return learner.wait()
 
 
 def learner_command(config_path: str, overrides: Sequence[str], ranks: int) -> list[str]:
@@ -97,10 +131,15 @@ def learner_environment(api_key: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def passing_signals_to(learner: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGINT and SIGTERM of this process are for `learner`, inside the `with`."""
+def passing_signals_to(learner: subprocess.Popen[bytes], server: ServerStart | None = None) -> Iterator[None]:
+    """SIGINT and SIGTERM of this process are for `learner`, inside the `with`.
+
+    While `server` starts nothing can be saved: they raise `SystemExit` here.
+    """
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        if server is not None and not server.over.is_set():
+            sys.exit(128 + number)
         print("asked to stop: the step in progress is finished and saved; once more ends it at once", flush=True)
         learner.send_signal(number)
 
@@ -116,7 +155,14 @@ def passing_signals_to(learner: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port for a process that listens later, below those that the system gives away by itself."""
+    for _ in range(TRIED_PORTS):
+        port = secrets.choice(LATER_PORTS)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of {TRIED_PORTS} ports between {LATER_PORTS[0]} and {LATER_PORTS[-1]} is free")

@@ -41,6 +41,7 @@ from moe_trm.observe.sinks import Sink
 from moe_trm.report.run import CHOICES
 from moe_trm.rollout.client import ControllerProcess, RolloutClient
 from moe_trm.rollout.credentials import api_key_for
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.runtime.interruption import Interruption
 from moe_trm.runtime.lifeline import end_with_parent
 from moe_trm.step.push import BroadcastPusher, DiskPusher, Pusher
@@ -107,6 +108,7 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
     if host.alone:
         # torchrun gives restarted ranks the store of those that died, with their addresses still in it.
         store = PrefixStore(f"attempt-{restarts}", store)
+    share_gloo_device()
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
     )

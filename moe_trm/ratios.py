@@ -183,10 +183,15 @@ PARTS: Mapping[str, frozenset[str]] = MappingProxyType(
 RATIO_NAMES = tuple(PARTS)
 
 
-def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of e^x - 1 - x over the clamped log-ratio, in float64.
+def k3(log_ratio: Tensor) -> Tensor:
+    """e^x - 1 - x of each clamped log-ratio, in float64.
 
     In float32 the difference of nearly equal numbers would be rounding error.
     """
     x = clamp_log_ratio(log_ratio.double())
-    return (x.expm1() - x).sum()
+    return x.expm1() - x
+
+
+def k3_sum(log_ratio: Tensor) -> Tensor:
+    """Sum of `k3` over all log-ratios."""
+    return k3(log_ratio).sum()

@@ -166,7 +166,7 @@ class RolloutRecord:
 
     @property
     def origin(self) -> bytes:
-        """What its routes are bound to besides its tokens: the row, and the version of every sampled token."""
+        """The origin that binds its routes besides its tokens: the row, and the version of every sampled token."""
         return sample_origin(self.row_id, self.versions)
 
     def bound(self) -> RolloutRecord:

@@ -96,6 +96,7 @@ class HFReplayer:
         self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
+        self._has_gradient: dict[int, bool] = {}
         self._running = Running()
         self._hooks: list[Any] = []
         self._attach()
@@ -292,6 +293,8 @@ class HFReplayer:
             # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
             self._other_formula += (differs_N & running.due).sum()
+        # Of a frozen gate with an adapter the weight says nothing; whatever trains below the weights is in the logits.
+        self._has_gradient[layer] = logits.requires_grad
         if logits.requires_grad and self._gates.watches(layer):
             logits.register_hook(partial(self._gates.answered, layer))  # type: ignore[no-untyped-call]
         if self._gates.compares(layer):
@@ -314,7 +317,8 @@ class HFReplayer:
                 self._gates.compare(layer, weights, formula, running.due)
         # One weight that is divided by itself is 1, whatever the logits are.
         constant = self.top_k == 1 and getattr(gate, "norm_topk_prob", True)
-        trained = torch.is_grad_enabled() and gate.weight.requires_grad and not constant
+        has_gradient = gate.weight.requires_grad or self._has_gradient.get(layer, False)
+        trained = torch.is_grad_enabled() and has_gradient and not constant
         if trained and self._gates.watches(layer):
             self._gates.asks(layer, weights)
 

@@ -20,7 +20,7 @@ from routing.rows import Rows
 
 @dataclass
 class Replayed:
-    """What `replay` yields.
+    """The value that `replay` yields.
 
     Attributes:
         rows: where the sequences lie in `input_ids`; `rows.position_ids()` are theirs.

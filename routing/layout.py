@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def cuts(self) -> bool:
-        """Whether the model is fed anything but the micro-batch itself."""
+        """True where the model is fed anything but the micro-batch itself."""
         return self.cp_size > 1
 
     def room(self, row: int) -> int:

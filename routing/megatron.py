@@ -87,7 +87,8 @@ class MegatronReplayer:
         self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []
         self._check_layers()
-        self._device = next(chunks[0].parameters()).device
+        # A chunk of a pipeline may have no layer, and no parameter.
+        self._device = next(values for chunk in chunks for values in chunk.parameters()).device
         self._counters = new_counters(self.config.num_layers, self._device)
         self._by_sample: list[PassFlips] = []
         attached = [layer for _, layers in self._chunks.values() for layer, _ in layers]
@@ -304,6 +305,9 @@ class MegatronReplayer:
                 )
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
+            if not router.weight.is_leaf:
+                # Made anew for each forward, of a frozen weight and an adapter: hooks of the attached one see nothing.
+                router.weight.register_hook(partial(self._gates.answered, layer))
             self._gates.asks(layer, weights)
 
     def _watch(self, layer: int, router: Any, args: tuple[Tensor, ...], _output: Any) -> None:

@@ -35,7 +35,7 @@ KEEP = RouterScores()
 
 
 class RouterWatch:
-    """What one pass keeps or compares.
+    """The scores that one pass keeps or compares.
 
     Args:
         against: scores to compare with, or `KEEP`.
@@ -76,7 +76,7 @@ class RouterWatch:
         self._layers += 1
 
     def scores(self) -> RouterScores | None:
-        """What was kept; None where the pass was compared."""
+        """The scores that were kept; None where the pass was compared."""
         # Tensors of inference mode cannot be used with a later backward; a clone made outside of it can.
         return None if self.compares else RouterScores({layer: logs.clone() for layer, logs in self._kept.items()})
 

@@ -19,6 +19,7 @@ from moe_trm.batch.plan import plan_step
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.step.passes import rollout_routes
@@ -40,11 +41,17 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     except (MoeTrmError, ReplayRefusedError) as refused:
         reason = f"refused: {getattr(refused, 'got', None) or refused}"
         return dict.fromkeys(("convert", "replay R2", "replay R3", "mask", "sync"), reason)
+    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
+    if config.train.export_form == "published":
+        found["published form"] = _same_files(learner, config, scratch / "published")
+    found["sync"] = found["convert"]
+    if not bundle.is_dir():
+        unknown = "no samples: the engine does not serve it"
+        return {**found, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
     records = BundleReader(str(bundle)).read(1)
     rows = [TrainRow(record, 0.0) for record in records]
     micro = plan_step(rows, seed=0, step=0, minibatches=1, data_size=1, micro_batch_rows=8)[0][0].micro_batches
     kept, whole = ([collate(part, keep_mask=keep) for part in micro] for keep in (True, False))
-    found: dict[str, Any] = {"convert": _same_tensors(learner, config, scratch)}
     native = learner.score(whole, [Record()] * len(whole))
     again = learner.score(whole, [ReplayRecorded(one.recorded) for one in native if one.recorded is not None])
     same = all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(native, again, strict=True))
@@ -54,7 +61,6 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     found["masked"] = _worst(kept, learner.score(kept, [rollout_routes(part) for part in kept]), "rollout_logprobs")
     learner.replay_report()  # raises where a record was not used
     found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
-    found["sync"] = found["convert"]
     return found
 
 
@@ -80,12 +86,30 @@ def _worst(batches: list[TokenBatch], scores: list[Scores], of: str) -> float:
 
 def _same_tensors(learner: Learner, config: Config, scratch: Path) -> str:
     learner.export_shard(str(scratch), Rounding("float32"))
-    mine = {name: value for path in scratch.glob("*.safetensors") for name, value in load_file(path).items()}
-    given = load_file(Path(config.model.checkpoint) / "model.safetensors")
+    mine, source = _stored(scratch), HfCheckpoint(config.model.checkpoint)
+    given = {name: source.read(name).float() for name in source.names}
     if mine.keys() != given.keys():
         return f"other tensors: {sorted(mine.keys() ^ given.keys())[:3]}"
     changed = [name for name, value in given.items() if not torch.equal(mine[name], value)]
     return f"changed: {changed[:3]}" if changed else "yes"
+
+
+def _same_files(learner: Learner, config: Config, scratch: Path) -> str:
+    """A checkpoint in the published form of weights that nothing changed has the bits of the start, MTP layers too."""
+    learner.export_checkpoint(str(scratch))
+    mine, given = _stored(scratch), _stored(Path(config.model.checkpoint))
+    if mine.keys() != given.keys():
+        return f"other tensors: {sorted(mine.keys() ^ given.keys())[:3]}"
+    changed = [name for name, value in given.items() if not torch.equal(_bytes(mine[name]), _bytes(value))]
+    return f"changed: {changed[:3]}" if changed else "yes"
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(torch.uint8)
 
 
 def main(config_path: str, bundle: Path, out: Path) -> None:

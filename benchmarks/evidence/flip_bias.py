@@ -1,4 +1,4 @@
-"""How does the bias of token ratios grow with flips of the router? The seeds' third conjecture, exactly.
+"""The growth of the bias of token ratios with flips of the router: the seeds' third conjecture, exactly.
 
 `python -m benchmarks.evidence.flip_bias [--seeds N] [--json FILE]`. The conjecture: at the same KL of the token, flips
 add a bias in proportion to T K delta, with K experts, delta the flip rate of an expert, and T tokens. With one expert

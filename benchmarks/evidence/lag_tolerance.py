@@ -1,4 +1,4 @@
-"""How far may the rollout policy lag, and does the effective sample size say it? The seeds' fifth conjecture.
+"""The lag that a rollout policy may have, and the effective sample size as its measure: the seeds' fifth conjecture.
 
 `python -m benchmarks.evidence.lag_tolerance [--seeds N] [--json FILE]`. The conjecture is about objectives that use the
 lagged policy mu as their reference: the largest stable lag is at most c ESS^alpha, with c about 50 and alpha about 1

@@ -31,7 +31,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def arguments(path: str) -> Namespace:
-    """What the policy losses of both hosts read of their arguments."""
+    """The arguments that the policy losses of both hosts read."""
     return Namespace(
         use_rollout_logprobs=False, rollout_top_p=1.0, rollout_temperature=1.0, log_probs_chunk_size=-1,
         allgather_cp=False, use_opsm=False, advantage_estimator="grpo", eps_clip=0.2, eps_clip_high=0.28,

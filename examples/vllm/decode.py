@@ -18,7 +18,7 @@ NUM_LAYERS, LAYERS, EXPERTS, TOP_K, VOCAB = 3, (1, 2), 8, 2, 64
 
 
 def decoded(answer: dict[str, Any]) -> dict[str, Any]:
-    """What the first choice holds, as numbers to look at."""
+    """Numbers to look at of the first choice."""
     choice = answer["choices"][0]
     sampled = np.asarray(choice["token_ids"])
     tokens = np.concatenate([answer["prompt_token_ids"], sampled])

@@ -20,7 +20,7 @@ def is_overlong(record: RolloutRecord) -> bool:
 
 
 def reason_to_drop_sample(record: RolloutRecord, batch: BatchConfig) -> str | None:
-    """Why this sample alone is left out of its group, or None: `overlong` under `batch.overlong=drop`."""
+    """The reason to leave this sample alone out of its group, or None: `overlong` under `batch.overlong=drop`."""
     return "overlong" if batch.overlong == "drop" and is_overlong(record) else None
 
 

@@ -54,14 +54,23 @@ def plan_step(
         mini.sort(key=lambda row: -row.record.num_tokens)
         num_tokens = sum(int(row.record.scored.sum()) for row in mini)
         num_samples = len({row.record.sample_id for row in mini})
-        if micro_batch_tokens is None:
-            shares = _by_rows(mini, data_size, micro_batch_rows or DEFAULT_ROWS, packed=packed)
-        else:
-            shares = _by_tokens(mini, data_size, micro_batch_tokens, packed=packed)
-        for rank, share in enumerate(shares):
-            micro = tuple(MicroBatch(tuple(part)) for part in share)
+        shares = _shares(mini, data_size, micro_batch_rows, micro_batch_tokens, packed=packed)
+        for rank, micro in enumerate(shares):
             plan[rank].append(MiniBatch(micro, num_sequences=num_samples, num_tokens=num_tokens))
     return plan
+
+
+def on_one_rank(
+    rows: Sequence[TrainRow],
+    *,
+    micro_batch_rows: int | None = None,
+    micro_batch_tokens: int | None = None,
+    packed: bool = False,
+) -> tuple[MicroBatch, ...]:
+    """Micro-batches of rows that stay on their rank, at least one. The settings are those of `plan_step`."""
+    ordered = sorted(rows, key=lambda row: -row.record.num_tokens)
+    [own] = _shares(ordered, 1, micro_batch_rows, micro_batch_tokens, packed=packed)
+    return own
 
 
 def compares_groups(config: Config) -> bool:
@@ -121,6 +130,17 @@ def _together(rows: Sequence[TrainRow], unit: Callable[[TrainRow], int]) -> list
     for row in rows:
         found.setdefault(unit(row), []).append(row)
     return list(found.values())
+
+
+def _shares(
+    rows: Sequence[TrainRow], data_size: int, limit: int | None, budget: int | None, *, packed: bool
+) -> list[tuple[MicroBatch, ...]]:
+    """The micro-batches of each rank, of rows sorted by length."""
+    if budget is None:
+        shares = _by_rows(rows, data_size, limit or DEFAULT_ROWS, packed=packed)
+    else:
+        shares = _by_tokens(rows, data_size, budget, packed=packed)
+    return [tuple(MicroBatch(tuple(part)) for part in share) for share in shares]
 
 
 def _by_tokens(rows: Sequence[TrainRow], data_size: int, budget: int, *, packed: bool) -> list[list[list[TrainRow]]]:

@@ -10,7 +10,7 @@ from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """Why these settings cannot work."""
+    """The reasons that these settings cannot work."""
     name = config.advantage.name
     if ADVANTAGES[name].reads_support and not config.keeps_masks:
         yield Problem(

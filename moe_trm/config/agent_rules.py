@@ -15,7 +15,7 @@ FIX = "set agent.rows=last, or choose another method"
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why these settings cannot work; empty when they can."""
+    """The reasons that these settings cannot work; empty when they can."""
     return list(_rows(config)) if several_rows(config) else []
 
 

@@ -5,6 +5,7 @@
 | `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
 | `sampling_mask.mode` | truncation, and rules that need the kept distribution | on loading |
 | `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
+| `batch.layout` | CUDA, 8-bit products, and with DeepSpeed the model | at launch, where it trains |
 | `rollout.server.device` | CUDA | at launch, where the server is started |
 
 What a machine decides stays `auto` until there: a configuration is read and shown on other machines than it runs on.
@@ -23,6 +24,7 @@ from moe_trm.config.schema import Config, LearnerConfig, ReplayMode, ServerConfi
 
 MACHINE = {
     "learner.transformer_engine": "chosen at launch: on where there are CUDA and Transformer Engine",
+    "batch.layout": "chosen at launch: packed where packs have been proved",
     "rollout.server.device": "chosen at launch: cuda where there is one",
 }
 """Settings that the machine decides, and what decides, for whoever shows an `auto`."""
@@ -61,7 +63,11 @@ def settle(config: Config) -> tuple[Config, tuple[Choice, ...]]:
 
 
 def settle_here(
-    config: Config, *, cuda: bool, transformer_engine: Callable[[], bool]
+    config: Config,
+    *,
+    cuda: bool,
+    transformer_engine: Callable[[], bool],
+    known_model: Callable[[], bool] = lambda: True,
 ) -> tuple[Config, tuple[Choice, ...]]:
     """`config` with every `auto` that the machine decides as a value, and the choices that were made. Twice is as once.
 
@@ -71,18 +77,23 @@ def settle_here(
         config: as it was loaded.
         cuda: whether this machine has a device.
         transformer_engine: whether Transformer Engine can be imported; asked only where that decides.
+        known_model: whether the checkpoint is of a family in `moe_trm.models`; asked only where that decides.
     """
     choices = []
-    learner, rollout = config.learner, config.rollout
+    learner, rollout, batch = config.learner, config.rollout, config.batch
     if learner.transformer_engine == "auto" and learner.backend == "megatron":
         switch, reason = layers_switch(learner, cuda=cuda, transformer_engine=transformer_engine)
         choices.append(Choice("learner.transformer_engine", switch, reason))
         learner = learner.model_copy(update={"transformer_engine": switch})
+    if batch.layout == "auto":
+        chosen, reason = batch_layout(learner, cuda=cuda, known_model=known_model)
+        choices.append(Choice("batch.layout", chosen, reason))
+        batch = batch.model_copy(update={"layout": chosen})
     if rollout.server.device == "auto" and rollout.starts_server:
         device, reason = server_device(rollout.server, cuda=cuda)
         choices.append(Choice("rollout.server.device", device, reason))
         rollout = rollout.model_copy(update={"server": rollout.server.model_copy(update={"device": device})})
-    return config.model_copy(update={"learner": learner, "rollout": rollout}), tuple(choices)
+    return config.model_copy(update={"learner": learner, "rollout": rollout, "batch": batch}), tuple(choices)
 
 
 def replay_mode(config: Config) -> tuple[ReplayMode, str]:
@@ -148,7 +159,7 @@ BECOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         )
     }
 )
-"""What an `auto` becomes in typical cases, and why, for whoever explains the key."""
+"""The value of an `auto` in typical cases, and its reason, for whoever explains the key."""
 
 
 def wants_routes(config: Config) -> bool:
@@ -164,9 +175,24 @@ def layers_switch(
         return learner.transformer_engine, "as configured"
     if not cuda:
         return "off", "no CUDA device"
+    if learner.lora.rank:
+        return "off", "adapters (learner.lora) are merged into Megatron's own layers"
     if not transformer_engine():
         return "off", "transformer_engine.pytorch does not import"
     return "on", "there are CUDA and a working Transformer Engine"
+
+
+def batch_layout(
+    learner: LearnerConfig, *, cuda: bool, known_model: Callable[[], bool]
+) -> tuple[Literal["packed", "padded"], str]:
+    """The layout that `auto` becomes: packs where they were proved equal to padded rows; and why."""
+    if cuda:
+        return "padded", "packs have been proved on CPUs only"
+    if learner.fp8 != "none":
+        return "padded", "8-bit products over packs have not been proved"
+    if learner.backend == "deepspeed" and not known_model():
+        return "padded", "packed sequences are not known to be kept apart by every layer of this model"
+    return "packed", "packs compute the same without padding; padded rows would compute padding too"
 
 
 def server_device(server: ServerConfig, *, cuda: bool) -> tuple[Literal["cpu", "cuda"], str]:

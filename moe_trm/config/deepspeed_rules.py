@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_trm.config.pipeline_layout import UNEVEN
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, DeepSpeedConfig, ParallelConfig
 
@@ -11,6 +12,7 @@ _REASONS = {
     "tensor": "ZeRO shards what is kept, never a matrix product",
     "pipeline": "every rank computes all layers",
     "virtual_pipeline": "there are no pipeline stages to cut further",
+    **dict.fromkeys(UNEVEN, "every rank computes all layers, and there are no pipeline stages"),
     "context": "every rank computes whole sequences",
     "expert": "every rank computes all experts; memory is saved by learner.deepspeed.zero_stage",
     "expert_tensor": "ZeRO shards what is kept, never a matrix product",
@@ -22,14 +24,14 @@ def refusals(config: Config) -> Iterator[Problem]:
     learner = config.learner
     if learner.backend != "deepspeed":
         return
-    for name in ParallelConfig.model_fields:
-        size = getattr(learner.parallel, name)
-        if size not in (None, 1):
+    for name, reason in _REASONS.items():
+        value, default = getattr(learner.parallel, name), ParallelConfig.model_fields[name].default
+        if value != default and (name, value) != ("virtual_pipeline", 1):
             yield Problem(
                 f"learner.parallel.{name}",
-                f"all ranks of learner.backend=deepspeed are data parallel: {_REASONS[name]}",
-                got=str(size),
-                expected="1",
+                f"all ranks of learner.backend=deepspeed are data parallel: {reason}",
+                got=str(value),
+                expected="left out" if name in UNEVEN else "1",
                 fix="leave it out, or set learner.backend=megatron",
             )
     if not learner.distributed_optimizer:

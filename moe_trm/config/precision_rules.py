@@ -12,7 +12,7 @@ CORRECTION = "correction.rules=[{name: trm_max, target_reject_rate: 0.05}]"
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """Why these settings cannot work."""
+    """The reasons that these settings cannot work."""
     initial, rollout = config.learner.loss_scale.initial, config.rollout
     if initial & (initial - 1):
         yield Problem(
@@ -136,7 +136,7 @@ def _fp8(learner: LearnerConfig) -> Iterator[Problem]:
 
 
 def unrepeatable(config: Config) -> str | None:
-    """Why the probe cannot measure the share of fake quantisation: a scale needs all its weights. None: it can."""
+    """The reason that the probe cannot measure fake quantisation, or None. A scale needs all its weights."""
     learner, rollout = config.learner, config.rollout
     if rollout.fake_quantization is None:
         return None

@@ -14,7 +14,7 @@ MASK_LIMIT = 4096
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why these settings cannot work; empty when they can."""
+    """The reasons that these settings cannot work; empty when they can."""
     return [*_rollout(config), *_routes(config), *_pipeline(config)]
 
 

@@ -16,6 +16,7 @@ from moe_trm.config import (
     anti_patterns,
     deepspeed_rules,
     engine_rules,
+    lora_rules,
     precision_rules,
     rollout_rules,
     schedule_rules,
@@ -31,7 +32,7 @@ from moe_trm.config.schema import Config, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why this configuration cannot work; empty when it can.
+    """The reasons that this configuration cannot work; empty when it can.
 
     An engine that is not known is taken for the default one in the rest.
     """
@@ -61,6 +62,7 @@ def _refusals(config: Config) -> list[Problem]:
         *advantage_rules.refusals(config),
         *precision_rules.refusals(config),
         *deepspeed_rules.refusals(config),
+        *lora_rules.refusals(config),
         *_observe(config),
     ]
 
@@ -71,7 +73,9 @@ def warnings(config: Config) -> list[str]:
     return [
         *idle_settings(config),
         *deepspeed_rules.idle_settings(config),
+        *lora_rules.idle_settings(config),
         *precision_rules.surprises(config),
+        *lora_rules.surprises(config),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]

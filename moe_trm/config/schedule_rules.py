@@ -10,7 +10,7 @@ from moe_trm.methods.advantages import ADVANTAGES
 
 
 def refusals(config: Config) -> Iterator[Problem]:
-    """Why these settings cannot work."""
+    """The reasons that these settings cannot work."""
     yield from _age(config)
     yield from _pushes(config)
     yield from _rolling(config)

@@ -10,7 +10,7 @@ from moe_trm.config.schema import Config, TaskConfig
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why these settings cannot work; empty when they can."""
+    """The reasons that these settings cannot work; empty when they can."""
     return [*_task(config), *_evaluation(config)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from moe_trm.config import pipeline_layout
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
 from moe_trm.config.schema import Config, RuleConfig
@@ -14,7 +15,7 @@ from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
-    """Why these settings cannot work; empty when they can."""
+    """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
         *_corrections(config),
@@ -78,7 +79,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _routers(config: Config) -> Iterator[Problem]:
-    """What a loss needs that compares the routers' scores of two passes."""
+    """The needs of a loss that compares the routers' scores of two passes."""
     name, learner = config.loss.name, config.learner
     needed = [
         ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
@@ -242,6 +243,7 @@ def _parallel(config: Config) -> Iterator[Problem]:
             got=f"{parallel.virtual_pipeline} chunks on 1 stage",
             expected="learner.parallel.pipeline of at least 2",
         )
+    yield from pipeline_layout.problems(parallel)
     if parallel.tensor % parallel.expert_tensor:
         yield Problem(
             "learner.parallel.expert_tensor",

@@ -94,7 +94,7 @@ def _scope(level: str) -> Scope:
 
 
 def _when(level: str, estimator: str) -> str:
-    """When a mode is the right one, as its docstring says."""
+    """The cases for which a mode is right, as its docstring says."""
     unit = {
         "token": "isolated tokens are off and the rest of their rows should train",
         "seq_sum": "all answers are short or of one length: rows are judged by their total",

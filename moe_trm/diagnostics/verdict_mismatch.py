@@ -51,11 +51,13 @@ def precision(seen: Seen) -> Verdict | None:
     )
     if not bad:
         return None
-    routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl")
-    by_routes = len(routed) == 2 and routed["probe/replayed_k3_kl"] < 0.5 * routed["probe/native_k3_kl"]
+    routed = pick(seen, "probe/native_k3_kl", "probe/replayed_k3_kl", "probe/token_fraction", "probe/routing_share_se")
+    share, error = _share_of_routes(routed), 2 * routed.get("probe/routing_share_se", 0.0)
     sentence = f"The two engines disagree at the same weights (k3 {evidence['engine/k3_kl']:.2g})"
-    if by_routes:
-        said = f"{sentence}, mostly because their routers choose other experts."
+    if share is not None and share - error > 0.5:
+        drawn = routed.get("probe/token_fraction", 1.0)
+        sampled = f": {share:.0%} of it, ±{error:.0%}, by a probe of {drawn:.0%} of the tokens" if error else ""
+        said = f"{sentence}, mostly because their routers choose other experts{sampled}."
         return Verdict("precision", said, evidence | routed, "replay.mode=R3")
     said = f"{sentence}: align precision and kernels before any correction."
     return Verdict("precision", said, evidence | routed, "rollout.server.dtype=float32")
@@ -234,6 +236,12 @@ def measured(seen: Seen) -> bool:
 def _earliest(seen: Seen) -> str:
     """The first ratio that is known: `engine`, or the sum that it is hidden in."""
     return next((name for name in ("engine", "merged") if f"{name}/k3_kl" in seen), "total")
+
+
+def _share_of_routes(routed: Seen) -> float | None:
+    """Share of the native mismatch that replayed routes remove; None where a probe did not measure it."""
+    native, replayed = (routed.get(f"probe/{name}_k3_kl") for name in ("native", "replayed"))
+    return None if not native or replayed is None else 1 - replayed / native
 
 
 def _is_kept_by(name: str, rule: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, MoeTrmError
-from moe_trm.rollout.sglang.supervisor import claim_port
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.tasks.rows import check_source
 
 
@@ -63,7 +63,12 @@ def check_folders(config: Config) -> None:
 
 def check_server(config: Config) -> None:
     """The rollout server of this machine has its device and its port. Raises `ConfigError`, `EngineError`."""
-    refuse_together(lambda: _device(config), lambda: claim_port(config.rollout.server.host, config.rollout.server.port))
+    refuse_together(lambda: _device(config), lambda: _port(config))
+
+
+def _port(config: Config) -> None:
+    with held_port(config.rollout.server.host, config.rollout.server.port):
+        pass
 
 
 def _device(config: Config) -> None:

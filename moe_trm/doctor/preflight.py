@@ -19,14 +19,17 @@ from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.doctor.places import check_folders, check_prompts, check_server, refuse_together
 from moe_trm.doctor.trial import try_task
+from moe_trm.errors import CheckpointError
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
 from moe_trm.learner.megatron.layers import layers_here, transformer_engine_imports
 from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import check_vocabulary, read_hf_config
+from moe_trm.models.registry import find_family
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
+from moe_trm.rollout.sglang.served_folder import check_quantised
 from moe_trm.step.objective import Objective
 
 
@@ -38,10 +41,21 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
     """
     config, of_settings = load_with_choices(path, overrides)
     settled, of_machine = settle_here(
-        config, cuda=torch.cuda.is_available(), transformer_engine=transformer_engine_imports
+        config,
+        cuda=torch.cuda.is_available(),
+        transformer_engine=transformer_engine_imports,
+        known_model=lambda: _is_known(config.model.checkpoint),
     )
     refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
     return settled, of_settings + of_machine
+
+
+def _is_known(checkpoint: str) -> bool:
+    """True for a model of a family here. One that cannot be read is refused later, with the reason."""
+    try:
+        return find_family(read_hf_config(checkpoint)) is not None
+    except CheckpointError:
+        return False
 
 
 def check_start(config: Config, *, world_size: int) -> None:
@@ -66,6 +80,7 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     refuse_together(*_needs(config))
     hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
+    check_quantised(config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     Objective(config)
     check_trackers(config)

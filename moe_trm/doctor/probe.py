@@ -36,6 +36,7 @@ NEUTRAL = (
     "replay.max_local_flip_rate=1.0",  # to be measured, not to stop at
     "pipeline={}",
     "probe.every=1",
+    "probe.tokens=0",
     "probe.save=true",
     "loss={measure_entropy: true}",
     "correction={}",

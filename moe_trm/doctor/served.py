@@ -11,6 +11,7 @@ from typing import Any
 from moe_trm.config.schema import Config
 from moe_trm.doctor.checks import Check, attempt
 from moe_trm.errors import EngineError
+from moe_trm.models.hf_config import library_config
 from moe_trm.rollout.credentials import api_key_for
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.tasks.tokens import Tokens
@@ -59,7 +60,10 @@ async def _geometry(config: Config, http: EngineHttp) -> Check:
     folder = Path(str((await http.get("/model_info")).get("model_path", "")))
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
-    different = differing(_read(folder), _read(Path(config.model.checkpoint)))
+    theirs, ours = _read(folder), library_config(_read(Path(config.model.checkpoint)))
+    # Of a quantised checkpoint a server has to hold plain weights: pushes are.
+    held = {key: theirs[key] for key in ("quantization_config",) if key in theirs}
+    different = differing(library_config(theirs) | held, ours)
     if not different:
         return Check(name, "ok", f"config.json of {folder} and of the learner agree")
     return Check(

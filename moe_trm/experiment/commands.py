@@ -135,7 +135,7 @@ def described(plan: Plan, states: States, jobs: int) -> list[str]:
 
 
 def about(plan: Plan, states: States) -> list[str]:
-    """When and on what it ran."""
+    """The time of the runs and their machine."""
     ends = [state.ended_unix_s for state in states if state.ended_unix_s is not None]
     last = f"last run ended {datetime.fromtimestamp(max(ends), UTC):%Y-%m-%d %H:%M} UTC" if ends else "no run has ended"
     return [

@@ -18,7 +18,7 @@ def measure_of(metric: str) -> Measure:
 
 
 def metric_problem(metric: str, config: Config) -> Problem | None:
-    """Why `metric` cannot decide between runs of `config`; None where it can.
+    """The reason that `metric` cannot decide between runs of `config`; None where it can.
 
     Evaluations are known from the settings. All others are those that the report draws.
     """

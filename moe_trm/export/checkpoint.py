@@ -13,10 +13,12 @@ from moe_trm.checkpoint.folder import STATE_FILE, Manifest, read_manifest, verif
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.errors import CheckpointError
-from moe_trm.export.shards import SHARD_BYTES, ShardWriter
+from moe_trm.export.adapter import lora_of, merged_tensors, saved_factors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.hf_export import SHARD_BYTES, write_companions, write_files, write_index
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.parameter_groups import is_frozen
-from moe_trm.models.hf_config import read_hf_config, without_prediction_layers
+from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.models.tensors import OUTPUT, tensor_names
 
@@ -24,19 +26,26 @@ _CONSTANT = ".e_score_correction_bias"
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, *, model: Path | None = None, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    published: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the weights of `checkpoint` as a Hugging Face folder, in the learner's dtype, and return the folder.
+    """Write the weights of `checkpoint` as a Hugging Face folder, and return the folder.
 
-    They are those that the learner itself would have exported at that step, bit for bit. What was not trained (a
-    frozen router, biases that choose experts) is as in the checkpoint that the run started from. Config and tokenizer
-    are that one's, too.
+    They are those that the learner itself would have exported at that step, bit for bit. Adapters are merged: equal up
+    to the rounding of a float32 product. What was not trained is as in the checkpoint that the run started from: a
+    frozen router, biases that choose experts, layers that predict several tokens at once. Config and tokenizer are that
+    one's, too.
 
     Args:
         checkpoint: a `step-NNNNNN` folder.
         out: the folder to write, which must not exist; it appears when it is complete.
         model: where the start checkpoint lies now; None: where the run found it.
-        shard_bytes: see `ShardWriter`.
+        published: write tensors in the form of the start checkpoint; else in the learner's dtype (`ExportForm`).
+        shard_bytes: of one file at most, apart from a larger tensor; they are held until it is written.
 
     Raises:
         CheckpointError: `out` exists; the checkpoint is damaged or of another format; the start checkpoint is not
@@ -61,43 +70,63 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write(checkpoint, manifest, start, partial, shard_bytes)
+        _write(checkpoint, manifest, start, partial, published, shard_bytes)
     except BaseException:
         shutil.rmtree(partial)
         raise
     return partial.rename(out)
 
 
-def _write(checkpoint: Path, manifest: Manifest, start: Path, folder: Path, shard_bytes: int) -> None:
-    hf, source, learner = read_hf_config(start), HfCheckpoint(start), _learner(manifest)
+def _write(checkpoint: Path, manifest: Manifest, start: Path, folder: Path, published: bool, shard_bytes: int) -> None:
+    hf, learner = read_hf_config(start), _learner(manifest)
+    form = ExportForm(HfCheckpoint(start), learner.dtype, published)
     reader = PieceReader(checkpoint / name for name in sorted(manifest.files) if name != STATE_FILE)
-    writer, written = ShardWriter(folder, learner.dtype, shard_bytes), set[str]()
-    trained, constants = _saved(reader, hf, start, learner.backend)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _of_model(reader, hf, learner, form.source, where=str(checkpoint)):
+            yield from form.stored(name, tensor).items()
+        yield from form.kept()
+
+    write_index(folder, write_files(folder, "model", tensors(), shard_bytes))
+    write_companions(folder, start, form.config(hf))
+
+
+def _of_model(
+    reader: PieceReader, hf: Mapping[str, Any], learner: LearnerConfig, source: HfCheckpoint, *, where: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model: the trained ones, then those that are as in the start checkpoint."""
+    trained, constants = _saved(reader, hf, source, learner)
+    written = set[str]()
     for name, tensor in trained:
         _check_shape(name, tensor, source)
-        writer.add(name, tensor)
         written.add(name)
+        yield name, tensor
     for name in sorted(_expected(hf, source) - written):
-        if not (is_frozen(name, learner) or name in constants or name.endswith(_CONSTANT)):
+        is_base = learner.lora.rank > 0 or is_frozen(name, learner)
+        if not (is_base or name in constants or name.endswith(_CONSTANT)):
             raise CheckpointError(
                 "a trained tensor is missing from the checkpoint",
-                where=f"{checkpoint}, {name}",
+                where=f"{where}, {name}",
                 got=f"{len(written)} others",
-                expected=f"every trained tensor of {start}",
+                expected=f"every trained tensor of {source.folder}",
                 fix="If the run started from another checkpoint, give its place with --model FOLDER.",
             )
-        writer.add(name, source.read(name))
-    writer.finish(start, without_prediction_layers(hf))
+        yield name, source.read(name)
 
 
 def _saved(
-    reader: PieceReader, hf: Mapping[str, Any], start: Path, backend: str
+    reader: PieceReader, hf: Mapping[str, Any], source: HfCheckpoint, learner: LearnerConfig
 ) -> tuple[Iterator[tuple[str, Tensor]], frozenset[str]]:
-    """The trained tensors, and the names of those that no learner of this kind trains."""
-    if backend == "deepspeed":
+    """The trained tensors, and the names of those that no learner of this kind trains.
+
+    With adapters, the matrices that have one, merged.
+    """
+    if learner.lora.rank:
+        return merged_tensors(saved_factors(reader, hf, source, learner), source, learner), frozenset()
+    if learner.backend == "deepspeed":
         from moe_trm.learner.deepspeed.saved import SavedModel
 
-        saved = SavedModel(start)
+        saved = SavedModel(source.folder)
         return saved.saved_tensors(reader), saved.constants
     from moe_trm.learner.megatron.saved import saved_tensors
 
@@ -108,7 +137,8 @@ def _learner(manifest: Manifest) -> LearnerConfig:
     """The settings of the learner that say what its checkpoint holds; others may be of another version."""
     learner = manifest.config.get("learner", {})
     return LearnerConfig(
-        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None}
+        lora=lora_of(manifest),
+        **{key: learner[key] for key in ("backend", "dtype", "freeze_router") if learner.get(key) is not None},
     )
 
 

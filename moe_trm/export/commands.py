@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe_trm.checkpoint.folder import read_manifest
 from moe_trm.errors import RunError
+from moe_trm.export.adapter import export_adapter
 from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.export.run_folder import open_run, run_around
 
@@ -18,6 +19,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     parser.add_argument("--out", type=Path, help="folder to write (default: hf-NNNNNN beside the checkpoint)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--published",
+        action="store_true",
+        help="write the tensors in the form of the checkpoint that the run started from, FP8 or MXFP4 "
+        "(default: plain, in the learner's dtype)",
+    )
+    form.add_argument(
+        "--adapter", action="store_true", help="the adapter alone, in peft's files (default: adapter-NNNNNN)"
+    )
     parser.add_argument(
         "--model", type=Path, help="where the checkpoint that the run started from lies now, if it was moved"
     )
@@ -30,7 +41,12 @@ def run(args: argparse.Namespace) -> int:
     step = read_manifest(checkpoint).step
     if args.step not in (None, step):
         raise RunError("this is the checkpoint of another step", where=str(checkpoint), got=args.step, expected=step)
-    folder = export_checkpoint(checkpoint, args.out or checkpoint.parent / f"hf-{step:06d}", model=args.model)
+    if args.adapter:
+        place = args.out or checkpoint.parent / f"adapter-{step:06d}"
+        print(f"{export_adapter(checkpoint, place, model=args.model)}: the adapter after step {step}, for peft")
+        return 0
+    out = args.out or checkpoint.parent / f"hf-{step:06d}"
+    folder = export_checkpoint(checkpoint, out, model=args.model, published=args.published)
     print(f"{folder}: the weights after step {step}")
     print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     print(f"  serve     python -m launch.rollout CONFIG model.checkpoint={folder}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from numbers import Real
 from typing import Any
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
+from moe_trm.runtime.frames import frame
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -99,8 +98,7 @@ def pack(message: ToProcess | FromProcess) -> bytes:
 
     Raises `TypeError` or `OverflowError` for a value that is no plain data; numbers of other libraries become floats.
     """
-    body = msgspec.msgpack.encode(message, enc_hook=_number)
-    return LENGTH.pack(len(body)) + body
+    return frame(message, _number)
 
 
 def _number(value: object) -> float:

@@ -17,7 +17,6 @@ import msgspec
 from moe_trm.errors import ConfigError, MoeTrmError
 from moe_trm.functions.current_call import SIZE, CurrentCall
 from moe_trm.functions.messages import (
-    LENGTH,
     Ask,
     Broken,
     Call,
@@ -31,6 +30,7 @@ from moe_trm.functions.messages import (
     ToProcess,
     pack,
 )
+from moe_trm.runtime.frames import from_child
 
 POLL_S = 0.1
 """Between two looks at the current."""
@@ -105,7 +105,8 @@ class Process:
         try:
             assert process.stdin is not None
             process.stdin.write(pack(hello))
-            first = await asyncio.wait_for(_message(process), STARTUP_S)
+            reading = from_child(process, _DECODER)
+            first = await asyncio.wait_for(reading, STARTUP_S)
         except TimeoutError:
             pass
         finally:
@@ -166,7 +167,7 @@ class Process:
         self._current.close()
 
     async def _receive(self) -> None:
-        while (message := await _message(self._process)) is not None:
+        while (message := await from_child(self._process, _DECODER)) is not None:
             number = message.number if not isinstance(message, Ready | Broken) else 0
             call = self._open.get(number)
             if call is None or call.result.done():
@@ -214,16 +215,6 @@ class Process:
         pipe = self._process.stdin
         if not self.ended and pipe is not None and not pipe.is_closing():
             pipe.write(pack(message))
-
-
-async def _message(process: asyncio.subprocess.Process) -> FromProcess | None:
-    """The next message; None when there are no more, or what comes is none."""
-    assert process.stdout is not None
-    try:
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        return _DECODER.decode(await process.stdout.readexactly(length))
-    except (asyncio.IncompleteReadError, msgspec.DecodeError):
-        return None
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

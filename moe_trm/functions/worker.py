@@ -23,7 +23,6 @@ from moe_trm.functions.current_call import CurrentCall
 from moe_trm.functions.hosted import Hosted
 from moe_trm.functions.load import load_function, place_in, place_of
 from moe_trm.functions.messages import (
-    LENGTH,
     Ask,
     Broken,
     Call,
@@ -37,6 +36,7 @@ from moe_trm.functions.messages import (
     ToProcess,
     pack,
 )
+from moe_trm.runtime.frames import from_parent
 
 _CALL: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
 _LONGEST_TEXT = 2000
@@ -161,23 +161,18 @@ async def serve(
 
 def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, receive: Callable[[ToProcess], None]) -> None:
     decoder = msgspec.msgpack.Decoder(ToProcess)
-    while (message := _message(source, decoder)) is not None:
+    while (message := from_parent(source, decoder)) is not None:
         loop.call_soon_threadsafe(receive, message)
     os._exit(0)
-
-
-def _message(source: BinaryIO, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    return decoder.decode(source.read(LENGTH.unpack(head)[0]))
 
 
 def main(descriptor: int) -> None:
     """Load the function that the first message names, and serve."""
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    hello = _message(source, msgspec.msgpack.Decoder(ToProcess))
+    hello = from_parent(source, msgspec.msgpack.Decoder(ToProcess))
+    if hello is None:  # whoever started this process is gone
+        return
     try:
         adapt = load_function(hello.adapter, key=hello.key)
         function = load_function(hello.function, key=hello.key)

@@ -112,7 +112,7 @@ class LearnerBase:
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
         """See `Learner.export_shard`."""
-        return self._exporter.write_shard(Path(directory), rounding)
+        return self._exporter.write_push(Path(directory), rounding)
 
     def owned_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `Learner.owned_tensors`."""

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read one tensor at a time."""
+"""A Hugging Face checkpoint folder, read one tensor at a time, as plain weights whatever form its files have."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError
+from moe_trm.models import fp8_blocks, mxfp4
+from moe_trm.models.hf_config import read_hf_config
+from moe_trm.models.quantisation import SCALES, parts_of, quantisation_of
+from moe_trm.models.tensors import is_prediction
 
 _COMPLETE = "Copy or download the checkpoint again, completely."
 
@@ -17,60 +22,116 @@ _COMPLETE = "Copy or download the checkpoint again, completely."
 class HfCheckpoint:
     """Lazy access to the safetensors of a checkpoint folder; only the tensors asked for are read from disk.
 
+    Weights in FP8 or MXFP4 are dequantised as they are read (`moe_trm.models.quantisation`), in config.json's dtype.
+
+    Attributes:
+        folder: where it lies.
+        names: of all tensors of the model.
+        prediction: of tensors of the layers that predict several tokens at once. Nothing trains or serves them.
+        quantisation: the form of the weights; None: plain tensors.
+
     Raises:
-        CheckpointError: no safetensors, an index that names missing files, or a damaged file.
+        CheckpointError: no safetensors, an index that names missing files, a damaged file, or a form that is not read.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._file_of = self._index()
         self._handles: dict[str, Any] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors in the checkpoint."""
-        return frozenset(self._file_of)
+        hf = read_hf_config(folder) if (self.folder / "config.json").is_file() else {}
+        self.quantisation = quantisation_of(hf, f"{self.folder}/config.json")
+        self._parts = parts_of(self._file_of, self.quantisation)
+        self.prediction = frozenset(name for name in self._parts if is_prediction(name, hf))
+        self.names = frozenset(self._parts) - self.prediction
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name` on CPU, in the checkpoint's dtype."""
-        tensor: Tensor = self._handle(name).get_tensor(name)
-        return tensor
-
-    def file_of(self, name: str) -> str:
-        """The file of the folder that holds the tensor `name`."""
-        return self._file_of[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor `name`, whose values are not read."""
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        """The tensor `name` on CPU: in the checkpoint's dtype, or dequantised."""
+        parts = [self._handle(part).get_tensor(part) for part in self.parts(name)]
+        return self._plain(name, parts)
 
     def read_row(self, name: str, row: int, num_rows: int) -> Tensor:
         """Row `row` alone of the tensor `name`, which must have `num_rows` of them.
 
         Raises `CheckpointError` where it has not.
         """
-        stacked = self._handle(name).get_slice(name)
-        if stacked.get_shape()[0] != num_rows:
+        slices = [self._handle(part).get_slice(part) for part in self.parts(name)]
+        if slices[0].get_shape()[0] != num_rows:
             raise CheckpointError(
                 "tensor has another number of rows than config.json announces",
                 where=f"{self.folder}, {name}",
-                got=stacked.get_shape()[0],
+                got=slices[0].get_shape()[0],
                 expected=num_rows,
                 fix="Use the config.json that belongs to these weights.",
             )
-        tensor: Tensor = stacked[row]
+        return self._plain(name, [one[row] for one in slices])
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names in the files of what the tensor `name` is made of: itself, or values and scales."""
+        return self._parts.get(name, (name,))
+
+    def read_stored(self, stored: str) -> Tensor:
+        """A tensor of the files, as it is there."""
+        tensor: Tensor = self._handle(stored).get_tensor(stored)
         return tensor
 
-    def _handle(self, name: str) -> Any:
-        if name not in self._file_of:
+    def file_of(self, name: str) -> str:
+        """The file of the folder that holds the tensor `name`, or its values."""
+        return self._file_of[self.parts(name)[0]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`, whose values are not read."""
+        stored = self.parts(name)[0]
+        shape = tuple(self._handle(stored).get_slice(stored).get_shape())
+        if stored == name:
+            return shape
+        *outer, outputs, groups, _ = shape
+        return *outer, groups * mxfp4.GROUP, outputs
+
+    def _plain(self, name: str, parts: list[Tensor]) -> Tensor:
+        form, where = self.quantisation, f"{self.folder}, {name}"
+        if len(parts) == 1:
+            if parts[0].dtype.itemsize == 1 and parts[0].dtype.is_floating_point:
+                raise CheckpointError(
+                    "an 8-bit weight without scales",
+                    where=where,
+                    got=f"{parts[0].dtype}, and {_lacking(form is not None)}",
+                    expected="its scales beside it, in the checkpoint's index and files",
+                    fix=_COMPLETE,
+                )
+            return parts[0]
+        assert form is not None, "only quantised tensors have parts"
+        weight, scale = parts
+        dtype = getattr(torch, form.dtype)
+        if form.method == "mxfp4":
+            fits = scale.shape == weight.shape[:-1] and weight.dtype == scale.dtype == torch.uint8
+            if fits and weight.shape[-1] * 2 == mxfp4.GROUP:
+                return mxfp4.dequantize(weight, scale, dtype)
+        elif weight.dim() == 2:
+            blocks = [-(-size // step) for size, step in zip(weight.shape, form.block, strict=True)]
+            if list(scale.shape) == blocks and weight.dtype == torch.float8_e4m3fn:
+                return fp8_blocks.dequantize(weight, scale, form.block, dtype)
+        raise CheckpointError(
+            "values and scales of a weight do not fit together",
+            where=where,
+            got=f"{weight.dtype} {list(weight.shape)} with {scale.dtype} {list(scale.shape)}",
+            expected=(
+                f"float8_e4m3fn [O, I] with a scale for each {form.block[0]} x {form.block[1]} weights"
+                if form.method == "fp8"
+                else f"uint8 [E, O, I / {mxfp4.GROUP}, {mxfp4.GROUP // 2}] with one of {SCALES} for each last row"
+            ),
+            fix="Use the config.json that belongs to these weights.",
+        )
+
+    def _handle(self, stored: str) -> Any:
+        if stored not in self._file_of:
             raise CheckpointError(
                 "tensor missing from the checkpoint",
-                where=f"{self.folder}, {name}",
+                where=f"{self.folder}, {stored}",
                 got=f"{len(self._file_of)} other tensors",
-                expected=name,
+                expected=stored,
                 fix="config.json asks for a tensor the files do not hold. " + _COMPLETE,
             )
-        file = self._file_of[name]
+        file = self._file_of[stored]
         if file not in self._handles:
             self._handles[file] = self._open(file)
         return self._handles[file]
@@ -110,3 +171,7 @@ class HfCheckpoint:
                 expected="a complete safetensors file",
                 fix=_COMPLETE,
             ) from error
+
+
+def _lacking(is_quantised: bool) -> str:
+    return "no scales in its files" if is_quantised else "no quantization_config in config.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,27 +16,23 @@ from moe_trm.models.tensors import EMBEDDING, OUTPUT, tensor_names
 def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that neither learner could train as it is.
 
-    Only names are looked at, and a copy of tied weights.
+    Only names are looked at, and a copy of tied weights. Layers that predict several tokens at once are no part of the
+    model: neither transformers nor Megatron has them here.
 
     Of a family that `moe_trm.models` does not know, which DeepSpeed may still train, transformers says what is lacking.
 
     Raises:
-        CheckpointError: quantised weights; tensors that are missing, or that the model has no place for; a copy of tied
-            weights that is none.
+        CheckpointError: a quantised checkpoint without scales; tensors that are missing, or that the model has no place
+            for; a copy of tied weights that is none.
     """
-    _check_precision(checkpoint, hf)
+    _check_scales(checkpoint)
     family, where = find_family(hf), str(checkpoint.folder)
     if family is None:
         return
     known = tensor_names(family, hf)
     missing = sorted(known - checkpoint.names)
-    # A tied checkpoint may still carry its output weight, which is then the embedding a second time. Layers behind the
-    # last are for predicting several tokens at once; neither transformers nor Megatron's model here has them.
-    unexpected = sorted(
-        name
-        for name in checkpoint.names - known - {OUTPUT}
-        if not _is_prediction_layer(name, int(hf["num_hidden_layers"]))
-    )
+    # A tied checkpoint may still carry its output weight, which is then the embedding a second time.
+    unexpected = sorted(checkpoint.names - known - {OUTPUT})
     if missing == [OUTPUT]:
         raise CheckpointError(
             "checkpoint has no output weight",
@@ -77,21 +72,13 @@ def check_tensors(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
         )
 
 
-def _check_precision(checkpoint: HfCheckpoint, hf: Mapping[str, Any]) -> None:
-    quantisation = hf.get("quantization_config")
-    if quantisation:
+def _check_scales(checkpoint: HfCheckpoint) -> None:
+    form = checkpoint.quantisation
+    if form is not None and all(len(checkpoint.parts(name)) == 1 for name in checkpoint.names):
         raise CheckpointError(
-            "checkpoint is quantised",
+            "config.json announces quantised weights, and no tensor has scales",
             where=f"{checkpoint.folder}/config.json, quantization_config",
-            got=quantisation.get("quant_method", quantisation),
-            expected="weights in bfloat16, float16 or float32",
-            fix=(
-                "Load it with transformers, dequantised (its quantisation classes have `dequantize=True`), save it, "
-                "and train that."
-            ),
+            got=f"{form.method} with {len(checkpoint.names)} tensors without scales",
+            expected="weights with scales, or a config.json without quantization_config",
+            fix="Use the config.json that belongs to these weights; that of plain ones has no quantization_config.",
         )
-
-
-def _is_prediction_layer(hf_name: str, num_layers: int) -> bool:
-    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
-    return layer is not None and int(layer[1]) >= num_layers

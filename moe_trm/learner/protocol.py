@@ -160,7 +160,7 @@ class Learner(Resumable, Protocol):
         """Sum of `values` over the ranks that hold other layers; `values` where each rank holds all of them."""
 
     def export_shard(self, directory: str, rounding: Rounding) -> tuple[TensorEntry, ...]:
-        """Write the Hugging Face tensors that this rank owns to one safetensors file in `directory`, rounded.
+        """Write the Hugging Face tensors that this rank owns to safetensors files in `directory`, rounded.
 
         Experts are on their owners, shared tensors on one rank.
         """

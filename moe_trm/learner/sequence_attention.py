@@ -27,7 +27,7 @@ So calls compute less than twice as many columns as there are tokens, and of the
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What a layer's attention is besides causal.
+    """The properties of a layer's attention besides that it is causal.
 
     Attributes:
         scale: of the logits.

@@ -40,6 +40,7 @@ class Snapshots:
             them stay valid.
         inputs_first: stacked experts are `[E, I, O]` (experts, inputs, outputs), not `[E, O, I]`.
         computes_in: rounding of the weights in every pass (`computing`); None: passes use them as they are.
+        trained_only: parameters without a gradient never change, and are in no copy. Such copies cannot be rounded.
     """
 
     def __init__(
@@ -48,8 +49,11 @@ class Snapshots:
         *,
         inputs_first: bool = False,
         computes_in: Rounding | None = None,
+        trained_only: bool = False,
     ) -> None:
+        assert not (trained_only and computes_in), "the rounding of a sum is not that of its parts"
         self._modules, self._inputs_first, self._computes_in = modules, inputs_first, computes_in
+        self._trained_only = trained_only
         self._held: dict[str, list[Tensor]] = {}
         self._saved: set[str] = set()
 
@@ -64,6 +68,7 @@ class Snapshots:
         `saved`: `save` saves the copy. `rounding`: parameters, but not buffers, are kept as the engine has them after
         such a push.
         """
+        assert not (self._trained_only and rounding), "the rounding of a sum is not that of its parts"
         self._held.pop(name, None)
         held = self._copy()
         self._held[name] = held if rounding is None else self._rounded(held, rounding)
@@ -171,7 +176,7 @@ class Snapshots:
 
     def _parameters(self) -> Iterator[Tensor]:
         for module in self._modules:
-            yield from module.parameters()
+            yield from (each for each in module.parameters() if each.requires_grad or not self._trained_only)
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._parameters()

@@ -77,10 +77,32 @@ def num_experts(hf_config: Mapping[str, Any]) -> int:
     return next((int(hf_config[name]) for name in names if hf_config.get(name)), 0)
 
 
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys for the number of layers that predict several tokens at once."""
+_ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Model types of which the repository alone has a class, and whose model is another one to the last operation."""
+
+
 def without_prediction_layers(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of a model whose layers for predicting several tokens at once were left out."""
-    absent = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf_config else {}
-    return {**hf_config, **absent}
+    return {**hf_config, **{key: 0 for key in PREDICTION_LAYERS if key in hf_config}}
+
+
+def plain_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same model with its weights as plain tensors."""
+    return {key: value for key, value in hf_config.items() if key != "quantization_config"}
+
+
+def library_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of what a learner trains and an engine serves, for libraries that execute no code of a repository.
+
+    Weights are plain, layers for predicting several tokens at once are left out, and Kimi-K2 is a DeepSeek-V3.
+    """
+    found = without_prediction_layers(plain_config(hf_config))
+    if found.get("model_type") in _ALIASES:
+        found["model_type"] = _ALIASES[found["model_type"]]
+        found.pop("auto_map", None)
+    return found
 
 
 def expert_width(hf_config: Mapping[str, Any]) -> int:
@@ -92,11 +114,13 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """0-based decoder layers that are mixtures of experts; empty for a dense model.
 
     Qwen-MoE: in the stride `decoder_sparse_step` and not in `mlp_only_layers`. DeepSeek-V3, GLM-4-MoE: from
-    `first_k_dense_replace` on, in the stride `moe_layer_freq`. OLMoE, Mixtral: all.
+    `first_k_dense_replace` on, in the stride `moe_layer_freq`, and not `dense` in `mlp_layer_types`. OLMoE, Mixtral:
+    all.
     """
     if not num_experts(hf_config):
         return ()
-    dense = set(hf_config.get("mlp_only_layers") or ())
+    kinds = hf_config.get("mlp_layer_types") or ()
+    dense = {*(hf_config.get("mlp_only_layers") or ()), *(i for i, kind in enumerate(kinds) if kind == "dense")}
     step, first = int(hf_config.get("decoder_sparse_step") or 1), int(hf_config.get("first_k_dense_replace") or 0)
     every = int(hf_config.get("moe_layer_freq") or 1)
     return tuple(

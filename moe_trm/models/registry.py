@@ -9,13 +9,14 @@ from moe_trm.errors import CheckpointError
 from moe_trm.models.deepseek_v3 import DEEPSEEK_V3
 from moe_trm.models.family import Family
 from moe_trm.models.glm4_moe import GLM4_MOE
+from moe_trm.models.glm4_moe_lite import GLM4_MOE_LITE
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.mixtral import MIXTRAL
 from moe_trm.models.olmoe import OLMOE
 from moe_trm.models.qwen3 import QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (QWEN3, QWEN3_MOE, OLMOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3, GPT_OSS)
+    family.name: family for family in (QWEN3, QWEN3_MOE, OLMOE, MIXTRAL, GLM4_MOE, DEEPSEEK_V3, GLM4_MOE_LITE, GPT_OSS)
 }
 MOE_FAMILIES = tuple(name for name in FAMILIES if name != "qwen3")
 

@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -43,3 +44,13 @@ def parameters(family: Family, hf: HfConfig) -> Iterator[tuple[str, Link]]:
 def tensor_names(family: Family, hf: HfConfig) -> frozenset[str]:
     """Every tensor of the checkpoint; the output weight only where it is not tied to the embedding."""
     return frozenset(hf_name for _, link in parameters(family, hf) for hf_name in link.hf_names)
+
+
+def is_prediction(hf_name: str, hf: HfConfig) -> bool:
+    """True for a tensor of the layers that predict several tokens at once (MTP).
+
+    They lie behind the last layer (DeepSeek-V3, GLM-4.5) or apart from the layers (`mtp.`).
+    """
+    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    behind = layer is not None and "num_hidden_layers" in hf and int(layer[1]) >= int(hf["num_hidden_layers"])
+    return behind or hf_name.startswith(("mtp.", "model.mtp."))

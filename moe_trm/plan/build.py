@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from shlex import quote
 from typing import Any
 
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import ConfigError
 from moe_trm.plan.cluster import Cluster, Serving, serving
+from moe_trm.plan.columns import columns_per_token
 from moe_trm.plan.figures import Basis, Figure, weakest
 from moe_trm.plan.layouts import Judged, alternatives, judge
 from moe_trm.plan.lengths import Lengths
@@ -18,7 +20,7 @@ from moe_trm.plan.modes import MODES, Mode
 from moe_trm.plan.parameters import Model, model_of
 from moe_trm.plan.provision import Provision, provision
 from moe_trm.plan.simulate import Fleet, Timeline, simulate
-from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds
+from moe_trm.plan.speed import Efficiency, decode_rate, micro_batch_tokens, train_seconds, training_operations
 from moe_trm.plan.wire import mask_bytes, route_bytes
 
 STEPS = 8
@@ -65,6 +67,7 @@ class Plan:
     others: tuple[Judged, ...]
     wire: Mapping[str, Figure]
     modes: tuple[Simulated, ...]
+    columns: Figure
     decode_tokens_s: Figure
     train_s: Figure
     push_s: Figure
@@ -106,9 +109,17 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side.
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters.
         CheckpointError: a model that is not supported.
     """
+    if config.learner.lora.rank:
+        raise ConfigError(
+            "the memory of adapters is not planned",
+            where="learner.lora.rank",
+            got=config.learner.lora.rank,
+            expected=0,
+            fix="Plan with learner.lora.rank=0, which needs more memory and the same products.",
+        )
     model = model_of(hf, where)
     serve_gpus, ranks = cluster.split(config)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
@@ -118,7 +129,16 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     tokens = micro_batch_tokens(config, lengths.prompt_tokens)
     scored = int(tokens * lengths.mean / (lengths.mean + lengths.prompt_tokens))
     keeps = config.keeps_masks
-    load = Load(tokens, scored, ranks, keeps, config.replay.mode != "none", assumptions.other_gb)
+    load = Load(
+        tokens,
+        scored,
+        ranks,
+        keeps,
+        config.replay.mode != "none",
+        assumptions.other_gb,
+        rows=_rows(config, tokens, lengths.prompt_tokens),
+        kept_ids=assumptions.kept_ids,
+    )
     room = cluster.gpu.memory_gb * 1e9
     others = alternatives(config, model, hf, load, step_tokens, room, cluster.gpus)
     layout = _judge_or_advise(config, model, hf, load, step_tokens, others)
@@ -128,15 +148,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     rate = cache(decode_rate(model, hf, cluster.gpu, servers.gpus, context, efficiency, slots))
     push_s = 2 * model.total() / (efficiency.load_gb_s * 1e9)
     fleet = Fleet(servers.servers, slots, rate, push_s, slots * rate(slots) * 10, float(config.rollout.concurrency))
+    fleet = replace(fleet, sharing=efficiency.sharing)
     basis = weakest(efficiency.rollout_basis, efficiency.learner_basis, lengths.basis)
     batches = lengths.batches(STEPS, samples)
+    forwarded = [max(1, int(length + lengths.prompt_tokens)) for length in batches[0]]
+    columns = columns_per_token(config, forwarded, ranks)
     sends = config.sync.method == "distributed"
+    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
+    operations = training_operations(model, hf, config, context)
     modes = []
     for mode in _modes(config):
-        other = _with_pipeline(config, mode)
-        train_s = train_seconds(model, hf, other, cluster.gpu, ranks, trained_tokens, context, efficiency)
-        modes.append(Simulated(mode, simulate(batches, train_s, fleet, mode.schedule(sends=sends)), basis))
-    own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency)
+        # Stale samples need more passes, whatever the speed was measured with.
+        more = training_operations(model, hf, _with_pipeline(config, mode), context) / operations
+        simulated = simulate(batches, own_train * more, fleet, mode.schedule(sends=sends))
+        modes.append(Simulated(mode, simulated, basis))
     own = Mode.of(config)
     workers = provision(
         samples * lengths.mean,
@@ -157,11 +182,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         tuple(other for other in others if other.parallel != config.learner.parallel),
         _wire(hf, config, step_tokens, samples * lengths.mean, assumptions),
         tuple(modes),
+        Figure(columns, "columns/token", weakest(lengths.basis, "given"), f"batch.layout={config.batch.layout}"),
         Figure(slots * rate(slots), "tokens/s", efficiency.rollout_basis, "one server, all slots in use"),
         Figure(own_train, "s", efficiency.learner_basis, "one training step"),
         Figure(push_s, "s", "assumed", "--load-gb-s"),
         workers,
     )
+
+
+def _rows(config: Config, tokens: int, prompt_tokens: float) -> int:
+    """Rows of the largest micro-batch; a pack is one."""
+    if config.batch.layout == "packed":
+        return 1
+    longest = config.rollout.max_tokens or int(config.rollout.max_new_tokens + prompt_tokens)
+    return max(1, tokens // longest)
 
 
 def _judge_or_advise(
@@ -170,14 +204,23 @@ def _judge_or_advise(
     try:
         return judge(config, model, hf, load, step_tokens)
     except ConfigError as error:
-        advice = f"These fit: {'; '.join(lines(other) for other in others[:3])}." if others else error.fix
+        own = config.learner.parallel
+        advice = f"These fit: {'; '.join(lines(other, own) for other in others[:3])}." if others else error.fix
         raise ConfigError(error.what, where=error.where, got=error.got, expected=error.expected, fix=advice) from error
 
 
-def lines(judged: Judged) -> str:
-    """A layout as overrides."""
-    sizes = {name: size for name, size in judged.parallel.model_dump().items() if size not in (1, None)}
-    return " ".join(f"learner.parallel.{name}={size}" for name, size in sizes.items()) or "learner.parallel={}"
+def lines(judged: Judged, own: ParallelConfig) -> str:
+    """A layout as overrides of a configuration whose layout is `own`."""
+    sizes, before, default = (parallel.model_dump() for parallel in (judged.parallel, own, ParallelConfig()))
+    changed = {name: size for name, size in sizes.items() if (size, size) != (before[name], default[name])}
+    return " ".join(f"learner.parallel.{name}={_word(size)}" for name, size in changed.items()) or "learner.parallel={}"
+
+
+def _word(value: object) -> str:
+    """A value as a shell and YAML take it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
 def _modes(config: Config) -> list[Mode]:

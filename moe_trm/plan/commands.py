@@ -50,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("sigma", SIGMA, "standard deviation of the logarithm of answer lengths"),
     ):
         parser.add_argument(f"--{option}", type=_positive, default=default, help=f"{help_text} (default: {default:g})")
+    parser.add_argument(
+        "--sharing",
+        type=_share,
+        default=Efficiency.sharing,
+        help="speed of servers and learner while both compute on the same cores (default: 1, each has its own)",
+    )
     parser.add_argument("--median-tokens", type=_positive, help="of an answer (default: rollout.max_new_tokens / 4)")
     parser.add_argument("--bundle", metavar="FOLDER", help="a recording whose answer lengths are taken")
 
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _assumptions(args: argparse.Namespace, config: Config) -> Assumptions:
     efficiency = Efficiency(
-        args.decode_bandwidth, args.mfu, args.load_gb_s, args.rollout_tokens_s, args.learner_tokens_s
+        args.decode_bandwidth, args.mfu, args.load_gb_s, args.rollout_tokens_s, args.learner_tokens_s, args.sharing
     )
     return Assumptions(efficiency, _lengths(args, config), args.kept_ids, args.other_gb)
 
@@ -116,4 +122,11 @@ def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
     return value

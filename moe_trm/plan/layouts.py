@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
+from math import ceil
 from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
@@ -16,7 +17,7 @@ from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.models.hf_config import moe_layers, num_experts
 from moe_trm.plan.memory import Load, MemoryKind, deepspeed_memory, megatron_memory
 from moe_trm.plan.parameters import Model
-from moe_trm.plan.speed import bubble
+from moe_trm.plan.speed import bubble, micro_batches
 
 PINNED_MEGATRON = "0.16.1"
 """The Megatron-Core that the rules judge where none is installed."""
@@ -49,13 +50,15 @@ class Judged:
 def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_tokens: float) -> Judged:
     """The configured layout. Raises `ConfigError` or `CheckpointError` with the reason of the layout rules."""
     learner = config.learner
+    load = replace(load, micro_batches=ceil(micro_batches(config, step_tokens, load.world)))
     if learner.backend == "deepspeed":
         check_routes(config, str(hf.get("architectures")), is_moe=bool(moe_layers(hf)))
         stage, memory = deepspeed_memory(model, hf, learner, load)
     else:
         check_layout(config, megatron_version(), hf, world_size=load.world)
         stage, memory = megatron_memory(model, hf, learner, load)
-    return Judged(learner.parallel, learner.recompute, stage, memory, bubble(config, step_tokens, load.world))
+    waiting = bubble(config, len(model.layers), step_tokens, load.world)
+    return Judged(learner.parallel, learner.recompute, stage, memory, waiting)
 
 
 def alternatives(

@@ -1,7 +1,6 @@
-"""Memory of one learner rank by kind.
+"""Memory of one learner rank by kind, at the moment when it needs most: at the start of a backward pass.
 
-Letters: d bytes of a number of `learner.dtype`, T tokens of a micro-batch on the rank, t tensor-parallel ranks,
-H hidden size, K experts per token.
+Letters: d bytes of a number of `learner.dtype`, t tensor-parallel ranks, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,15 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
-from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
+from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
+from moe_trm.models.hf_config import moe_layers
 from moe_trm.plan.figures import Basis
+from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
 from moe_trm.plan.parameters import Model, Part
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TILE_BYTES = 4 * 2**27
-"""The tile of logits on CUDA (`moe_trm/sampling_mask/dense.py`)."""
+TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21, "plain packed": 4 * 2**21}
+"""The tile of logits on CUDA and on a CPU (`moe_trm/sampling_mask/dense.py`)."""
+TILE_TOKENS = 4096
+"""Tokens of a tile at most (`moe_trm/sampling_mask/dense.py`)."""
 GATHERED_ROWS = 16384
 """Rows of the output weight gathered at once over kept ids (`moe_trm/sampling_mask/support.py`)."""
+WIDE = 128
+"""Beyond one kept id in so many, a product over the vocabulary replaces the gathered rows (`support.py` there)."""
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's default reduce bucket."""
 
@@ -31,10 +35,11 @@ BASES: Mapping[MemoryKind, Basis] = {
     "activations": "assumed",
     "replay": "given",
     "logits head": "given",
+    "backward": "assumed",
     "buckets": "given",
     "other": "assumed",
 }
-"""By kind: what it rests on. The activations of a layer are counted from its tensors, and were not measured on GPUs."""
+"""By kind: what it rests on. The same rules were measured for the layers of a CPU, not for those of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class Load:
         keeps_masks: log-probs are computed over the kept ids (`sampling_mask.mode=keep`), otherwise the vocabulary.
         replays: routes are replayed or recorded.
         other_gb: CUDA context, NCCL and the allocator's loss, 10^9 bytes.
+        rows: of the micro-batch; its tokens are so many times its columns. A pack is one row.
+        micro_batches: of a rank in a minibatch; None: more than there are pipeline stages.
+        kept_ids: mean ids of a sampling mask.
     """
 
     tokens: int
@@ -56,20 +64,14 @@ class Load:
     keeps_masks: bool
     replays: bool
     other_gb: float
+    rows: int = 1
+    micro_batches: int | None = None
+    kept_ids: float = 3.3
 
 
 def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    chunks = parallel.pipeline * (parallel.virtual_pipeline or 1)
-    each = len(model.layers) // chunks
-    return [
-        tuple(
-            layer
-            for chunk in range(rank, chunks, parallel.pipeline)
-            for layer in range(chunk * each, (chunk + 1) * each)
-        )
-        for rank in range(parallel.pipeline)
-    ]
+    return layers_by_rank(parallel, len(model.layers))
 
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -90,22 +92,24 @@ def _sum(parts: Sequence[Part], parallel: ParallelConfig, *, experts: bool) -> i
 
 
 def megatron_memory(
-    model: Model, hf: Mapping[str, Any], learner: LearnerConfig, load: Load
+    model: Model, hf: Mapping[str, Any], learner: LearnerConfig, load: Load, kernels: Kernels = "fused"
 ) -> tuple[int, dict[MemoryKind, float]]:
-    """The pipeline stage whose ranks need most, and bytes of each kind there.
-
-    Weights d, gradients 4 (summed in float32), optimizer 8 for the two moments and 4 more for master weights below
-    float32. `learner.distributed_optimizer` shares the last over the ranks that hold the same parameters. Gradients are
-    reduced within their own buffer, so buckets take nothing more.
-    """
-    found = [_stage(model, hf, learner, load, stage) for stage in range(learner.parallel.pipeline)]
+    """The pipeline stage whose ranks need most, and bytes of each kind there."""
+    found = [stage_memory(model, hf, learner, load, stage, kernels) for stage in range(learner.parallel.pipeline)]
     most = max(range(len(found)), key=lambda stage: sum(found[stage].values()))
     return most, found[most]
 
 
-def _stage(
-    model: Model, hf: Mapping[str, Any], learner: LearnerConfig, load: Load, stage: int
+def stage_memory(
+    model: Model, hf: Mapping[str, Any], learner: LearnerConfig, load: Load, stage: int, kernels: Kernels = "fused"
 ) -> dict[MemoryKind, float]:
+    """Bytes of each kind on a rank of this pipeline stage.
+
+    Weights d, gradients 4 (summed in float32), optimizer 8 for the two moments and 4 more for master weights below
+    float32. `learner.distributed_optimizer` shares the last over the ranks that hold the same parameters. Gradients are
+    reduced within their own buffer, so buckets take nothing more. Backward begins with the head; where a layer needs
+    more than the head, `backward` is what it needs more.
+    """
     parallel, size = learner.parallel, BYTES[learner.dtype]
     dense, experts = rank_elements(model, parallel, stage)
     state = 8 if size == 4 else 12
@@ -117,21 +121,37 @@ def _stage(
         )
     local = load.tokens / parallel.context
     layers = stage_layers(model, parallel)[stage]
-    # One forward, one backward: a stage holds a micro-batch for each stage from it on. Virtual stages begin with more.
-    chunks = parallel.virtual_pipeline or 1
-    after = parallel.pipeline - stage - 1
-    in_flight = after + 1 if chunks == 1 else (2 * after + (chunks - 1) * parallel.pipeline + 1) / chunks
+    flight = in_flight(parallel, stage, load.micro_batches)
     is_last = stage == parallel.pipeline - 1
+    head = head_bytes(hf, learner, load, kernels) if is_last else 0.0
+    kept = activations(hf, learner, layers, local, flight, load.rows, kernels)
+    sent = (virtual_stages(parallel) or 1) - is_last if parallel.pipeline > 1 else 0
+    kept += sent * flight * size * local * int(hf["hidden_size"]) / parallel.tensor
+    if kernels != "fused" and parallel.tensor > 1:
+        # Megatron's own buffer for gathered columns, which it never gives back.
+        kept += size * local * int(hf["hidden_size"])
     return {
         "weights": size * (dense + experts),
         "gradients": 4 * (dense + experts),
         "optimizer": state * (dense / sharers[0] + experts / sharers[1]),
-        "activations": activations(hf, learner, layers, local, in_flight),
-        "replay": replay_bytes(hf, layers, local / parallel.tensor) * in_flight if load.replays else 0,
-        "logits head": head_bytes(hf, learner, load) if is_last else 0,
+        "activations": kept,
+        "replay": replay_bytes(hf, layers, local / parallel.tensor) * flight if load.replays else 0,
+        "logits head": head,
+        "backward": max(0.0, layer_work(hf, learner, layers, local, load.rows, kernels) - head),
         "buckets": 0,
         "other": load.other_gb * 1e9,
     }
+
+
+def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int | None) -> float:
+    """Micro-batches whose activations a pipeline stage holds at once.
+
+    One forward, one backward: a stage holds one for each stage from it on. Virtual stages begin with more.
+    """
+    chunks = virtual_stages(parallel) or 1
+    after = parallel.pipeline - stage - 1
+    most = after + 1 if chunks == 1 else (2 * after + (chunks - 1) * parallel.pipeline + 1) / chunks
+    return most if micro_batches is None else min(most, micro_batches)
 
 
 def deepspeed_memory(
@@ -139,81 +159,98 @@ def deepspeed_memory(
 ) -> tuple[int, dict[MemoryKind, float]]:
     """As `megatron_memory` for ZeRO: stage 1 shares optimizer state, 2 also gradients, 3 also weights.
 
-    At stage 3 the parameters of the largest layer are gathered, and the output weight for scoring.
+    At stage 3 the parameters of the largest layer are gathered, and the output weight for scoring. Activations are
+    counted as Megatron's, although the layers are those of transformers.
     """
     size, zero, total = BYTES[learner.dtype], learner.deepspeed.zero_stage, model.total()
     shares = [load.world if zero >= level else 1 for level in (3, 2, 1)]
     gathered = max(sum(part.elements for part in layer) for layer in model.layers) + model.output.elements
     state = 0 if learner.deepspeed.offload_optimizer else (8 if size == 4 else 12) * total / shares[2]
     layers = tuple(range(len(model.layers)))
+    head = head_bytes(hf, learner, load)
     return 0, {
         "weights": size * (total / shares[0] + (gathered if zero == 3 and load.world > 1 else 0)),
         "gradients": 4 * total / shares[1],
         "optimizer": state,
-        "activations": activations(hf, learner, layers, load.tokens, 1),
+        "activations": activations(hf, learner, layers, load.tokens, 1, load.rows),
         "replay": replay_bytes(hf, layers, load.tokens) if load.replays else 0,
-        "logits head": head_bytes(hf, learner, load),
+        "logits head": head,
+        "backward": max(0.0, layer_work(hf, learner, layers, load.tokens, load.rows) - head),
         "buckets": 4 * min(BUCKET_ELEMENTS, total) if load.world > 1 else 0,
         "other": load.other_gb * 1e9,
     }
 
 
 def activations(
-    hf: Mapping[str, Any], learner: LearnerConfig, layers: Sequence[int], tokens: float, in_flight: float
+    hf: Mapping[str, Any],
+    learner: LearnerConfig,
+    layers: Sequence[int],
+    tokens: float,
+    in_flight: float,
+    rows: int = 1,
+    kernels: Kernels = "fused",
 ) -> float:
-    """Bytes kept for backward by these layers, and those of the layer that is computed again.
+    """Bytes kept for backward by these layers, for `in_flight` micro-batches of `tokens` tokens in `rows` rows.
 
-    `full` keeps a layer's input. `selective` keeps all but the inside of MLP and MoE layers. Attention is assumed to
-    keep no scores, as flash attention does.
+    `full` keeps a layer's input. `selective` keeps all but the inside of MLP and MoE layers.
     """
-    kept, again = 0.0, 0.0
+    kept = 0.0
+    for found in _layers(hf, learner, layers, kernels):
+        a_token = {"none": found.whole, "selective": found.outside, "full": found.entry}[learner.recompute]
+        kept += a_token * tokens + (0 if learner.recompute == "full" else found.columns * tokens / rows)
+    return kept * in_flight
+
+
+def layer_work(
+    hf: Mapping[str, Any],
+    learner: LearnerConfig,
+    layers: Sequence[int],
+    tokens: float,
+    rows: int = 1,
+    kernels: Kernels = "fused",
+) -> float:
+    """Bytes while one layer runs backward, beside what was kept: what it computes again, and gradients on their way."""
+    found = _layers(hf, learner, layers, kernels)
+    if not found:
+        return 0.0
+    if learner.recompute == "none":
+        # The last layer is the first: behind it, kept tensors are given back.
+        return found[-1].gradients * tokens
+    if learner.recompute == "selective":
+        return tokens * max(layer.inside + layer.gradients for layer in found)
+    return max(tokens * (layer.whole + layer.gradients) + layer.columns * tokens / rows for layer in found)
+
+
+def _layers(hf: Mapping[str, Any], learner: LearnerConfig, layers: Sequence[int], kernels: Kernels) -> list[Kept]:
     moe = frozenset(moe_layers(hf))
-    for layer in layers:
-        outside, inside = _layer_numbers(hf, learner.parallel, is_moe=layer in moe)
-        whole = outside + inside
-        entry = int(hf["hidden_size"]) / learner.parallel.tensor
-        kept += {"none": whole, "selective": outside, "full": entry}[learner.recompute]
-        again = max(again, {"none": 0.0, "selective": inside, "full": whole}[learner.recompute])
-    return BYTES[learner.dtype] * tokens * (kept * in_flight + again)
-
-
-def _layer_numbers(hf: Mapping[str, Any], parallel: ParallelConfig, *, is_moe: bool) -> tuple[float, float]:
-    """Numbers per token that a layer keeps on one rank: outside its feed-forward part, and inside it."""
-    hidden, heads, t = int(hf["hidden_size"]), int(hf["num_attention_heads"]), parallel.tensor
-    if "kv_lora_rank" in hf:
-        key = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"])
-        value = int(hf["v_head_dim"])
-        columns = heads * (2 * key + 2 * value)
-        latents = int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]) + int(hf.get("q_lora_rank") or 0)
-    else:
-        size, groups = int(hf.get("head_dim") or hidden // heads), int(hf["num_key_value_heads"])
-        columns, latents = (2 * heads + 2 * groups) * size, 0
-    # Input and normed input of attention and of the feed-forward part; queries, keys, values, weighted values.
-    outside = 4 * hidden / t + columns / t + 2 * latents
-    if not is_moe:
-        return outside, 3 * int(hf["intermediate_size"]) / t
-    width, top_k = expert_width(hf), int(hf["num_experts_per_tok"])
-    shared = int(hf.get("n_shared_experts") or 0) * width
-    # Rows as dispatched and as they come back, two planes and their product inside; float32 input of the router.
-    routed = top_k * (2 * hidden + 3 * width / parallel.expert_tensor) / t
-    router = (2 * hidden + 3 * num_experts(hf)) / t
-    return outside, routed + router + 3 * shared / t
+    kinds = {is_moe: layer_kept(hf, learner, kernels, is_moe=is_moe) for is_moe in {layer in moe for layer in layers}}
+    return [kinds[layer in moe] for layer in layers]
 
 
 def replay_bytes(hf: Mapping[str, Any], layers: Sequence[int], tokens: float) -> float:
-    """Routes of a micro-batch on the device: int64 ids to replay, and narrow ids of the second cut that proves them."""
+    """Routes of a micro-batch on the device: int64 ids to replay, and int64 ids of the second cut that proves them."""
     moe = frozenset(moe_layers(hf))
-    narrow = 1 if num_experts(hf) <= 256 else 4
-    return tokens * sum(layer in moe for layer in layers) * int(hf.get("num_experts_per_tok") or 0) * (8 + narrow)
+    return tokens * sum(layer in moe for layer in layers) * int(hf.get("num_experts_per_tok") or 0) * 16
 
 
-def head_bytes(hf: Mapping[str, Any], learner: LearnerConfig, load: Load) -> float:
-    """Log-probs from hidden states (`moe_trm/learner/scoring.py`): never full logits.
+def head_bytes(hf: Mapping[str, Any], learner: LearnerConfig, load: Load, kernels: Kernels = "fused") -> float:
+    """Final norm and log-probs from hidden states (`moe_trm/learner/scoring.py`), when backward begins.
 
-    The float32 gradient of the output weight, that of the hidden states, and either one tile of logits or the gathered
-    rows of kept ids.
+    There never are full logits. There are the hidden states of scored tokens and their float32 gradient, the float32
+    gradient of the output weight, and one tile of logits or the gathered rows of kept ids. Below float32 both gradients
+    are there once more in `learner.dtype`.
     """
-    hidden = int(hf["hidden_size"])
-    rows = -(-int(hf["vocab_size"]) // learner.parallel.tensor)
-    tile = 4 * 2 * GATHERED_ROWS * hidden if load.keeps_masks else min(TILE_BYTES, 4 * load.sampled * rows)
-    return (4 + BYTES[learner.dtype]) * rows * hidden + 8 * load.sampled / learner.parallel.context * hidden + tile
+    size, hidden, context = BYTES[learner.dtype], int(hf["hidden_size"]), learner.parallel.context
+    t = learner.parallel.tensor
+    vocabulary = -(-int(hf["vocab_size"]) // t)
+    gradient = 4 if size == 4 else 4 + size
+    scored = load.sampled / context
+    norm = load.tokens / context * norm_kept(hidden, size, kernels) / t
+    states = scored * hidden * (size + gradient)
+    if not load.keeps_masks:
+        tile = min(TILE_BYTES[kernels], 4 * min(scored, TILE_TOKENS) * vocabulary)
+    elif load.kept_ids * WIDE > int(hf["vocab_size"]):
+        tile = 4 * min(GATHERED_ROWS * hidden, scored * vocabulary)
+    else:
+        tile = 8 * hidden * min(GATHERED_ROWS, scored * load.kept_ids)
+    return norm + states + gradient * vocabulary * hidden + tile

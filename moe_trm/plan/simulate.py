@@ -24,6 +24,8 @@ class Fleet:
         push_s: seconds of loading new weights.
         prefill_tokens_s: prefix tokens per second when interrupted samples go on; infinite: no cost.
         in_flight: requests at all servers together, at most.
+        sharing: speed of servers and of the learner while both compute, as a share of their speed alone; 1: each has
+            hardware of its own.
     """
 
     servers: int
@@ -32,6 +34,7 @@ class Fleet:
     push_s: float = 0.0
     prefill_tokens_s: float = inf
     in_flight: float = inf
+    sharing: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,11 @@ class _Server:
     version: int = 0
     busy_s: float = 0.0
     slot_s: float = 0.0
+    speed: float = 1.0
+
+    @property
+    def decodes(self) -> bool:
+        return bool(self.running) and not self.is_loading
 
     @property
     def is_loading(self) -> bool:
@@ -137,11 +145,12 @@ class _Server:
             return self.loading_until
         if not self.running:
             return inf
-        return self.now + max(0.0, self.running[0][0] - self.progress) / self.fleet.rate(len(self.running))
+        left = max(0.0, self.running[0][0] - self.progress)
+        return self.now + left / (self.speed * self.fleet.rate(len(self.running)))
 
     def advance(self, to: float) -> None:
-        if not self.is_loading and self.running:
-            self.progress += (to - self.now) * self.fleet.rate(len(self.running))
+        if self.decodes:
+            self.progress += (to - self.now) * self.speed * self.fleet.rate(len(self.running))
             self.busy_s += to - self.now
             self.slot_s += (to - self.now) * len(self.running)
         self.now = to
@@ -179,6 +188,7 @@ class _Run:
         self._used: list[set[int]] = [set() for _ in batches]
         self._trained = 0
         self._training_until: float | None = None
+        self._speed, self._shared_s = 1.0, 0.0
         self._ends: list[float] = []
 
     def timeline(self) -> Timeline:
@@ -188,7 +198,7 @@ class _Run:
             self._settle()
         return Timeline(
             tuple(self._ends),
-            self._train_s * len(self._ends),
+            self._train_s * len(self._ends) + self._shared_s,
             sum(server.busy_s for server in self._servers),
             sum(server.slot_s for server in self._servers),
             self._fleet,
@@ -198,12 +208,19 @@ class _Run:
     def _next_event(self) -> float:
         at = min(server.next_event() for server in self._servers)
         # A step that has ended waits for the push before its own, which is a server's event.
-        if self._training_until is not None and len(self._ends) == self._trained:
+        if self._computes and self._training_until is not None:
             at = min(at, self._training_until)
         assert at < inf, "nothing will ever happen again"
         return at
 
+    @property
+    def _computes(self) -> bool:
+        """The learner trains; a step that has ended and waits for the push before its own does not."""
+        return self._training_until is not None and len(self._ends) == self._trained
+
     def _advance(self, to: float) -> None:
+        if self._computes:
+            self._shared_s += (to - self._now) * (1 - self._speed)
         self._now = to
         for server in self._servers:
             server.advance(to)
@@ -222,8 +239,21 @@ class _Run:
         sends = self._pushing and self._schedule.learner_sends
         ready = self._trained < len(self._batches) and not self._left[self._trained][self._part]
         if self._training_until is None and ready and not sends:
-            self._training_until = self._now + self._train_s / self._schedule.parts
+            self._training_until = self._now + self._train_s / self._schedule.parts / self._speed
         self._issue()
+        self._share()
+
+    def _share(self) -> None:
+        """Slow both sides down while both compute; what is left of the training takes longer by as much."""
+        both = self._computes and any(server.decodes for server in self._servers)
+        speed = self._fleet.sharing if both else 1.0
+        if speed == self._speed:
+            return
+        if self._computes and self._training_until is not None:
+            self._training_until = self._now + (self._training_until - self._now) * self._speed / speed
+        for server in self._servers:
+            server.speed = speed
+        self._speed = speed
 
     def _end_training(self) -> None:
         if self._training_until is None or self._now < self._training_until:

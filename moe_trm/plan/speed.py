@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_trm.config.schema import Config
+from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
+from moe_trm.plan.columns import data_ranks
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.gpus import Gpu
 from moe_trm.plan.parameters import Model
@@ -26,7 +28,8 @@ class Efficiency:
         train_flops: of dense products while training (MFU).
         load_gb_s: 10^9 bytes per second of weights into the servers.
         rollout_tokens_s: of one full server, measured; None: roofline.
-        learner_tokens_s: of all learner ranks, measured; None: from operations.
+        learner_tokens_s: of all learner ranks, measured with the run's own settings; None: from operations.
+        sharing: speed of servers and learner while both compute, as a share of their speed alone.
     """
 
     decode_bandwidth: float = 0.5
@@ -34,6 +37,7 @@ class Efficiency:
     load_gb_s: float = 20.0
     rollout_tokens_s: float | None = None
     learner_tokens_s: float | None = None
+    sharing: float = 1.0
 
     @property
     def rollout_basis(self) -> Basis:
@@ -103,14 +107,22 @@ def training_operations(model: Model, hf: Mapping[str, Any], config: Config, con
     return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config))
 
 
-def bubble(config: Config, tokens: float, world: int) -> float:
-    """Share of a minibatch in which a pipeline rank waits: (P - 1) / (v m + P - 1), m micro-batches of a rank."""
+def micro_batches(config: Config, tokens: float, world: int) -> float:
+    """Micro-batches of a rank in a minibatch of a step of `tokens` tokens."""
+    return max(1.0, tokens / config.learner.minibatches / data_ranks(config, world) / micro_batch_tokens(config, 0))
+
+
+def bubble(config: Config, num_layers: int, tokens: float, world: int) -> float:
+    """Share of a minibatch in which a pipeline rank waits in the mean: 1 - v m / (v m + P - 1) * mean / largest.
+
+    m micro-batches of a rank; mean and largest number of layers of a rank. The embedding and the loss count nothing.
+    """
     parallel, learner = config.learner.parallel, config.learner
     if parallel.pipeline == 1 or learner.backend != "megatron":
         return 0.0
-    data = world // (parallel.tensor * parallel.pipeline * parallel.context)
-    micro = max(1.0, tokens / learner.minibatches / data / micro_batch_tokens(config, 0))
-    return (parallel.pipeline - 1) / ((parallel.virtual_pipeline or 1) * micro + parallel.pipeline - 1)
+    chunks = (virtual_stages(parallel) or 1) * micro_batches(config, tokens, world)
+    largest = max(len(layers) for layers in layers_by_rank(parallel, num_layers))
+    return 1 - chunks / (chunks + parallel.pipeline - 1) * num_layers / (parallel.pipeline * largest)
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: float) -> int:
@@ -131,10 +143,14 @@ def train_seconds(
     tokens: float,
     context: float,
     efficiency: Efficiency,
+    columns: float = 1.0,
 ) -> float:
-    """Seconds of training one batch of `tokens` tokens, prompts included, on `world` ranks."""
+    """Seconds of training one batch of `tokens` tokens, prompts included, on `world` ranks.
+
+    `columns` are computed for each of them (`moe_trm/plan/columns.py`); a measured speed has them in it.
+    """
     if efficiency.learner_tokens_s is not None:
         return tokens / efficiency.learner_tokens_s
     speed = world * gpu.tflops * 1e12 * efficiency.train_flops
-    busy = tokens * training_operations(model, hf, config, context) / speed
-    return busy / (1 - bubble(config, tokens, world))
+    busy = tokens * columns * training_operations(model, hf, config, context) / speed
+    return busy / (1 - bubble(config, len(model.layers), tokens, world))

@@ -72,7 +72,12 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "tokens_per_s": plan.decode_tokens_s.value,
             "basis": plan.decode_tokens_s.basis,
         },
-        "learner": {"ranks": plan.ranks, "train_s": plan.train_s.value, "basis": plan.train_s.basis},
+        "learner": {
+            "ranks": plan.ranks,
+            "train_s": plan.train_s.value,
+            "columns_per_token": plan.columns.value,
+            "basis": plan.train_s.basis,
+        },
         "modes": timelines,
         "provision": {
             "servers": plan.provision.servers,
@@ -156,6 +161,8 @@ def _serving(plan: Plan) -> Iterator[str]:
 def _modes(plan: Plan) -> Iterator[str]:
     basis: Basis = plan.modes[0].basis
     yield f"steps, simulated ({basis}); training alone takes {_seconds(plan.train_s.value)}"
+    columns = plan.columns
+    yield f"  {columns.value:.2f} columns computed for each token, {columns.basis}: {columns.note}"
     yield f"  {'mode':<9}{'staleness':>9}{'partial':>11}{'step':>10}{'learner idle':>14}{'servers idle':>14}"
     for found in plan.modes:
         line = found.timeline
@@ -215,7 +222,7 @@ def _advice(plan: Plan) -> str:
 def settings(plan: Plan) -> list[str]:
     """Overrides of the best layout that fits and of the fastest pipeline mode."""
     layout = plan.layout if plan.layout.total <= plan.room or not plan.others else plan.others[0]
-    found = lines(layout).split()
+    found = lines(layout, plan.config.learner.parallel).split()
     if plan.serving.smallest_gpus and not plan.serving.fits:
         found.append(f"rollout.server.tensor_parallel={plan.serving.smallest_gpus}")
     return [*found, *_mode_settings(plan, chosen_mode(plan))]

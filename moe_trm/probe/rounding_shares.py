@@ -5,7 +5,7 @@ With weights that are first quantised, then cast:
 replayed - rollout = (replayed - quantised) + (quantised - cast) + (cast - rollout)
                    = quantization + cast + arithmetic, without remainder.
 
-Shape letter: N scored tokens of a micro-batch.
+Shape letter: N scored tokens of this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from moe_trm.config.precision_rules import unrepeatable
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.ratios import k3_sum
+from moe_trm.probe.sample import ProbeRows, products, standard_errors
+from moe_trm.ratios import k3
 from moe_trm.step.passes import rollout_routes
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
@@ -30,11 +31,13 @@ def roundings(config: Config) -> Mapping[str, Rounding]:
     """Roundings of a push, in its order, by the names of the shares; each with those before it.
 
     Empty where a push rounds nothing, where ranks cannot repeat the rounding on their own parts of the weights, where
-    every pass rounds as a push does, and where norms have noise or the engine rounds once more by itself.
+    every pass rounds as a push does, where norms have noise or the engine rounds once more by itself, and with
+    adapters, whose factors alone are in a copy of the weights.
     """
     rollout, found = config.rollout, dict[str, Rounding]()
     elsewhere = rollout.quantization is not None or rollout.norm_noise > 0
-    if elsewhere or config.learner.round_like_rollout or unrepeatable(config) is not None:
+    inside = config.learner.round_like_rollout or config.learner.lora.rank > 0
+    if elsewhere or inside or unrepeatable(config) is not None:
         return found
     narrows = config.learner.dtype == "float32" != rollout.server.dtype
     if rollout.fake_quantization is not None:
@@ -46,19 +49,25 @@ def roundings(config: Config) -> Mapping[str, Rounding]:
 
 
 def rounding_shares(
-    learner: Learner, batches: Sequence[TokenBatch], replayed: Sequence[Scores], roundings: Mapping[str, Rounding]
+    learner: Learner,
+    batches: Sequence[TokenBatch],
+    replayed: Sequence[Scores],
+    roundings: Mapping[str, Rounding],
+    rows: ProbeRows,
 ) -> dict[str, float]:
     """`probe/quantization_k3_kl`, `probe/cast_k3_kl` and `probe/arithmetic_k3_kl`, in nats.
 
-    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Collective.
+    Each is the mean of e^x - 1 - x over scored tokens, for one part of the split. Of a sample of rows each has its
+    standard error beside it (`_se`). Collective.
 
     Args:
         learner: scores once more for each rounding.
         batches: with the rollout's routes and log-probs.
         replayed: scores of the learner's own weights with these routes.
         roundings: as `roundings` gives them.
+        rows: what the batches are of the step.
     """
-    sums = {"tokens": torch.stack([batch.mask.sum() for batch in batches]).sum().double()}
+    columns: dict[str, torch.Tensor] = {}
     before = _scored(batches, replayed)
     for share, rounding in roundings.items():
         learner.snapshot(ROUNDED, rounding=rounding)
@@ -67,11 +76,22 @@ def rounding_shares(
         finally:
             learner.forget(ROUNDED)
         after = _scored(batches, scores)
-        sums[share], before = k3_sum(before - after), after
+        columns[share], before = k3(before - after), after
     rollout_N = torch.cat([batch.rollout_logprobs[batch.mask] for batch in batches])
-    sums["arithmetic"] = k3_sum(before - rollout_N)
-    total = learner.reduce(sums)
-    return {f"probe/{share}_k3_kl": total[share] / total["tokens"] for share in (*roundings, "arithmetic")}
+    columns["arithmetic"] = k3(before - rollout_N)
+    spread = dict.fromkeys(columns, "tokens")
+    columns["tokens"] = torch.ones(len(rollout_N), dtype=torch.float64)
+    sums = {name: values.sum() for name, values in columns.items()}
+    total = learner.reduce(sums if rows.whole else sums | products(columns, _rows_of(batches), spread))
+    errors = standard_errors(total, spread, rows)
+    return {f"probe/{share}_k3_kl": total[share] / total["tokens"] for share in spread} | {
+        f"probe/{share}_k3_kl_se": error for share, error in errors.items()
+    }
+
+
+def _rows_of(batches: Sequence[TokenBatch]) -> torch.Tensor:
+    """`[N]` number of each token's row."""
+    return torch.cat([torch.tensor(batch.sample_ids)[batch.mask.nonzero()[:, 0]] for batch in batches])
 
 
 def _scored(batches: Sequence[TokenBatch], scores: Sequence[Scores]) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
 
+Of a large batch a random sample of rows is scored (`probe.sample`). Both passes are of the same micro-batches, so that
+where no expert differs, the two log-probs are equal to the last bit.
+
 Shape letters: B rows, R forwarded tokens, L MoE layers, N scored tokens of this rank.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -20,12 +24,25 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.flip_causes import flip_causes
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.probe.rounding_shares import rounding_shares, roundings
-from moe_trm.ratios import k3_sum
+from moe_trm.probe.sample import ProbeRows, probe_rows, products, standard_errors
+from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored, rollout_routes
 from moe_trm.types import RolloutRecord, TokenBatch
 from routing.flips import flipped_tokens
 from routing.replay import Record, ReplayReport
+
+SPREAD: Mapping[str, str] = MappingProxyType(
+    {
+        "native_k3": "tokens",
+        "replayed_k3": "tokens",
+        "k3_by_routes": "native_k3",
+        "numerics_abs": "tokens",
+        "routing_abs": "tokens",
+        "flipped_token_layers": "token_layers",
+    }
+)
+"""Ratios of sums whose standard errors are given: top -> bottom."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +73,12 @@ class Probe:
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config, self._folder, self._roundings = config.probe, run_dir / "probe", roundings(config)
+        self._config, self._folder, self._roundings = config, run_dir / "probe", roundings(config)
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""
-        return bool(self._config.every) and step % self._config.every == 0
+        every = self._config.probe.every
+        return bool(every) and step % every == 0
 
     def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
         """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
@@ -70,29 +88,29 @@ class Probe:
         """
         if not self.due(step):
             return {}
-        batches = [batch for part in anchored for batch in part.batches]
-        anchors = [scores for part in anchored for scores in part.scores]
-        rows = [[row.record for row in micro.rows] for part in anchored for micro in part.mini.micro_batches]
+        rows = probe_rows(self._config, learner, anchored, step)
+        batches = rows.batches
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
         replayed = (
-            anchors
-            if mode == "R3" and all(part.scored for part in anchored)
+            [scores for part in anchored for scores in part.scores]
+            if rows.whole and mode == "R3" and all(part.scored for part in anchored)
             else learner.score(batches, [rollout_routes(batch) for batch in batches])
         )
-        tokens = _join([_compare(learner, *item) for item in zip(batches, rows, native, replayed, strict=True)])
-        if self._config.save and learner.leads:
+        tokens = _join([_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, strict=True)])
+        if self._config.probe.save and learner.leads:
             self._save(step, learner.data_rank, tokens)
-        summary = _summary(learner.reduce(_sums(tokens, len(learner.model_moe_layer_ids))))
+        summary = summarize(learner, tokens, rows)
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
         if self._roundings:
-            summary |= rounding_shares(learner, batches, replayed, self._roundings)
+            summary |= rounding_shares(learner, batches, replayed, self._roundings, rows)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
-            for version in _older(learner, anchored)
+            for version in _older(learner, anchored[0], batches)
         }
-        summary |= load_balance(learner, batches) | flip_causes(learner, batches, native, older)
+        everything = [batch for part in anchored for batch in part.batches]
+        summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older)
         return summary | _replayed(learner.replay_report())
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
@@ -109,12 +127,12 @@ def _replayed(report: ReplayReport) -> dict[str, float]:
     return {"probe/applied_fraction": applied, "probe/local_flip_rate": flips, **moved}
 
 
-def _older(learner: Learner, anchored: Sequence[Anchored]) -> list[int]:
-    """Older versions that sampled tokens of this step, on any rank, and whose weights are held. Collective."""
-    if anchored[0].recovery != "snapshot":
+def _older(learner: Learner, part: Anchored, batches: Sequence[TokenBatch]) -> list[int]:
+    """Older versions that sampled tokens of these rows, on any rank, and whose weights are held. Collective."""
+    if part.recovery != "snapshot":
         return []
-    versions = torch.cat([batch.versions[batch.mask] for part in anchored for batch in part.batches])
-    return sorted(set(learner.gather(torch.unique(versions).long()).tolist()) - {anchored[0].version})
+    versions = torch.cat([batch.versions[batch.mask] for batch in batches])
+    return sorted(set(learner.gather(torch.unique(versions).long()).tolist()) - {part.version})
 
 
 def _compare(
@@ -140,24 +158,36 @@ def _join(parts: Sequence[ProbeTokens]) -> ProbeTokens:
     return ProbeTokens(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
-def _sums(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
-    routing = tokens.native - tokens.replayed
+def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[str, float]:
+    """Means over the tokens of all ranks, and the standard errors that come of the rows not drawn. Collective."""
+    columns = _columns(tokens, len(learner.model_moe_layer_ids))
+    sums = {name: values.sum() for name, values in columns.items()}
+    spread = {} if rows.whole else products(columns, tokens.sample_id, SPREAD)
+    total = learner.reduce(sums | spread)
+    return _means(total, rows) | _errors(standard_errors(total, SPREAD, rows))
+
+
+def _columns(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
+    native, replayed = k3(tokens.native), k3(tokens.replayed)
     return {
-        "tokens": torch.tensor(float(len(tokens.native))),
-        "token_layers": torch.tensor(float(len(tokens.native) * num_layers)),
-        "flipped_token_layers": tokens.flipped_layers.sum(),
-        "flipped_tokens": (tokens.flipped_layers > 0).sum(),
-        "native_k3": k3_sum(tokens.native),
-        "replayed_k3": k3_sum(tokens.replayed),
-        "numerics_abs": tokens.replayed.abs().sum(),
-        "routing_abs": routing.abs().sum(),
-        "kept_mass": tokens.log_kept_mass.exp().sum(),
+        "tokens": torch.ones(len(native), dtype=torch.float64),
+        "token_layers": torch.full((len(native),), float(num_layers), dtype=torch.float64),
+        "flipped_token_layers": tokens.flipped_layers,
+        "flipped_tokens": tokens.flipped_layers > 0,
+        "native_k3": native,
+        "replayed_k3": replayed,
+        "k3_by_routes": native - replayed,
+        "numerics_abs": tokens.replayed.abs(),
+        "routing_abs": (tokens.native - tokens.replayed).abs(),
+        "kept_mass": tokens.log_kept_mass.exp(),
     }
 
 
-def _summary(sums: Mapping[str, float]) -> dict[str, float]:
+def _means(sums: Mapping[str, float], rows: ProbeRows) -> dict[str, float]:
     n = sums["tokens"]
-    return {
+    found = {
+        "probe/rows": float(rows.num_rows),
+        "probe/token_fraction": rows.token_fraction,
         "routing/native_flip_rate": sums["flipped_token_layers"] / sums["token_layers"],
         "routing/native_token_flip_rate": sums["flipped_tokens"] / n,
         "probe/native_k3_kl": sums["native_k3"] / n,
@@ -166,3 +196,19 @@ def _summary(sums: Mapping[str, float]) -> dict[str, float]:
         "probe/routing_abs_mean": sums["routing_abs"] / n,
         "probe/kept_mass_mean": sums["kept_mass"] / n,
     }
+    if sums["native_k3"] > 0:
+        found["probe/routing_share"] = sums["k3_by_routes"] / sums["native_k3"]
+    return found
+
+
+def _errors(of: Mapping[str, float]) -> dict[str, float]:
+    """The standard errors by the names of metrics; empty where there are none."""
+    found = {
+        "routing/native_flip_rate_se": of.get("flipped_token_layers"),
+        "probe/native_k3_kl_se": of.get("native_k3"),
+        "probe/replayed_k3_kl_se": of.get("replayed_k3"),
+        "probe/routing_share_se": of.get("k3_by_routes"),
+        "probe/numerics_abs_mean_se": of.get("numerics_abs"),
+        "probe/routing_abs_mean_se": of.get("routing_abs"),
+    }
+    return {name: error for name, error in found.items() if error is not None}

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import EOS, PAD, character_tokenizer, save, tiny_model
+from moe_trm.quickstart.share import Share, forked
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.problems import Problem, draw
 
@@ -97,13 +98,13 @@ class WarmupReport:
 class Warmup:
     """One model on its way from random weights to the quickstart's start."""
 
-    def __init__(self, seed: int, recipe: WarmupRecipe) -> None:
-        self.recipe, self.seed = recipe, seed
+    def __init__(self, seed: int, recipe: WarmupRecipe, share: Share | None = None) -> None:
+        self.recipe, self.seed, self._share = recipe, seed, share or Share()
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self.model: Qwen3MoeForCausalLM = tiny_model(seed)
         self.model.set_experts_implementation("grouped_mm")
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+            self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
         )
         self.rng = random.Random(f"warmup-{seed}")
         self.step = 0
@@ -190,18 +191,20 @@ class Warmup:
             group["lr"] = lr
         input_ids, targets = self._batch(direct_share)
         logits = self.model(input_ids=input_ids, use_cache=False).logits
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
+        count = self._share.total(int((targets != _IGNORED).sum()))
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum") / count
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
+        self._share.add([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        return float(loss.detach())
+        return self._share.total(float(loss.detach()))
 
     def _batch(self, direct_share: float) -> tuple[Tensor, Tensor]:
         """Input ids `[B, T]` and targets `[B, T]`, the latter only on the answer."""
         if not self._pool:
             self._pool = self._draw_pool(direct_share)
-        rows = self._pool.pop()
+        rows = self._share.of(self._pool.pop())
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         ids = torch.full((len(rows), width), PAD)
         targets = torch.full((len(rows), width), _IGNORED)
@@ -233,7 +236,8 @@ class Warmup:
         by_length: dict[int, list[Problem]] = {}
         for problem in problems:
             by_length.setdefault(len(problem.prompt), []).append(problem)
-        return sum(self._num_solved(group, ban_direct) for group in by_length.values()) / len(problems)
+        parts = [part for group in by_length.values() if (part := self._share.of(group))]
+        return self._share.total(sum(self._num_solved(part, ban_direct) for part in parts)) / len(problems)
 
     @torch.no_grad()
     def _num_solved(self, problems: Sequence[Problem], ban_direct: bool) -> int:
@@ -263,16 +267,22 @@ class Warmup:
 
     def _say(self, text: str) -> None:
         seconds, cpu_seconds = self._cost()
+        if self._share.rank:
+            return
         print(f"[{seconds:5.1f} s, {cpu_seconds:5.1f} s cpu] {text}", flush=True)
 
 
-def warm_up(folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None) -> WarmupReport:
+def warm_up(
+    folder: Path, seed: int = 0, recipe: WarmupRecipe | None = None, share: Share | None = None
+) -> WarmupReport:
     """Make the quickstart's start in `folder`: a checkpoint, and its report `warmup.json`.
 
-    Raises `WarmupError`.
+    `share`: the part of this process, all of which call this; the first one writes. Raises `WarmupError`.
     """
-    warmup = Warmup(seed, recipe or WarmupRecipe())
+    warmup = Warmup(seed, recipe or WarmupRecipe(), share)
     report = warmup.run()
+    if share is not None and share.rank:
+        return report
     save(warmup.model, warmup.tokenizer, folder)
     (folder / "warmup.json").write_text(
         json.dumps({"report": asdict(report), "recipe": asdict(warmup.recipe)}, indent=2) + "\n"
@@ -287,13 +297,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds weights and data (default: 0)")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="torch threads")
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="that share each batch")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
+    share = forked(args.processes)
     try:
-        warm_up(args.out, args.seed)
+        warm_up(args.out, args.seed, share=share)
     except MoeTrmError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not share.rank:
+            print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -109,14 +109,14 @@ class Cards:
         if isinstance(chart, Totals):
             return self._totals(chart, found)
         series = [
-            Series(run, name, label, place % COLOURS, points)
+            Series(run, name, label, place % COLOURS, points, _reach(each, name))
             for place, (name, label) in enumerate(found)
             for run, each in enumerate(self._runs)
             if (points := each.series(name))
         ]
         if not any(value is not None for each in series for _, value in each.points):
             return ""
-        self._shown |= {each.metric for each in series}
+        self._shown |= {each.metric for each in series} | {f"{each.metric}_se" for each in series if each.reach}
         if isinstance(chart, Lines):
             drawing = draw.lines(chart.title, series, self._steps, log=chart.log, floor=chart.floor)
             return self._frame(chart, self._legend(series) + drawing, _left_out(series, log=chart.log))
@@ -170,6 +170,16 @@ class Cards:
             for run, _, label, value in bars
         )
         return self._frame(chart, f'<table class="bars">{rows}</table>')
+
+
+def _reach(run: Run, metric: str) -> list[tuple[int, float, float]]:
+    """Two standard errors to either side, where the metric has one."""
+    errors = {step: error for step, error in run.series(f"{metric}_se") if error is not None}
+    return [
+        (step, value - 2 * errors[step], value + 2 * errors[step])
+        for step, value in run.series(metric)
+        if value is not None and step in errors
+    ]
 
 
 def _folded(lines: Sequence[str]) -> str:

@@ -122,11 +122,16 @@ SECTIONS = (
                  "look at routes and ids of the context.",
                  (("turns/engine_k3/*", "turn "), ("turns/merged_k3/*", "turn ")), least=2),
             Lines("What makes the engine part",
-                  "Probe steps: mean absolute log-ratio by numerics (same routes) and by routing (routes alone).",
+                  "Probe steps: mean absolute log-ratio by numerics (same routes) and by routing (routes alone). Bands "
+                  "are two standard errors, where the probe looked at a sample of the rows.",
                   (("probe/numerics_abs_mean", "numerics"), ("probe/routing_abs_mean", "routing")), log=True),
             Lines("With own and with replayed routes",
                   "Probe steps: k3 KL of the same tokens under the learner's own routes and under the rollout's.",
                   (("probe/native_k3_kl", "own routes"), ("probe/replayed_k3_kl", "replayed routes")), log=True),
+            Lines("Share of the routes in it",
+                  "Probe steps: share of the k3 KL under own routes that replayed routes remove, and share of the "
+                  "step's tokens that the probe looked at.",
+                  (("probe/routing_share", "from routes"), ("probe/token_fraction", "tokens looked at"))),
             Lines("What rounding the weights makes of it",
                   "Probe steps: k3 KL, with replayed routes, of the learner's own weights from those that the rollout "
                   "holds (quantization, cast), and of these from the rollout (arithmetic).",

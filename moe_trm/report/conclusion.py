@@ -186,7 +186,7 @@ def _by_seed(runs: Sequence[Run], value: Callable[[Run], float]) -> list[float]:
 
 
 def reader(runs: Sequence[Run], metric: str, *, at_end: bool) -> tuple[str, Callable[[Run], float]] | None:
-    """When a metric is compared, and its value there of a run; None without a common step of finite values."""
+    """The step at which a metric is compared, and a run's value there; None without a common step of finite values."""
     finite = [{step: value for step, value in run.series(metric) if value is not None} for run in runs]
     common = sorted(set.intersection(*(set(values) for values in finite)))
     if not common:

@@ -12,7 +12,7 @@ from moe_trm.types import MiniBatch, RolloutRecord
 
 @dataclass
 class StepParts:
-    """What has arrived of a step.
+    """The parts of a step that have arrived.
 
     Attributes:
         queue_ages: groups that waited when the step was asked for, by age.

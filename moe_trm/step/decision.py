@@ -13,7 +13,7 @@ K3_LIMIT, CHI2_LIMIT = 0.05, 0.3
 
 
 class Decision:
-    """Whether rules act. Without `steps` they always do.
+    """The switch of the rules: they act or only measure. Without `steps` they always act.
 
     During the first `steps` training steps they only measure. Then they act for the rest of the run if the mean of the
     steps' k3 KL is above `K3_LIMIT` or that of their chi2 above `CHI2_LIMIT`, and else never. Both are of the engine

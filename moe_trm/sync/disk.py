@@ -13,7 +13,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -23,32 +26,124 @@ from torch import Tensor
 from moe_trm.errors import CheckpointError, SyncError
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
-from moe_trm.sync.tensors import tensor_digest
+from moe_trm.sync.tensors import HASH_THREADS, tensor_digest
 
 MANIFEST = "push.json"
 INDEX = "model.safetensors.index.json"
 KEPT_PUSHES = 2
+BUCKET_BYTES = 256 * 2**20
+"""Size of a pushed file, about: a rank holds two of these, the one that is written and the next."""
 
 _PUSH_FOLDER = re.compile(r"v(\d+)")
 _WEIGHT_FILES = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)")
 
 
 def write_shard(path: Path, tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> tuple[TensorEntry, ...]:
-    """Round, digest from memory, and write one shard.
+    """Round, digest from memory, and write one file, whose folder is made. All tensors are held until written.
 
     Args:
-        path: the file; its folder is made.
-        tensors: Hugging Face names and values; they are all held until written.
+        path: the file.
+        tensors: Hugging Face names and values.
         rounding: of the weights.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pushed = {name: rounding.pushed(name, tensor) for name, tensor in tensors}
-    entries = tuple(
-        TensorEntry(name, path.name, rounding.dtype_of(name), tuple(tensor.shape), tensor_digest(tensor))
-        for name, tensor in pushed.items()
-    )
-    save_file(pushed, path, metadata={"format": "pt"})
-    return entries
+    with _Writer(path.parent, rounding) as writer:
+        writer.begin(path.name, dict(_rounded(tensors, rounding)))
+        return writer.finished()
+
+
+def write_buckets(
+    folder: Path,
+    stem: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    rounding: Rounding,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[TensorEntry, ...]:
+    """As `write_shard`, in files of about `bucket_bytes`: one is digested and written while the next is made.
+
+    Args:
+        folder: made if it is missing.
+        stem: the files are `STEM.safetensors`, `STEM-0001.safetensors`, ...; none where there is no tensor.
+        tensors: Hugging Face names and values; two buckets are held at most.
+        rounding: of the weights.
+        bucket_bytes: a file ends with the tensor that reaches it.
+    """
+    with _Writer(folder, rounding) as writer:
+        for number, bucket in enumerate(_buckets(_rounded(tensors, rounding), bucket_bytes)):
+            writer.begin(f"{stem}{f'-{number:04d}' if number else ''}.safetensors", bucket)
+        return writer.finished()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A file that is being written, and the digests of its tensors."""
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, Future[str]]
+    done: Future[None]
+
+
+class _Writer:
+    """Digests and writes files in other threads, one file after the other."""
+
+    def __init__(self, folder: Path, rounding: Rounding) -> None:
+        self._folder, self._rounding = folder, rounding
+        self._hashing, self._disk = ThreadPoolExecutor(HASH_THREADS), ThreadPoolExecutor(1)
+        self._pending: deque[_Written] = deque()
+        self._entries: list[TensorEntry] = []
+
+    def __enter__(self) -> _Writer:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in (self._hashing, self._disk):
+            pool.shutdown(cancel_futures=True)
+
+    def begin(self, file: str, tensors: dict[str, Tensor]) -> None:
+        """Start a file, once the one before is finished."""
+        digests = {name: self._hashing.submit(tensor_digest, tensor) for name, tensor in tensors.items()}
+        done = self._disk.submit(save_file, tensors, self._folder / file, metadata={"format": "pt"})
+        self._pending.append(_Written(file, tensors, digests, done))
+        while len(self._pending) > 1:
+            self._finish(self._pending.popleft())
+
+    def finished(self) -> tuple[TensorEntry, ...]:
+        """Entries of all files, once they are written."""
+        while self._pending:
+            self._finish(self._pending.popleft())
+        return tuple(self._entries)
+
+    def _finish(self, written: _Written) -> None:
+        written.done.result()
+        self._entries += [
+            TensorEntry(
+                name,
+                written.file,
+                self._rounding.dtype_of(name),
+                tuple(tensor.shape),
+                written.digests[name].result(),
+            )
+            for name, tensor in written.tensors.items()
+        ]
+
+
+def _rounded(tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
+    return ((name, rounding.pushed(name, tensor)) for name, tensor in tensors)
+
+
+def _buckets(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        bucket[name] = tensor
+        size += tensor.nbytes
+        if size >= most:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket
 
 
 def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:
@@ -97,7 +192,14 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
         )
     for path in checkpoint.iterdir():
         if path.is_file() and not _WEIGHT_FILES.fullmatch(path.name):
-            _write_whole(folder / path.name, path.read_bytes())
+            data = path.read_bytes()
+            _write_whole(folder / path.name, _plain(data) if path.name == "config.json" else data)
+
+
+def _plain(config: bytes) -> bytes:
+    """config.json of pushed tensors, which are plain also where those of the checkpoint are FP8 or MXFP4."""
+    data = json.loads(config)
+    return config if data.pop("quantization_config", None) is None else json.dumps(data, indent=2).encode()
 
 
 def _write_whole(path: Path, data: bytes) -> None:

@@ -34,7 +34,7 @@ _EXACT = ".e_score_correction_bias"
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a push does to weights.
+    """The rounding that a push does to weights.
 
     Attributes:
         dtype: the engine's arithmetic, e.g. "bfloat16".

@@ -1,4 +1,4 @@
-"""Tensors of a pushed safetensors file, one at a time.
+"""Tensors of a pushed safetensors file, each by its name, in any thread.
 
 `safe_open(..., framework="pt").get_tensor` of safetensors 0.5 to 0.8 never frees two integers of each tensor, 64 bytes.
 A controller that proves a push of 20,000 tensors at every step would grow by more than a megabyte a step, so pushes are
@@ -8,10 +8,10 @@ read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 import torch
@@ -32,45 +32,76 @@ class _Place(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
-def read_tensors(path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors `names` of the safetensors file at `path`.
+class Shard:
+    """An open safetensors file. Several threads may read it at the same time.
+
+    Args:
+        path: of the file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is damaged, lacks one of them, or has one of a dtype that is never pushed.
+        OSError: the file cannot be opened.
+        ValueError: its header is damaged.
     """
-    with path.open("rb") as file:
-        places, begin = _header(file)
-        size = os.fstat(file.fileno()).st_size - begin
-        for name in names:
-            if name not in places:
-                raise ValueError(f"no tensor {name}")
-            yield name, _tensor(file, name, places[name], begin, size)
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._places, self._begin = _header(self._file, self._size)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it lacks the tensor, ends within it, or has it at a place or in a dtype that is never pushed.
+        """
+        if name not in self._places:
+            raise ValueError(f"no tensor {name}")
+        place = self._places[name]
+        first, last = place.data_offsets
+        dtype, size = _DTYPES.get(place.dtype), self._size - self._begin
+        fits = (
+            dtype is not None
+            and min(place.shape, default=0) >= 0
+            and prod(place.shape) * dtype.itemsize == last - first
+        )
+        if dtype is None or not fits or not 0 <= first < last <= size:
+            raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
+        data = bytearray(last - first)
+        if _read_into(self._file.fileno(), data, self._begin + first) != len(data):
+            raise ValueError(f"the file ends within {name}")
+        return torch.frombuffer(data, dtype=dtype).reshape(place.shape)
 
 
-def _header(file: BinaryIO) -> tuple[Mapping[str, _Place], int]:
+def _read_into(file: int, data: bytearray, offset: int) -> int:
+    """Bytes read: one call of the system reads 2 GiB at most."""
+    read = 0
+    with memoryview(data) as view:
+        while read < len(view) and (count := os.preadv(file, [view[read:]], offset + read)):
+            read += count
+    return read
+
+
+def _header(file: FileIO, size: int) -> tuple[Mapping[str, _Place], int]:
     """Places by name, and where the first byte of data is."""
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > os.fstat(file.fileno()).st_size - _LENGTH_BYTES:
+    length = int.from_bytes(file.read(_LENGTH_BYTES) or b"", "little")
+    if length > size - _LENGTH_BYTES:
         raise ValueError(f"a header of {length} bytes is longer than the file")
     try:
-        fields = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(file.read(length) or b"", type=dict[str, msgspec.Raw])
         places = {
             name: msgspec.json.decode(field, type=_Place) for name, field in fields.items() if name != "__metadata__"
         }
     except msgspec.DecodeError as error:
         raise ValueError(f"the header is damaged: {error}") from error
     return places, _LENGTH_BYTES + length
-
-
-def _tensor(file: BinaryIO, name: str, place: _Place, begin: int, size: int) -> Tensor:
-    first, last = place.data_offsets
-    dtype = _DTYPES.get(place.dtype)
-    fits = dtype is not None and min(place.shape, default=0) >= 0 and prod(place.shape) * dtype.itemsize == last - first
-    if dtype is None or not fits or not 0 <= first < last <= size:
-        raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
-    data = bytearray(last - first)
-    file.seek(begin + first)
-    if file.readinto(data) != len(data):  # type: ignore[attr-defined]
-        raise ValueError(f"the file ends within {name}")
-    return torch.frombuffer(data, dtype=dtype).reshape(place.shape)

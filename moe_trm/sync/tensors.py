@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import torch
 from torch import Tensor
+
+HASH_THREADS = min(8, os.cpu_count() or 1)
+"""Threads that hash at the same time: hashing frees the interpreter, and is slower than memory by far."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -13,7 +13,7 @@ from moe_trm.translate.slime_left import reason_of
 from moe_trm.translate.slime_run import RUN
 from moe_trm.translate.sources import flag_settings
 from moe_trm.translate.values import Rule
-from moe_trm.translate.words import integer, number, on, only, word, wordly
+from moe_trm.translate.words import flag, integer, number, on, only, word, wordly
 
 DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "n-samples-per-prompt": ("1",),
@@ -31,6 +31,7 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "kl-loss-coef": ("0.0",),
     "kl-loss-type": ("k1",),
     "micro-batch-size": ("1",),
+    "qkv-format": ("thd",),
     "tis-clip": ("2.0",),
     "tis-clip-low": ("0",),
     "opsm-delta": ("1e-4",),
@@ -40,6 +41,9 @@ DEFAULTS: Mapping[str, tuple[str, ...]] = {
 
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 """Megatron's names of learning-rate schedules."""
+
+_LAYOUTS = {"thd": "packed", "bshd": "padded"}
+"""Megatron's names of forwarded layouts."""
 
 _ADVANTAGES: Mapping[str, tuple[str, str]] = {
     "grpo": ("grpo", "ppo_clip"),
@@ -148,6 +152,14 @@ def _micro_batches(draft: Draft) -> None:
         draft.read("learner.micro_batch_rows", integer, "micro-batch-size")
 
 
+def _layout(draft: Draft) -> None:
+    """`thd` is tokens one after the other, and `--max-tokens-per-gpu` counts them without padding, as ours does."""
+    layout = word(draft, "qkv-format")
+    if layout not in _LAYOUTS:
+        raise NeedsDecisionError("qkv-format", f"{layout}: packs (thd) or padded rows (bshd)")
+    draft.put("batch.layout", _LAYOUTS[layout], "qkv-format")
+
+
 def _precision(draft: Draft) -> None:
     half = on(draft, "fp16")
     draft.put("learner.dtype", "float16" if half else "bfloat16", "fp16" if half else "bf16")
@@ -208,6 +220,12 @@ _RULES: Sequence[Rule] = (
     wordly("seed", "seed", integer),
     wordly("tensor-model-parallel-size", "learner.parallel.tensor", integer),
     wordly("pipeline-model-parallel-size", "learner.parallel.pipeline", integer),
+    wordly("num-virtual-stages-per-pipeline-rank", "learner.parallel.virtual_pipeline", integer),
+    wordly("decoder-first-pipeline-num-layers", "learner.parallel.first_stage_layers", integer),
+    wordly("decoder-last-pipeline-num-layers", "learner.parallel.last_stage_layers", integer),
+    wordly("account-for-embedding-in-pipeline-split", "learner.parallel.account_for_embedding", flag),
+    wordly("account-for-loss-in-pipeline-split", "learner.parallel.account_for_loss", flag),
+    wordly("pipeline-model-parallel-layout", "learner.parallel.pipeline_layout", word),
     wordly("context-parallel-size", "learner.parallel.context", integer),
     wordly("expert-model-parallel-size", "learner.parallel.expert", integer),
     Rule(
@@ -231,6 +249,8 @@ _RULES: Sequence[Rule] = (
     wordly("initial-loss-scale", "learner.loss_scale.initial", integer),
     wordly("loss-scale-window", "learner.loss_scale.growth_steps", integer),
     wordly("hf-checkpoint", "model.checkpoint", word),
+    wordly("lora-rank", "learner.lora.rank", integer),
+    wordly("lora-alpha", "learner.lora.alpha", number),
     wordly("recompute-granularity", "learner.recompute", word),
     Rule(
         (
@@ -256,6 +276,7 @@ _RULES: Sequence[Rule] = (
         ("learner.micro_batch_tokens", "learner.micro_batch_rows"),
         _micro_batches,
     ),
+    Rule(("qkv-format",), ("batch.layout",), _layout),
     Rule(
         ("fp16", "bf16", "fp8-recipe", "fp8-format", "transformer-impl"),
         ("learner.dtype", "learner.fp8"),

@@ -9,7 +9,11 @@ from moe_trm.translate.setting import Setting
 
 _CHANGES: Sequence[tuple[str, str]] = (
     (r"use-(rollout-)?indexer-replay", "the indexer's choices are not replayed here"),
-    (r"use-opd|opd-.*|.*lora.*|enable-mtp-training|use-rollout-entropy", "not available here"),
+    (
+        r".*(lora|adapter|target-modules|exclude-modules).*",
+        "adapters here have no dropout: choose learner.lora.targets by Hugging Face names (docs/lora.md)",
+    ),
+    (r"use-opd|opd-.*|enable-mtp-training|use-rollout-entropy", "not available here"),
     (r"mask-offpolicy-in-partial-rollout", "corrections do that here: a rule on the total ratio"),
     (
         r"loss-type|custom-.*-path|buffer-filter-path|rollout-.*-path|data-source-path|eval-function-path",
@@ -74,7 +78,7 @@ _LEFT: Sequence[tuple[str, str]] = (
     ),
     (
         r"attention-.*|transformer-impl|recompute-.*|no-.*-fusion|overlap-.*|use-distributed.*|log-probs-.*|train-.*"
-        r"|distributed-.*|offload.*|colocate|update-weight.*|data-pad.*|qkv-format|use-flash.*|micro-.*|tp-comm.*"
+        r"|distributed-.*|offload.*|colocate|update-weight.*|data-pad.*|use-flash.*|micro-.*|tp-comm.*"
         r"|decoder-.*|account-.*|virtual-.*|num-layers-per.*|.*parallel.*|.*backend.*|.*dropout.*|calculate-.*|grad-.*"
         r"|deterministic.*|override-opt.*|use-.*-optimizer|fp8-.*|fp16|true-on-policy.*|context-.*|cp-.*|allgather.*",
         "how slime's engine places and computes; ours is described in `learner`",
@@ -85,7 +89,7 @@ _LEFT: Sequence[tuple[str, str]] = (
 
 
 def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
-    """Why this flag is not translated, and whether somebody has to decide about it."""
+    """The reason that this flag is not translated, and whether somebody has to decide about it."""
     for pattern, reason in _CHANGES:
         if re.fullmatch(pattern, key):
             return f"{setting.unread}; {reason}" if setting.unread else reason, True

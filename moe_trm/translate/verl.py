@@ -12,8 +12,9 @@ from moe_trm.translate.setting import NeedsDecisionError, Setting
 from moe_trm.translate.sources import hydra_settings
 from moe_trm.translate.values import Rule, direct, integer, number, switch, text, undecided
 from moe_trm.translate.verl_correction import CORRECTION, KL
-from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT
+from moe_trm.translate.verl_keys import ACTOR, MEGATRON, OPTIM, ROLLOUT, TRANSFORMER
 from moe_trm.translate.verl_left import reason_of
+from moe_trm.translate.verl_lora import LORA, LORA_DEFAULTS
 from moe_trm.translate.verl_loss import LOSS, LOSS_DEFAULTS
 from moe_trm.translate.verl_run import RUN, RUN_DEFAULTS
 
@@ -36,6 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
     f"{MEGATRON}.dtype": "bfloat16",
     "actor_rollout_ref.hybrid_engine": True,
     "algorithm.adv_estimator": "gae",
+    **LORA_DEFAULTS,
     **LOSS_DEFAULTS,
     **RUN_DEFAULTS,
 }
@@ -43,6 +45,8 @@ DEFAULTS: Mapping[str, Any] = {
 
 BASES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's base configurations that have these defaults."""
+
+_UNPADDED = "actor_rollout_ref.model.use_remove_padding"
 
 _ADVANTAGES = {
     "grpo": "grpo",
@@ -79,7 +83,7 @@ def translate(settings: Mapping[str, Setting], *, where: str = "verl") -> Draft:
             fix="use `moe-trm config from-slime` or `from-miles` for lists of --flags",
         )
     draft = Draft(settings, DEFAULTS, "verl")
-    for rule in (*_RULES, *LOSS, *CORRECTION, *KL, *RUN):
+    for rule in (*_RULES, *LORA, *LOSS, *CORRECTION, *KL, *RUN):
         rule.run(draft)
     draft.list_rest(reason_of)
     return draft
@@ -156,6 +160,12 @@ def _micro_batches(draft: Draft) -> None:
         draft.put("learner.micro_batch_rows", value, rows, dynamic)
     else:
         draft.decide(dynamic, "off, and no micro-batch size is given", "learner.micro_batch_rows")
+
+
+def _layout(draft: Draft) -> None:
+    """Both compute the same, and budgets of tokens count without padding in both."""
+    if draft.take(_UNPADDED) is not None:
+        draft.put("batch.layout", "packed" if switch(draft, _UNPADDED) else "padded", _UNPADDED)
 
 
 def _top_k(draft: Draft) -> None:
@@ -313,6 +323,11 @@ _RULES: Sequence[Rule] = (
     direct(f"{MEGATRON}.tensor_model_parallel_size", "learner.parallel.tensor", integer),
     direct(f"{MEGATRON}.pipeline_model_parallel_size", "learner.parallel.pipeline", integer),
     direct(f"{MEGATRON}.virtual_pipeline_model_parallel_size", "learner.parallel.virtual_pipeline", integer),
+    direct(f"{TRANSFORMER}.num_layers_in_first_pipeline_stage", "learner.parallel.first_stage_layers", integer),
+    direct(f"{TRANSFORMER}.num_layers_in_last_pipeline_stage", "learner.parallel.last_stage_layers", integer),
+    direct(f"{TRANSFORMER}.account_for_embedding_in_pipeline_split", "learner.parallel.account_for_embedding", switch),
+    direct(f"{TRANSFORMER}.account_for_loss_in_pipeline_split", "learner.parallel.account_for_loss", switch),
+    direct(f"{TRANSFORMER}.pipeline_model_parallel_layout", "learner.parallel.pipeline_layout", text),
     direct(f"{MEGATRON}.context_parallel_size", "learner.parallel.context", integer),
     direct(f"{MEGATRON}.expert_model_parallel_size", "learner.parallel.expert", integer),
     Rule(
@@ -322,7 +337,7 @@ _RULES: Sequence[Rule] = (
     ),
     direct(f"{MEGATRON}.dtype", "learner.dtype", text),
     direct(f"{MEGATRON}.use_distributed_optimizer", "learner.distributed_optimizer", switch),
-    direct(f"{MEGATRON}.override_transformer_config.recompute_granularity", "learner.recompute", text),
+    direct(f"{TRANSFORMER}.recompute_granularity", "learner.recompute", text),
     direct("actor_rollout_ref.model.override_config.moe_config.freeze_moe_router", "learner.freeze_router", switch),
     Rule(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), ("advantage.name",), _advantage),
     Rule(("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"), ("learner.minibatches",), _batches),
@@ -331,6 +346,7 @@ _RULES: Sequence[Rule] = (
         ("learner.micro_batch_tokens", "learner.micro_batch_rows"),
         _micro_batches,
     ),
+    Rule((_UNPADDED,), ("batch.layout",), _layout),
     direct(f"{ACTOR}.ppo_epochs", "learner.epochs", integer),
     Rule(
         (

@@ -10,7 +10,10 @@ from moe_trm.translate.setting import Setting
 _OFF = (None, False, 0, -1, "", "disabled", "none", "null")
 
 _CHANGES: Sequence[tuple[str, str]] = (
-    (r".*\.lora(_rank|\.rank|_adapter_path|\.adapter_path)", "adapters (LoRA) are not trained here"),
+    (
+        r".*\.lora(\.(rank|alpha|target_modules|adapter_path|dropout)|_adapter_path)",
+        "choose learner.lora: rank, alpha, targets by Hugging Face names, and adapter to start from (docs/lora.md)",
+    ),
     (r".*\.(mtp|qat)\.enable(_train|_rollout)?", "not available here"),
     (r"algorithm\.(gamma|lam)", "there is no critic here, and rewards are of whole answers"),
     (r"algorithm\.use_pf_ppo|distillation\.enabled?|trainer\.critic_warmup", "not available here"),
@@ -70,7 +73,7 @@ _NEVER = r".*_target_|critic\..*|actor_rollout_ref\.ref\..*|distillation\.(?!ena
 
 
 def reason_of(key: str, setting: Setting) -> tuple[str, bool]:
-    """Why this setting is not translated, and whether somebody has to decide about it."""
+    """The reason that this setting is not translated, and whether somebody has to decide about it."""
     if re.fullmatch(_NEVER, key):
         return "the learner scores the reference itself, and there is no critic or teacher here", False
     for pattern, reason in _CHANGES:

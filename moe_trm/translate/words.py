@@ -44,6 +44,11 @@ def on(draft: Draft, key: str) -> bool:
     return given is not None
 
 
+def flag(draft: Draft, key: str) -> bool | None:
+    """True where the switch is given, None elsewhere: our default is the same."""
+    return on(draft, key) or None
+
+
 def wordly(key: str, ours: str, read: Callable[[Draft, str], Any]) -> Rule:
     """A flag that is one of our settings under another name."""
 

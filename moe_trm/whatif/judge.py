@@ -52,7 +52,7 @@ class RuleOutcome:
     histogram: Mapping[str, float] | None = None
     verdict: str = ""
     uncalibrated: str = ""
-    """Why nothing is known of what it keeps: its rules measured on every step of the recording."""
+    """The reason that nothing is known of what it keeps: its rules measured on every step of the recording."""
 
 
 def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:

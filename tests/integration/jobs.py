@@ -58,7 +58,9 @@ def run_job(config: Path | str, overrides: Sequence[str], num_ranks: int | None 
         return job.run_job(str(config), overrides, num_ranks)
 
 
-def _forked_learner(config: str, overrides: Sequence[str], ranks: int, api_key: str | None) -> int:
+def _forked_learner(
+    config: str, overrides: Sequence[str], ranks: int, api_key: str | None, _server: object = None
+) -> int:
     """The exit code that `launch.ranks` gives, with the ranks' output printed here too.
 
     A refusal on any rank is why the others failed.

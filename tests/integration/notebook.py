@@ -27,7 +27,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(path: Path) -> list[str]:
-    """What each code cell prints, in a process of its own. Raises `RuntimeError` with the traceback of a cell."""
+    """The output of each code cell, in a process of its own. Raises `RuntimeError` with the traceback of a cell."""
     cells = ["".join(cell["source"]) for cell in code_cells(json.loads(path.read_text(encoding="utf-8")))]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUNNER],
@@ -45,7 +45,7 @@ def run(path: Path) -> list[str]:
 
 
 def stored(path: Path) -> list[str]:
-    """What the notebook says its code cells print."""
+    """The output of its code cells that the notebook has stored."""
     outputs = [cell["outputs"] for cell in code_cells(json.loads(path.read_text(encoding="utf-8")))]
     return ["".join(line for output in cell for line in output["text"]) for cell in outputs]
 

@@ -40,25 +40,30 @@ PRELOADED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """Imports of ranks. A rank imports what is missing here by itself."""
-PATIENCE_S = 10.0
-"""Seconds for the other ranks to end by themselves once one has failed: they may have the better message."""
 
 
 def preload() -> None:
     """Import everything, as a rank does before it starts to work."""
     from moe_trm.learner.megatron import cpu_shim
     from moe_trm.learner.megatron.notices import silence_known_notices
+    from moe_trm.runtime.gloo import share_gloo_device
 
     silence_known_notices()
     cpu_shim.install()
+    share_gloo_device()
     for name in PRELOADED:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == threading.active_count() == 1, f"{threads} threads: a fork would lose all but one"
 
 
-def statuses(ranks: Sequence[int]) -> list[int]:
-    """Exit status of each process, negative for a signal; those that outlive a failed one for long are killed."""
+def statuses(ranks: Sequence[int], patience_s: float) -> list[int]:
+    """Exit status of each process, negative for a signal; those that outlive a failed one for long are killed.
+
+    Args:
+        ranks: the processes.
+        patience_s: for the others to end by themselves once one has failed: they may have the better message.
+    """
     left, found = list(ranks), dict[int, int]()
     deadline = float("inf")
     while left:
@@ -67,7 +72,7 @@ def statuses(ranks: Sequence[int]) -> list[int]:
             left.remove(pid)
             found[pid] = os.waitstatus_to_exitcode(status)
             if found[pid] and deadline == float("inf"):
-                deadline = time.monotonic() + PATIENCE_S
+                deadline = time.monotonic() + patience_s
         elif time.monotonic() > deadline:
             for each in left:
                 os.kill(each, signal.SIGKILL)
@@ -139,7 +144,7 @@ def main() -> int:
                 become_rank(job, rank)
                 leave(run_program(job["program"]))
             ranks.append(pid)
-        answers.write(json.dumps(statuses(ranks)) + "\n")
+        answers.write(json.dumps(statuses(ranks, job["patience_s"])) + "\n")
     return 0
 
 

@@ -21,6 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from launch.job import SINGLE_THREAD
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 10.0
+"""Seconds in which ranks may end by themselves once one has failed: they may have the better message."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,20 @@ class RankServer:
         assert self._answer() == "ready"
         atexit.register(self.kill)
 
-    def run(self, program: Sequence[str], num_ranks: int, environment: Mapping[str, str] | None = None) -> Ended:
+    def run(
+        self,
+        program: Sequence[str],
+        num_ranks: int,
+        environment: Mapping[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Ended:
         """Run `python PROGRAM...` on `num_ranks` ranks of this machine as torchrun would; waits for all of them.
 
         Args:
             program: `-m`, a module and its arguments, or a script and its arguments.
             num_ranks: how many ranks, on a rendezvous of their own.
             environment: instead of this process's.
+            patience_s: for the other ranks to end by themselves once one has failed.
         """
         # Its own port, which the system chooses while it is bound: nobody else can get it in between.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -77,6 +86,7 @@ class RankServer:
                 "program": [str(word) for word in program],
                 "num_ranks": num_ranks,
                 "folder": folder,
+                "patience_s": patience_s,
                 "environment": {**(os.environ if environment is None else environment), **SINGLE_THREAD, **meeting},
             }
             try:

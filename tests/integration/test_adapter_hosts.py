@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def inside(host: str, module: str = "") -> dict[str, Any]:
-    """What `tests.integration.<host>_host` or another module prints, run in a process by itself."""
+    """The output of `tests.integration.<host>_host` or another module, run in a process by itself."""
     variable = f"MOE_TRM_{host.upper()}_SOURCE"
     folder = os.environ.get(variable)
     if not folder:

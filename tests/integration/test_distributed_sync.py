@@ -140,3 +140,20 @@ def test_a_run_that_pushes_by_broadcast(tmp_path: Path, brief_checkpoint: Path, 
     rows = metrics_of(tmp_path / "runs" / "live")
     assert [row["weights/version"] for row in rows[1:]] == [1, 2]
     assert rows[2]["ledger/trained"] == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["disk", "distributed"])
+def test_a_run_that_pushes_from_an_uneven_pipeline(
+    tmp_path: Path, brief_checkpoint: Path, attached: list[str], method: str
+) -> None:
+    """Sampling is two versions ahead; the embedding, three layers, one layer, and the loss are on four stages."""
+    config, stages = write_config(tmp_path, brief_checkpoint), "learner.parallel.pipeline_layout=E|ttt|t|L"
+    parallel = ["learner.parallel.expert=1", "learner.parallel.pipeline=2", stages, "learner.micro_batch_rows=2"]
+    ahead = ["pipeline.mode=async", "pipeline.max_staleness=2", "train.steps=4"]
+    assert run_job(config, [*attached, *parallel, *ahead, f"sync.method={method}", "pipeline.partial=wait"]) == 0
+    rows = metrics_of(tmp_path / "runs" / "live")
+    assert [row["weights/version"] for row in rows[1:]] == [1, 2, 3, 4]
+    assert max(row["rollout/age_max"] for row in rows[1:]) == 2
+    assert rows[4]["ledger/trained"] == 64
+    assert all(row["replay/applied_fraction"] == 1.0 for row in rows[1:])

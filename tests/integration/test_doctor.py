@@ -11,16 +11,22 @@ from benchmarks.faults import Change, planted_checkpoint
 from moe_trm.cli import main
 from tests.integration.jobs import write_config
 
-SMALL = ["learner.parallel={}", "rollout.server.dtype=float32", "task.eval_size=0"]
+SMALL = ["learner.parallel={}", "task.eval_size=0"]
 
 
-@pytest.fixture(scope="module")
-def visit(tmp_path_factory: pytest.TempPathFactory, brief_checkpoint: Path) -> tuple[Path, int]:
+@pytest.fixture(scope="module", params=["attached", pytest.param("its own server", marks=pytest.mark.slow)])
+def visit(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    brief_checkpoint: Path,
+    attached: list[str],
+) -> tuple[Path, int]:
     """A folder with the recording of a visit of a healthy configuration, and the doctor's exit code."""
     folder = tmp_path_factory.mktemp("doctor")
     config = write_config(folder, brief_checkpoint)
-    words = ["doctor", str(config), *SMALL, "--keep", str(folder / "probe"), "--json", str(folder / "doctor.json")]
-    return folder, main(words)
+    own = attached if request.param == "attached" else ["rollout.server.dtype=float32"]
+    words = ["doctor", str(config), *SMALL, *own, "--keep", str(folder / "probe")]
+    return folder, main([*words, "--json", str(folder / "doctor.json")])
 
 
 def test_a_healthy_configuration_passes(visit: tuple[Path, int]) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("moe_trm", "routing", "launch", "benchmarks", "examples", "pyproject.toml", "README.md", "LICENSE")
-"""What pip needs to build this package, and the examples themselves."""
+"""The files that pip needs to build this package, and the examples themselves."""
 
 
 def commands(example: str) -> list[str]:

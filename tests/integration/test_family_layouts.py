@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from tests.integration.learner_support.comparing import assert_same_replay, assert_same_step
 from tests.integration.learner_support.families import FAMILIES, make_family
 from tests.integration.learner_support.ranks import Ranks, run_ranks
 
@@ -57,18 +56,7 @@ def test_weights_are_loaded_and_exported_bit_for_bit_and_step_like_one_process(
 ) -> None:
     one, two, checkpoint = finished[family]
     (run, _), (reference, _) = runs(layout, family), runs("expert=1", family)
-    before, source = two.exported(run, "before"), load_file(checkpoint / "model.safetensors")
-    assert before.keys() == source.keys()
-    assert all(torch.equal(before[name], source[name]) for name in source)
-    after, expected = two.exported(run, "after"), one.exported(reference, "after")
-    for name, value in expected.items():
-        # With eps = lr = 1 an Adam step is close to the gradient itself, so its scale counts. Where that is small, the
-        # weights' own rounding shows.
-        moved, wanted = after[name] - before[name], value - source[name]
-        rounding = 2.0**-23 * float(value.norm())
-        assert float((moved - wanted).norm()) <= 2e-5 * float(wanted.norm()) + rounding, name
-    norms = [float(found.saved(name, "facts")["grad_norm"]) for found, name in ((one, reference), (two, run))]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert_same_step(one, two, run, reference, checkpoint)
 
 
 @pytest.mark.parametrize("mode", ["R3", "R2"])
@@ -78,13 +66,4 @@ def test_replayed_log_probs_and_router_gradients_are_those_of_one_process(
 ) -> None:
     one, two, _ = finished[family]
     (_, run), (_, reference) = runs(layout, family), runs("expert=1", family)
-    logprobs, routers = one.saved(reference, "logprobs"), one.saved(reference, f"routers-{mode}")
-    for rank in range(2):
-        facts = {key: float(value) for key, value in two.saved(run, "facts", rank).items()}
-        assert facts[f"{mode}.applied"] == 1.0
-        assert facts[f"{mode}.flips"] > 0.5
-        for name, values in two.saved(run, "logprobs", rank).items():
-            torch.testing.assert_close(values, logprobs[name], rtol=1e-5, atol=1e-5 * float(logprobs[name].abs().max()))
-        for name, gradient in two.saved(run, f"routers-{mode}", rank).items():
-            largest = float(routers[name].abs().max())
-            torch.testing.assert_close(gradient, routers[name], rtol=1e-5, atol=1e-5 * largest)
+    assert_same_replay(one, two, run, reference, mode)

@@ -23,9 +23,15 @@ LAYOUTS = {
     "PP2": "pipeline=2",
     "PP2+VPP2": "pipeline=2:virtual_pipeline=2",
     "CP2": "context=2",
+    "PP2+VPP2-uneven": "pipeline=2:pipeline_layout=Ett|t|t|L",
+    "PP2-3+1": "pipeline=2:first_stage_layers=3",
+    "PP2-embedding-alone": "pipeline=2:pipeline_layout=E|t*4L",
+    "PP2+VPP2-empty-stage": "pipeline=2:pipeline_layout=Ett|tt||L",
 }
-COMPOSED = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2")}
-"""Layouts made of others, for the slow tests."""
+ODD = ("PP2-3+1", "PP2-embedding-alone", "PP2+VPP2-empty-stage")
+"""Stages with unlike numbers of layers: for the slow tests, and not packed."""
+COMPOSED = {name: LAYOUTS[name] for name in ("TP2xEP2", "PP2+VPP2", *ODD)}
+"""Layouts made of others, and odd ones, for the slow tests."""
 FEW = {name: options for name, options in LAYOUTS.items() if name not in COMPOSED}
 PRODUCTS = {
     "TP2xPP2": "tensor=2:expert_tensor=2:pipeline=2",
@@ -34,6 +40,8 @@ PRODUCTS = {
     "TP2xEP4": "tensor=2:expert=4",
     "PP4": "pipeline=4",
     "TP2xEP2xPP2+VPP2": "tensor=2:expert=2:pipeline=2:virtual_pipeline=2",
+    "EP2xPP2+VPP2-uneven": "expert=2:pipeline=2:pipeline_layout=Ett|t|t|L",
+    "PP4-loss-alone": "pipeline=4:pipeline_layout=Ett|t|t|L",
 }
 ONE_PACKED = "expert=1:layout=packed"
 
@@ -45,12 +53,26 @@ def packed(layouts: dict[str, str]) -> dict[str, str]:
 
 PACKED = packed({name: LAYOUTS[name] for name in ("TP2+SP", "CP2")})
 """The layouts that cut packs."""
-MORE = COMPOSED | packed({name: options for name, options in LAYOUTS.items() if f"{name} packed" not in PACKED})
-EVERY_PRODUCT = PRODUCTS | packed(PRODUCTS)
+PACKED_MORE = {name: options for name, options in LAYOUTS.items() if f"{name} packed" not in PACKED and name not in ODD}
+MORE = COMPOSED | packed(PACKED_MORE)
 RECOMPUTE = ("none", "full")
+RECOMPUTED = {"EP2": LAYOUTS["EP2"], "PP2": LAYOUTS["PP2"]}
+"""Few layouts with full recomputation: one that sends tokens to other ranks, and one whose passes interleave."""
+TIED = {"TP2+SP": LAYOUTS["TP2+SP"], "PP2": LAYOUTS["PP2"]}
+"""Few layouts whose ranks share the tied embedding: parts of it, or two copies."""
 SLOW_RECOMPUTE = "selective"
 PACKED_SLOW = ("full", SLOW_RECOMPUTE)
+FEW_SLOW = [
+    *((name, SLOW_RECOMPUTE) for name in FEW),
+    *((name, "full") for name in FEW if name not in RECOMPUTED),
+]
+TIED_SLOW = [name for name in FEW | PACKED if name not in TIED]
 MODES = ("R3", "R2")
+THREE = {
+    name: f"{LAYOUTS[name.removesuffix(' packed')]}:batches=3" + ":layout=packed" * name.endswith(" packed")
+    for name in ("PP2", "PP2+VPP2", "PP2+VPP2-uneven packed")
+}
+"""Three micro-batches in a minibatch, which two ranks with virtual stages cannot take in turns."""
 MOE_LAYERS = 3
 
 
@@ -84,30 +106,39 @@ def runs_of(layouts: dict[str, str], *recompute: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [*runs_of(FEW, *RECOMPUTE), *(train(options) for options in PACKED.values())]
-    runs += [matrix(options, "none") for options in PACKED.values()]
+    runs = [train(options) for options in (FEW | PACKED).values()]
+    runs += [train(options, "tied") for options in TIED.values()]
+    runs += [matrix(options, "none") for options in (FEW | PACKED).values()]
+    runs += [matrix(options, "full") for options in RECOMPUTED.values()]
     return run_ranks(tmp_path_factory.mktemp("two"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def more(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     runs = runs_of(MORE, *RECOMPUTE, SLOW_RECOMPUTE)
-    runs += [matrix(options, SLOW_RECOMPUTE) for options in FEW.values()]
-    runs += [train(options, "tied") for options in PACKED.values()]
+    runs += [matrix(FEW[name], kind) for name, kind in FEW_SLOW]
+    runs += [train((FEW | PACKED)[name], "tied") for name in TIED_SLOW]
+    runs += [train(options) for options in THREE.values()]
     runs += [matrix(options, kind) for options in PACKED.values() for kind in PACKED_SLOW]
     return run_ranks(tmp_path_factory.mktemp("more"), checkpoint, 2, *runs)
 
 
 @pytest.fixture(scope="module")
 def four(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(
-        tmp_path_factory.mktemp("four"), checkpoint, 4, *runs_of(EVERY_PRODUCT, *RECOMPUTE, SLOW_RECOMPUTE)
-    )
+    runs = runs_of(PRODUCTS, *RECOMPUTE, SLOW_RECOMPUTE)
+    return run_ranks(tmp_path_factory.mktemp("four"), checkpoint, 4, *runs)
+
+
+@pytest.fixture(scope="module")
+def four_packed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    runs = runs_of(packed(PRODUCTS), *RECOMPUTE, SLOW_RECOMPUTE)
+    return run_ranks(tmp_path_factory.mktemp("four_packed"), checkpoint, 4, *runs)
 
 
 SLOW = [
     *(("more", name, options) for name, options in MORE.items()),
-    *(("four", *case) for case in EVERY_PRODUCT.items()),
+    *(("four", *case) for case in PRODUCTS.items()),
+    *(("four_packed", *case) for case in packed(PRODUCTS).items()),
 ]
 CASES = [
     *(pytest.param("two", options, id=name) for name, options in (FEW | PACKED).items()),
@@ -116,10 +147,10 @@ CASES = [
 ]
 STEPPED = [
     *(pytest.param("two", options, "main", id=f"{name}-main") for name, options in (FEW | PACKED).items()),
-    *(pytest.param("two", options, "tied", id=f"{name}-tied") for name, options in FEW.items()),
+    *(pytest.param("two", options, "tied", id=f"{name}-tied") for name, options in TIED.items()),
     *(
-        pytest.param("more", options, "tied", id=f"{name}-tied", marks=pytest.mark.slow)
-        for name, options in PACKED.items()
+        pytest.param("more", (FEW | PACKED)[name], "tied", id=f"{name}-tied", marks=pytest.mark.slow)
+        for name in TIED_SLOW
     ),
     *(pytest.param("one", ONE_PACKED, model, id=f"one process packed-{model}") for model in ("main", "tied")),
     *(
@@ -129,18 +160,19 @@ STEPPED = [
     ),
 ]
 REPLAYED = [
-    *(pytest.param("two", options, kind, id=f"{name}-{kind}") for name, options in FEW.items() for kind in RECOMPUTE),
+    *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in (FEW | PACKED).items()),
+    *(pytest.param("two", options, "full", id=f"{name}-full") for name, options in RECOMPUTED.items()),
     *(pytest.param("one", ONE_PACKED, kind, id=f"one process packed-{kind}") for kind in RECOMPUTE),
-    *(pytest.param("two", options, "none", id=f"{name}-none") for name, options in PACKED.items()),
     *(
         pytest.param("more", options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
         for name, options in PACKED.items()
         for kind in PACKED_SLOW
     ),
+    *(pytest.param("more", FEW[name], kind, id=f"{name}-{kind}", marks=pytest.mark.slow) for name, kind in FEW_SLOW),
     *(
         pytest.param(ranks, options, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
-        for ranks, name, options in (*(("more", *case) for case in FEW.items()), *SLOW)
-        for kind in ((SLOW_RECOMPUTE,) if name in FEW else (*RECOMPUTE, SLOW_RECOMPUTE))
+        for ranks, name, options in SLOW
+        for kind in (*RECOMPUTE, SLOW_RECOMPUTE)
     ),
 ]
 
@@ -234,3 +266,16 @@ def test_every_score_of_a_pack_is_that_of_padded_rows(
         for name, values in found.items():
             torch.testing.assert_close(values, expected[name], atol=1e-5, rtol=0)
     assert seen == expected.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in THREE if "VPP" in name])
+def test_virtual_stages_take_any_number_of_micro_batches(one: Ranks, more: Ranks, name: str) -> None:
+    expected = one.saved(train("expert=1"), "logprobs")
+    for rank in range(2):
+        found = more.saved(train(THREE[name]), "logprobs", rank)
+        assert found.keys() == {key for key in expected if not key.endswith(".3")}
+        for key, values in found.items():
+            torch.testing.assert_close(values, expected[key], atol=1e-5, rtol=0)
+    norms = [float(more.saved(train(options), "facts")["grad_norm"]) for options in (THREE["PP2"], THREE[name])]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)

@@ -115,29 +115,6 @@ def test_all_of_them(config: Path, bundle: Path, folder: Path) -> None:
         check(name, result)
 
 
-def test_two_ranks_and_small_micro_batches_reject_the_same(config: Path, bundle: Path, folder: Path) -> None:
-    """A rule over the whole minibatch, on two ranks with micro-batches of two rows, against one with eight rows."""
-    rows = []
-    for name, overrides in (
-        ("one-rank", ["learner.parallel.expert=1", "learner.micro_batch_rows=8"]),
-        ("two-ranks", ["learner.parallel.expert=2", "learner.micro_batch_rows=2"]),
-    ):
-        common = [
-            "rollout.engine=bundle",
-            f"rollout.bundle={bundle}",
-            "probe.every=0",
-            "probe.save=false",
-            "optimizer.warmup_steps=0",
-            *REWARD,
-        ]
-        assert run_job(config, [f"name={name}", *common, *all_cases()["m2po"], *overrides]) == 0
-        rows.append(metrics_of(folder / "runs" / name)[1:])
-    for one, two in zip(*rows, strict=True):
-        assert one["correction/m2po/kept_fraction"] == two["correction/m2po/kept_fraction"]
-        assert one["optimizer/grad_norm"] == pytest.approx(two["optimizer/grad_norm"], rel=1e-2)
-    assert min(row["correction/m2po/kept_fraction"] for row in rows[0]) < 1
-
-
 def test_a_rule_and_a_loss_of_ones_own_train_and_are_reported(config: Path, bundle: Path, folder: Path) -> None:
     """Under the real torchrun, by path; both are named by the report, the rule in its chart too."""
     recorded = ["rollout.engine=bundle", f"rollout.bundle={bundle}", "learner.parallel.expert=1", "probe.every=0"]
@@ -160,6 +137,7 @@ LAYOUTS = {
     "TP2+SP": ["learner.parallel.tensor=2", "learner.parallel.expert_tensor=2"],
     "TP2xEP2": ["learner.parallel.tensor=2", "learner.parallel.expert=2"],
     "EP2": ["learner.parallel.expert=2"],
+    "EP2 small": ["learner.parallel.expert=2", "learner.micro_batch_rows=2"],
     "packed": ["batch.layout=packed"],
     "CP2 packed": ["learner.parallel.context=2", "batch.layout=packed"],
     "TP2+SP packed": ["learner.parallel.tensor=2", "learner.parallel.expert_tensor=2", "batch.layout=packed"],
@@ -168,12 +146,20 @@ LAYOUTS = {
 }
 
 
+FAST = ("PP2", "EP2 small", "packed")
+
+
 def run_layout(config: Path, bundle: Path, folder: Path, name: str, *layout: str) -> list[dict[str, Any]]:
-    """Two recorded steps with rules on the whole minibatch, on rows and on tokens, and a probe at each step."""
+    """Two recorded steps with rules on the whole minibatch, on rows and on tokens, and a probe at each step.
+
+    The first update of Adam is the sign of a gradient, which rounding decides where a gradient is nearly zero. Sums in
+    another order therefore move some weights by the learning rate, which is small here.
+    """
     rules = "{name: m2po, thresholds: {budget: 0.001}}, {name: trm_max, thresholds: {max_kl: 0.5}}, {name: icepop}"
     overrides = [
         *("rollout.engine=bundle", f"rollout.bundle={bundle}", *REWARD, "optimizer.warmup_steps=0"),
-        *(f"correction.rules=[{rules}]", "loss.name=unclipped", "learner.parallel.expert=1", f"name={name}", *layout),
+        *(f"correction.rules=[{rules}]", "loss.name=unclipped", "learner.parallel.expert=1", "optimizer.lr=1e-5"),
+        *(f"name={name}", *layout),
     ]
     assert run_job(config, overrides) == 0
     return timeless(metrics_of(folder / "runs" / name))[1:]
@@ -185,7 +171,7 @@ def one_process(config: Path, bundle: Path, folder: Path) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("PP2", "packed") else pytest.mark.slow) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
 )
 def test_a_run_on_any_layout_is_that_of_one_process(
     name: str, one_process: list[dict[str, Any]], config: Path, bundle: Path, folder: Path
@@ -194,14 +180,15 @@ def test_a_run_on_any_layout_is_that_of_one_process(
     for got, expected in zip(rows, one_process, strict=True):
         assert got.keys() == expected.keys()
         for key, value in expected.items():
-            if "packed" in name and key.startswith("batch/"):
-                continue  # packs are cut in another way
+            if key.startswith("batch/"):
+                continue  # ranks and packs cut a minibatch in other ways
             if isinstance(value, str) or key.endswith(("kept_fraction", "kept_sequence_fraction", "token_layers")):
                 assert got[key] == value, key
             # The mean over tokens whose ratio is above one counts those that are one but for rounding.
             elif key != "correction/m2po/score":
-                # Log-ratios are differences of numbers of order one in float32.
+                # Log-ratios are differences of numbers of order one in float32; k3 is of their squares.
                 # The certificate is made of the largest of them, squared or under a root.
-                rel = 1e-4 if key.startswith("trm/") else 1e-5
-                assert got[key] == pytest.approx(value, rel=rel, abs=2e-6), key
-    assert min(row["correction/kept_fraction"] for row in rows) < 1
+                relative, absolute = 1e-2 if key.startswith("trm/") else 1e-4, 1e-7 if key.endswith("k3_kl") else 2e-6
+                assert got[key] == pytest.approx(value, rel=relative, abs=absolute), key
+    for rule in ("", "m2po/"):
+        assert min(row[f"correction/{rule}kept_fraction"] for row in rows) < 1

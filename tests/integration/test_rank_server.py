@@ -35,7 +35,7 @@ def test_an_error_is_told_and_ranks_that_wait_for_the_failed_one_are_ended(tmp_p
     (tmp_path / "program.py").write_text(
         "import os, time\nif os.environ['RANK'] == '1':\n    raise KeyError('rank one')\ntime.sleep(1000)\n"
     )
-    done = rank_server().run([str(tmp_path / "program.py")], 2)
+    done = rank_server().run([str(tmp_path / "program.py")], 2, patience_s=0.5)
     assert done.statuses == [-9, 1]
     assert "KeyError: 'rank one'" in done.stderr
 

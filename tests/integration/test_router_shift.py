@@ -1,4 +1,4 @@
-"""How far routers have moved at replayed experts, on both learners, against transformers in float64."""
+"""The shift of routers at replayed experts, on both learners, against transformers in float64."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from tests.integration.learner_support.ranks import Ranks, run_ranks
 from tests.integration.learner_support.tiny import load_reference, make_checkpoint, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, global_batch
 
-RUNS = (
-    "backend=megatron:expert=2",
+SHARED = ("backend=megatron:context=2:layout=packed", "backend=megatron:tensor=2:expert=2:layout=packed")
+"""Runs whose ranks have the same rows."""
+FEW = (
+    *SHARED,
     "backend=megatron:expert=2:recompute=full",
-    "backend=megatron:tensor=2:expert=2",
-    "backend=megatron:context=2",
-    "backend=megatron:context=2:layout=packed",
-    "backend=megatron:tensor=2:expert=2:layout=packed",
-    "backend=deepspeed:stage=1",
     "backend=deepspeed:stage=2:recompute=full",
     "backend=deepspeed:stage=2:layout=packed",
 )
+SHARED_PADDED = ("backend=megatron:context=2", "backend=megatron:tensor=2:expert=2")
+MORE = (*SHARED_PADDED, "backend=megatron:expert=2", "backend=deepspeed:stage=1")
 SCRIPT = Path(__file__).parent / "learner_support" / "router_shift.py"
 
 
@@ -37,9 +36,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("shift") / "main")
 
 
-@pytest.fixture(scope="module")
-def finished(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), checkpoint, 2, *RUNS, script=SCRIPT)
+@pytest.fixture(scope="module", params=[FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def finished(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Ranks, tuple[str, ...]]:
+    """Finished ranks, and their runs."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), checkpoint, 2, *request.param, script=SCRIPT), request.param
 
 
 def log_scores(folder: Path) -> list[Tensor]:
@@ -67,24 +69,29 @@ def log_scores(folder: Path) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_the_shift_is_that_of_the_exact_scores(finished: Ranks, checkpoint: Path, run: str) -> None:
-    before, after = log_scores(checkpoint), log_scores(finished.folder / run / "moved")
-    parts = [finished.saved(run, "shifts", rank) for rank in range(finished.num_ranks)]
-    shifts = {name: value for part in parts for name, value in part.items()}
-    for number in range(NUM_BATCHES):
-        mask = global_batch(number).mask
-        exact = (after[number] - before[number]).abs().mean((2, 3))
-        assert float(exact[mask].max()) > 0.02
-        got = shifts[f"moved.{number}"]
-        torch.testing.assert_close(got[mask].double(), exact[mask], rtol=1e-3, atol=1e-5)
-        assert not got[~mask].any()
-        assert not shifts[f"still.{number}"].any()
-        assert shifts[f"own.{number}"][mask].gt(0).all()
+def test_the_shift_is_that_of_the_exact_scores(finished: tuple[Ranks, tuple[str, ...]], checkpoint: Path) -> None:
+    ranks, runs = finished
+    before = log_scores(checkpoint)
+    for run in runs:
+        after = log_scores(ranks.folder / run / "moved")
+        parts = [ranks.saved(run, "shifts", rank) for rank in range(ranks.num_ranks)]
+        shifts = {name: value for part in parts for name, value in part.items()}
+        for number in range(NUM_BATCHES):
+            mask = global_batch(number).mask
+            exact = (after[number] - before[number]).abs().mean((2, 3))
+            assert float(exact[mask].max()) > 0.02, run
+            got = shifts[f"moved.{number}"]
+            torch.testing.assert_close(got[mask].double(), exact[mask], rtol=1e-3, atol=1e-5, msg=run)
+            assert not got[~mask].any(), run
+            assert not shifts[f"still.{number}"].any(), run
+            assert shifts[f"own.{number}"][mask].gt(0).all(), run
 
 
-def test_ranks_with_the_same_rows_are_told_the_same(finished: Ranks) -> None:
-    for run in ("backend=megatron:tensor=2:expert=2", "backend=megatron:context=2"):
-        first, second = (finished.saved(run, "shifts", rank) for rank in range(2))
+def test_ranks_with_the_same_rows_are_told_the_same(finished: tuple[Ranks, tuple[str, ...]]) -> None:
+    ranks, runs = finished
+    shared = {*SHARED, *SHARED_PADDED} & set(runs)
+    assert len(shared) == 2
+    for run in shared:
+        first, second = (ranks.saved(run, "shifts", rank) for rank in range(2))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)

@@ -21,7 +21,7 @@ from moe_trm.rollout.sglang.supervisor import Server
 from tests.integration.jobs import still_running
 
 PIPE_BYTES = 1 << 16
-"""What a pipe that nobody reads takes before the writer stands still."""
+"""Bytes that a pipe which nobody reads takes before the writer stands still."""
 LINE = "x" * 4000
 
 
@@ -50,8 +50,8 @@ def test_a_server_whose_keeper_is_slow_goes_on_and_nothing_of_its_log_is_lost(
     """The keeper looks at the output when all of it has been written, and not before."""
     log = rollout_server.log_path
     with monkeypatch.context() as slow:
-        slow.setattr(supervisor, "POLL_S", 10.0)
-        time.sleep(1.0)  # it is in its long pause by now
+        slow.setattr(supervisor, "POLL_S", 5.0)
+        time.sleep(0.5)  # it is in its long pause by now
         before = log.stat().st_size
         written = talk(rollout_server.url, rollout_server.api_key)
     deadline = time.monotonic() + 120

@@ -88,7 +88,7 @@ def folders() -> frozenset[str]:
 
 @cache
 def reasons() -> frozenset[str]:
-    """Why a record can be rejected."""
+    """The reasons for which a record can be rejected."""
     calls = {
         f"{whose}_{how}" for whose in ("reward", "rollout") for how in ("error", "timeout", "crash", "type", "nan")
     }
@@ -127,6 +127,7 @@ def _families() -> Mapping[str, Sequence[str]]:
         "rejected/{reason}": [f"{each}rejected/{reason}" for each in sets for reason in reasons()],
         "loss/{name}": ["loss/penalty"],
         "probe/{share}_k3_kl": [f"probe/{share}_k3_kl" for share in ("quantization", "cast", "arithmetic")],
+        "probe/{share}_k3_kl_se": [f"probe/{share}_k3_kl_se" for share in ("quantization", "cast", "arithmetic")],
         "queue/age/{age}": [f"queue/age/{NUMBER}"],
         "records/dropped/{reason}": [f"records/dropped/{reason}" for reason in ("age", "overlong", "zero_variance")],
         "records/rejected/{reason}": [f"records/rejected/{reason}" for reason in reasons()],

@@ -23,7 +23,7 @@ FIGURES = [method for _, method in ROWS if method.figure]
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.]*\w)")
 LONGEST_CLAIM = 32
 ON_PURPOSE = "the rollout is a behaviour policy of its own"
-"""What a launch says of rounded rollouts, whatever else is set."""
+"""The words of a launch on rounded rollouts, whatever else is set."""
 
 
 def named(method: Method) -> str:

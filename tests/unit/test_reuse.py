@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,14 @@ def test_a_restored_buffer_draws_the_same() -> None:
             (a.group.group_id, a.weight) for a in two.draw(step, step - 1)
         ]
     assert one.state() == two.state()
+
+
+def test_a_sample_is_as_old_as_the_oldest_of_its_rows() -> None:
+    young, old = (make_record(sample_id=1, group_id=1, version=version) for version in (3, 0))
+    sample, held = replace(young, further=(replace(old, row=1),)), buffer(Ledger())
+    held.keep([Group(1, (sample,), (sample,))])
+    assert [one.group.group_id for one in held.draw(4, 3)] == [1]
+    assert held.draw(5, 4) == []
 
 
 def test_without_the_setting_nothing_is_held() -> None:

@@ -72,7 +72,7 @@ def test_empty_parts_have_the_same_keys_and_finish_into_nothing() -> None:
     ],
 )
 def test_a_percentile_is_right_to_its_bin(values: list[float], expected: float | None) -> None:
-    """What is too small counts as 0, what is too large or no number as the last edge; other roles finish too."""
+    """Too small a value counts as 0, too large a one or no number as the last edge; other roles finish too."""
     given = torch.tensor(values, dtype=torch.float64)
     halves = [histogram("h", bins(part, 1)) for part in (given[::2], given[1::2])]
     summed = add(halves) | mean("h", given.nan_to_num(), torch.ones(len(values), dtype=torch.bool))

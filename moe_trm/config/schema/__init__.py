@@ -19,6 +19,7 @@ from moe_trm.config.schema.learner import (
     ParameterGroup,
     SyncConfig,
 )
+from moe_trm.config.schema.lora import LoraConfig
 from moe_trm.config.schema.objective import (
     AdvantageConfig,
     CorrectionConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "EvalConfig",
     "KlConfig",
     "LearnerConfig",
+    "LoraConfig",
     "LossConfig",
     "LossScaleConfig",
     "ModelConfig",

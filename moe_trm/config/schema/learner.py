@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from moe_trm.config.schema.lora import LoraConfig
 from moe_trm.config.schema.section import Count, Decay, Positive, Section, bare_off, bare_switch
 
 
@@ -77,9 +78,25 @@ class ParallelConfig(Section):
     """Ranks that share each matrix and, between matrices, each sequence (sequence parallelism, which MoE layers need).
     A divisor of the key/value heads."""
     pipeline: Positive = 1
-    """Ranks that share the layers. A divisor of their number."""
+    """Ranks that share the layers. A divisor of their number, or with one of the settings below any number."""
     virtual_pipeline: Positive | None = None
-    """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one."""
+    """Model chunks per pipeline rank, which shorten the wait at both ends of a minibatch; none: one, or as many as
+    `pipeline_layout` has."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline rank; the others share the rest evenly. Of the 61 layers of DeepSeek-V3, 16 here
+    leave 15 for each of three more ranks. Megatron's `num_layers_in_first_pipeline_stage`."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline rank, likewise. Megatron's `num_layers_in_last_pipeline_stage`."""
+    account_for_embedding: bool = False
+    """The embedding takes the place of a layer on the first rank. Megatron's
+    `account_for_embedding_in_pipeline_split`."""
+    account_for_loss: bool = False
+    """The output layer and the loss take the place of a layer on the last rank. With both, the 46 layers of
+    GLM-4.5-Air are 11, 12, 12 and 11. Megatron's `account_for_loss_in_pipeline_split`."""
+    pipeline_layout: str | None = None
+    """Every stage by itself, in Megatron's letters: `E` embedding, `t` a layer, `L` loss, `|` the end of a stage;
+    `t*15` and `(tt|)*3` repeat. `Et*15|t*16|t*15|t*15L` is DeepSeek-V3 on four ranks. Stages go to the ranks in turn:
+    twice as many stages as ranks are two virtual ones on each. Instead of the four settings above."""
     context: Positive = 1
     """Ranks that share each sequence, for long ones. On CUDA it needs Transformer Engine."""
     expert: Positive = 1
@@ -160,6 +177,8 @@ class LearnerConfig(Section):
     `rollout.server.dtype`. Gradients are those at the rounded weights, and change the exact ones (straight-through). So
     the rollout's policy is the learner's, and its rounding is no mismatch (QaRL). Each pass takes two copies of the
     weights through host memory."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters, trained in place of the weights."""
     freeze_router: bool = False
     """Leave the routers' weights as the checkpoint has them; everything else trains. Selection biases of experts
     (DeepSeek's kind) are never trained. Worth trying when `routing/native_flip_rate` grows during the run."""

@@ -47,5 +47,9 @@ class ProbeConfig(Section):
 
     every: Count = 10
     """Steps between probes, which score one batch with native and with replayed routes; 0: never."""
+    tokens: Count = 8192
+    """Scored tokens that a probe looks at. Of a step with more, whole rows are drawn at random, at least 32 and as many
+    as are expected to hold these; figures then have a standard error (`_se`). The same rows are drawn after a
+    resumption. 0: all rows."""
     save: bool = False
     """Keep the per-token probe arrays under `runs/NAME/probe/` for pooled statistics."""

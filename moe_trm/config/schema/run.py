@@ -18,6 +18,9 @@ class TrainConfig(Section):
     """Training steps between evaluations on held-out prompts; 0: only before the first and after the last."""
     export: bool = True
     """Write the final weights as a Hugging Face checkpoint to `runs/NAME/checkpoints/final`."""
+    export_form: Literal["plain", "published"] = "plain"
+    """Form of every Hugging Face checkpoint that the run writes. `plain`: in `learner.dtype`. `published`: each tensor
+    in the form of `model.checkpoint`, its dtype, FP8 or MXFP4; blocks that did not change keep their bits."""
     max_restarts: Count = 0
     """`moe-trm train`: restarts of learner ranks that died, from the newest checkpoint; 0: the run ends, and the same
     command goes on later. An error that can only repeat ends the run at once."""

@@ -12,21 +12,26 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
+from moe_trm.learner.deepspeed.lora import Adapters, add_adapters
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
-from moe_trm.learner.deepspeed.state import TrainingState
+from moe_trm.learner.deepspeed.state import TrainingState, base_parts
 from moe_trm.learner.deepspeed.weights import PartitionSnapshots, owned_tensors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.lora.base import Identity, base_checksum
+from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
 from moe_trm.models.registry import family_of
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
 
@@ -36,7 +41,8 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
 
     Raises:
         ConfigError: replay of a dense model, or parameter groups that cannot be.
-        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
+        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer; an
+            adapter to start from that does not fit.
     """
     folder = config.model.checkpoint
     hf = read_hf_config(folder)
@@ -44,17 +50,23 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    check_groups(config.optimizer, checkpoint.names)
+    wanted = wanted_adapters(config, hf, checkpoint)
+    check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
     policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full", packed=packed)
     freeze(policy.causal, config.learner)
+    adapters = Adapters() if wanted is None else add_adapters(policy.causal, wanted)
     partitioned = config.learner.deepspeed.zero_stage == 3
-    engine = _initialize(policy, config, device)
+    engine = _initialize(policy, config, device, adapters)
     replayer = None
     if num_experts(hf):
         replayer = HFReplayer(
             policy.causal, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
         )
+    adapters.merge_in_passes()
+    identity = None
+    if wanted is not None:
+        identity = Identity(base_checksum(base_parts(policy.causal), device), wanted.lora)
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     alignment = alignment_of(config.optimizer.alignment_limit)
     optimizer = GuardedOptimizer(engine, learning_rate(config), loss_scale, alignment)
@@ -62,11 +74,18 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
         engine,
         optimizer,
         replayer,
-        HfExporter(partial(owned_tensors, policy.causal, partitioned=partitioned), hf, folder, config.learner.dtype),
-        (PartitionSnapshots if partitioned else Snapshots)(
-            [policy], inputs_first=family_of(hf, folder) is GPT_OSS, computes_in=computes_in(config)
+        HfExporter(
+            partial(owned_tensors, policy.causal, adapters, partitioned=partitioned),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
-        TrainingState(policy.causal, engine, optimizer),
+        (PartitionSnapshots if partitioned else Snapshots)(
+            [policy],
+            inputs_first=family_of(hf, folder) is GPT_OSS,
+            computes_in=computes_in(config),
+            trained_only=wanted is not None,
+        ),
+        TrainingState(policy.causal, engine, optimizer, identity),
         temperature=config.rollout.temperature,
         device=device,
         packed=packed,
@@ -85,18 +104,19 @@ def _start_process_group() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
 
 
-def _initialize(policy: HfPolicy, config: Config, device: torch.device) -> object:
+def _initialize(policy: HfPolicy, config: Config, device: torch.device, adapters: Adapters) -> object:
     """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole."""
     deepspeed, settings = load_deepspeed(), zero_config(config)
     # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as
     # transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-    optimizer = adamw(policy.causal, config.optimizer)
+    optimizer = adamw(policy.causal, config.optimizer, adapters.factors)
     if config.learner.deepspeed.zero_stage == 3:
         deepspeed.zero.Init(module=policy, config_dict_or_path=settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)

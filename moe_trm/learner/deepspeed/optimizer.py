@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,17 @@ def freeze(causal: Any, learner: LearnerConfig) -> None:
             parameter.requires_grad_(False)
 
 
-def adamw(causal: Any, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of a transformers model, with one group for each combination of settings."""
+def adamw(
+    causal: Any, settings: OptimizerConfig, factors: Mapping[str, tuple[str, ...]] | None = None
+) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of a transformers model, with one group for each combination of settings.
+
+    `factors`: Hugging Face names of adapters' factors by their names in the model.
+    """
     members: dict[GroupSettings, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in causal.named_parameters():
         if parameter.requires_grad:
-            names = tuple(checkpoint_form(causal, name, parameter))
+            names = (factors or {}).get(name) or tuple(checkpoint_form(causal, name, parameter))
             members[settings_of(names, is_matrix=parameter.dim() > 1, optimizer=settings)].append(parameter)
     groups = [
         {"params": parameters, "weight_decay": group.weight_decay, "lr_multiplier": group.lr_multiplier}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.deepspeed.hf_model import load_model
 from moe_trm.learner.deepspeed.packed import register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
@@ -60,15 +61,12 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed
     Raises:
         CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    causal, loaded = AutoModelForCausalLM.from_pretrained(
-        checkpoint.folder,
+    causal, loaded = load_model(
+        checkpoint,
         dtype=getattr(torch, dtype),
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
         **({"attn_implementation": register()} if packed else {}),
         **_experts(read_hf_config(checkpoint.folder), getattr(torch, dtype)),
     )

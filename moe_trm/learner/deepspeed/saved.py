@@ -11,6 +11,8 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import PieceReader
 from moe_trm.errors import CheckpointError
+from moe_trm.learner.deepspeed.hf_model import model_config
+from moe_trm.learner.deepspeed.lora import canonical, places
 from moe_trm.learner.deepspeed.weights import checkpoint_form
 
 WEIGHT = "weight/"
@@ -24,10 +26,10 @@ class SavedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            self._causal: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            self._causal: Any = AutoModelForCausalLM.from_config(model_config(folder))
 
     @property
     def constants(self) -> frozenset[str]:
@@ -37,6 +39,17 @@ class SavedModel:
         return frozenset(
             hf_name for name, tensor in buffers.items() for hf_name in checkpoint_form(self._causal, name, tensor)
         )
+
+    def saved_factors(self, reader: PieceReader, modules: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
+        """The factors of adapters of `modules`, in the dtype of the master weights; names are those of peft.
+
+        Raises:
+            CheckpointError: a factor that is missing, or of which a part is.
+        """
+        for place in places(self._causal, modules):
+            for owner, _ in place.factors():
+                for factor in (f"{owner}.A", f"{owner}.B"):
+                    yield from canonical(place, factor, reader.read(WEIGHT + factor))
 
     def saved_tensors(self, reader: PieceReader) -> Iterator[tuple[str, Tensor]]:
         """Every trained tensor under its Hugging Face name, in the dtype of the master weights.

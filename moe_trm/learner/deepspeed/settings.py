@@ -9,6 +9,7 @@ from typing import Any
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
+from moe_trm.learner.lora.targets import check_lora
 from moe_trm.models.hf_config import num_experts
 from moe_trm.models.registry import FAMILIES, find_family
 
@@ -53,6 +54,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
             fix="Set batch.layout=padded.",
         )
     check_routes(config, str(hf_config.get("architectures")), is_moe=bool(num_experts(hf_config)))
+    check_lora(config, hf_config)
 
 
 def zero_config(config: Config) -> dict[str, Any]:

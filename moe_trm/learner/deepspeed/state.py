@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer
-from moe_trm.learner.deepspeed.weights import own_partition
+from moe_trm.learner.deepspeed.weights import is_factor, own_partition
+from moe_trm.learner.lora.base import Identity
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,10 +60,13 @@ class TrainingState:
         model: the model of transformers.
         engine: DeepSpeed's engine around it.
         optimizer: counts the steps.
+        identity: of the model that adapters belong to, where nothing else trains.
     """
 
-    def __init__(self, model: nn.Module, engine: Any, optimizer: GuardedOptimizer) -> None:
-        self._model, self._zero, self._optimizer = model, engine.optimizer, optimizer
+    def __init__(
+        self, model: nn.Module, engine: Any, optimizer: GuardedOptimizer, identity: Identity | None = None
+    ) -> None:
+        self._model, self._zero, self._optimizer, self._identity = model, engine.optimizer, optimizer, identity
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
         """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
@@ -72,11 +76,16 @@ class TrainingState:
                 pieces.append(fragment.piece(f"weight/{name}", fragment.flat))
                 state = self._zero.optimizer.state.get(fragment.flat, {})
                 pieces += [fragment.piece(f"{kind}/{name}", state[kind]) for kind in MOMENTS if kind in state]
-        return pieces, self._optimizer.counters()
+        return pieces, self._optimizer.counters() | (self._identity.counters() if self._identity else {})
 
     @torch.no_grad()
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
-        """Take over what any stage saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
+        """Take over what any stage saved.
+
+        Raises `CheckpointError` for a missing tensor, one of another shape, or adapters of another model.
+        """
+        if self._identity is not None:
+            self._identity.check(counters)
         steps = counters["optimizer_steps"]
         for name, parameter, fragment in self._fragments():
             weight = reader.read(f"weight/{name}", _shape(parameter)).flatten()
@@ -144,6 +153,16 @@ class TrainingState:
         flat = self._zero.single_partition_of_fp32_groups[link.param_group_index]
         whole_part, flat_part = link.lp_fragment_address, link.hp_fragment_address
         return Fragment(shape, whole_part.start, whole_part.numel, flat, flat_part.start)
+
+
+def base_parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as `base_checksum` takes them: each element of the model on one rank."""
+    for name, parameter in model.named_parameters():
+        own = own_partition(parameter)
+        if not is_factor(name) and (own is not parameter or dist.get_rank() == 0):
+            # The last rank's partition ends in padding.
+            start = 0 if own is parameter else own.numel() * dist.get_rank()
+            yield name, own.flatten()[: max(0, math.prod(_shape(parameter)) - start)]
 
 
 def _set_weight(parameter: Any, weight: Tensor) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
+from moe_trm.learner.lora.adapter import Adapter
 from moe_trm.learner.snapshots import Snapshots
 
 
+class Merging(Protocol):
+    """Of `learner.deepspeed.lora`: finds the adapter of a parameter."""
+
+    def of(self, name: str) -> Adapter | None: ...
+
+
+def is_factor(name: str) -> bool:
+    """True for the name of an adapter's factor in the model."""
+    return ".parts." in name and name.endswith((".A", ".B"))
+
+
 @torch.no_grad()
-def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tensor]]:
+def owned_tensors(causal: Any, adapters: Merging, *, partitioned: bool) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors, under the names and in the pieces of the checkpoint, one at a time.
+
+    Those with an adapter are merged with it, as passes have them.
 
     Collective where `partitioned` (ZeRO-3). Whole weights are divided evenly over the ranks. The first rank owns all
     partitioned ones. They are gathered one after the other, so ranks that each wait for a receiver of their own would
@@ -23,10 +37,12 @@ def owned_tensors(causal: Any, *, partitioned: bool) -> Iterator[tuple[str, Tens
     """
     zero, rank, size = load_deepspeed().zero, dist.get_rank(), dist.get_world_size()
     for index, (name, tensor) in enumerate(_distinct(causal)):
-        owner = 0 if partitioned else index % size
-        with zero.GatheredParameters([tensor], enabled=partitioned and isinstance(tensor, nn.Parameter)):
+        owner, adapter = 0 if partitioned else index % size, adapters.of(name)
+        parameters = [tensor, *(adapter.parameters() if adapter is not None else ())]
+        with zero.GatheredParameters(parameters, enabled=partitioned and isinstance(tensor, nn.Parameter)):
             if owner == rank:
-                yield from checkpoint_form(causal, name, tensor).items()
+                whole = tensor if adapter is None else adapter.value(tensor)
+                yield from checkpoint_form(causal, name, whole).items()
 
 
 def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -38,10 +54,10 @@ def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers; tied ones once."""
+    """Parameters and persistent buffers without factors of adapters; tied ones once."""
     seen = set[int]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and not is_factor(name):
             seen.add(id(tensor))
             yield name, tensor
 

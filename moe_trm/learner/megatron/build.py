@@ -13,20 +13,26 @@ from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import HfExporter
+from moe_trm.learner.hf_form import ExportForm
 from moe_trm.learner.hf_tensors import check_tensors
+from moe_trm.learner.lora.base import Identity, base_checksum
+from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, fp8, layout
 from moe_trm.learner.megatron.export import owned_tensors
 from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
+from moe_trm.learner.megatron.lora import Adapters, add_adapters
 from moe_trm.learner.megatron.model import build_model, load_weights, transformer_config
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer, freeze, wrap_model
 from moe_trm.learner.megatron.packed import check_packed
 from moe_trm.learner.megatron.padding_id import leave_untrained
 from moe_trm.learner.megatron.parts import Parts
-from moe_trm.learner.megatron.state import TrainingState
+from moe_trm.learner.megatron.stages import virtual_stages
+from moe_trm.learner.megatron.state import TrainingState, base_parts
 from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.models import hf_config
+from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.megatron import MegatronReplayer
 
@@ -36,7 +42,8 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
 
     Raises:
         ConfigError: a layout that is refused (see `layout.check_layout`), before anything is loaded.
-        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer.
+        CheckpointError: a checkpoint that is missing, incomplete, unsupported, or does not fit its tokenizer; an
+            adapter to start from that does not fit.
     """
     folder = config.model.checkpoint
     hf = hf_config.read_hf_config(folder)
@@ -44,7 +51,8 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    check_groups(config.optimizer, checkpoint.names)
+    wanted = wanted_adapters(config, hf, checkpoint)
+    check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     layers, packed = layers_here(config.learner), config.batch.layout == "packed"
     if packed:
         check_packed(layers, hf)
@@ -55,6 +63,10 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     load_weights(chunks, checkpoint, hf)
     freeze(chunks, config.learner)
     leave_untrained(chunks, hf)
+    adapters, identity = Adapters(), None
+    if wanted is not None:
+        adapters = add_adapters(chunks, hf, wanted)
+        identity = Identity(base_checksum(base_parts(chunks, hf), device), wanted.lora)
     is_distributed = config.learner.distributed_optimizer
     loss_scale = loss_scale_of(config.learner.dtype, config.learner.loss_scale)
     wrapped = wrap_model(chunks, model_config, loss_scale, distributed_optimizer=is_distributed)
@@ -66,22 +78,30 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         loss_scale,
         bf16=model_config.bf16,
         distributed=is_distributed,
+        factors=adapters.factors,
     )
+    replayer = None
+    if hf_config.moe_layers(hf):
+        replayer = MegatronReplayer(
+            wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing
+        )
+    adapters.merge_in_passes()
     return MegatronLearner(
         chunks,
         wrapped,
         optimizer,
-        MegatronReplayer(wrapped, max_local_flip_rate=config.replay.max_local_flip_rate, missing=config.replay.missing)
-        if hf_config.moe_layers(hf)
-        else None,
+        replayer,
         HfExporter(
-            partial(owned_tensors, chunks, hf), hf_config.without_prediction_layers(hf), folder, config.learner.dtype
+            partial(owned_tensors, chunks, hf, adapters.merged),
+            hf,
+            ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),
-        TrainingState(chunks, optimizer, hf),
+        TrainingState(chunks, optimizer, hf, adapters.factors, identity),
         Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,
         computes_in=computes_in(config),
+        frozen_base=wanted is not None,
     )
 
 
@@ -100,6 +120,7 @@ def _start_process_group() -> torch.device:
     else:
         cpu_shim.install()
         device = torch.device("cpu")
+    share_gloo_device()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
@@ -109,7 +130,7 @@ def _start_parallel_groups(parallel: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,

@@ -52,12 +52,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D.
+        """Attention as Megatron asks for it; see `rows`, and with `packed_seq_params` see `packed`.
 
-        The mask is causal whatever `attention_mask` says. With `packed_seq_params` see `packed`.
+        The mask is causal whatever `attention_mask` says.
         """
         if packed_seq_params is not None:
             return self.packed(query, key, value, packed_seq_params)
+        return self.rows(query, key, value)
+
+    def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`query` `[S, B, N, D]`, `key` and `value` `[S, B, G, D]` -> `[S, B, N * D]`; values may have another D."""
         length, rows, heads, _ = query.shape
         repeats = heads // key.shape[2]
         if repeats > 1:
@@ -104,18 +108,8 @@ class ContextAttention(CausalAttention):
     context parallelism without a GPU.
     """
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *_rest: Any,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_options: Any,
-    ) -> Tensor:
+    def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
-        if packed_seq_params is not None:
-            return self.packed(query, key, value, packed_seq_params)
         columns, rows, heads, dim = query.shape
         key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
         key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))

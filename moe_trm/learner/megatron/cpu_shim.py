@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from moe_trm.errors import ConfigError
 
@@ -22,8 +23,7 @@ _CPU = torch.device("cpu")
 def install() -> None:
     """Install the patches for this process; a second call does nothing.
 
-    Must run before any Megatron object is built, in the thread that will use Megatron (the device rewrite is a
-    thread-local torch mode).
+    Must run before any Megatron object is built.
 
     Raises:
         ConfigError: CUDA is present, where Megatron must run unpatched.
@@ -44,7 +44,7 @@ def install() -> None:
     _install_latent_attention()
     _install_dispatcher()
     _install_tensor_type()
-    _CudaLiteralsToCpu().__enter__()  # type: ignore[no-untyped-call]
+    _install_literals()
 
 
 def _current_device() -> torch.device:
@@ -169,23 +169,44 @@ def _install_tensor_type() -> None:
     torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
 
 
-class _CudaLiteralsToCpu(TorchFunctionMode):
-    """Rewrites `device='cuda'` and `pin_memory=True` in torch calls.
+LITERALS = (
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rope_utils",
+    "optimizer.clip_grads",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.schedules",
+    "transformer.moe.moe_utils",
+    "transformer.utils",
+    "utils",
+)
+"""Modules of `megatron.core` that write `device='cuda'` or `pin_memory=True`."""
 
-    Literals: pipeline_parallel/schedules.py:596; optimizer/optimizer.py:473,907; optimizer/clip_grads.py:90,115;
-    distributed/param_and_grad_buffer.py:768.
-    """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not kwargs:
-            return func(*args)
-        device = kwargs.get("device")
-        if (isinstance(device, str) and device.startswith("cuda")) or (
-            isinstance(device, torch.device) and device.type == "cuda"
-        ):
-            kwargs = dict(kwargs, device=_CPU)
-        if kwargs.get("pin_memory"):
-            kwargs = dict(kwargs, pin_memory=False)
-        return func(*args, **kwargs)
+def _install_literals() -> None:
+    # distributed/param_and_grad_buffer.py:768; models/common/embeddings/rope_utils.py:63; optimizer/clip_grads.py:90;
+    # optimizer/grad_scaler.py:15,88; optimizer/optimizer.py:473,907; pipeline_parallel/schedules.py:596,983,2138;
+    # transformer/moe/moe_utils.py:998; transformer/utils.py:35; utils.py:1207. Only these modules get another `torch`:
+    # a TorchFunctionMode would see every call of every module, and cost as much as the calls of a small model.
+    for name in LITERALS:
+        import_module(f"megatron.core.{name}").torch = _TorchOnCpu("torch")  # type: ignore[attr-defined]
+
+
+class _TorchOnCpu(ModuleType):
+    """`torch` for a module that names CUDA in calls that make tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in ("empty", "full", "ones", "tensor", "zeros"):
+            value = _on_cpu(value)
+        setattr(self, name, value)
+        return value
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.device(kwargs.get("device") or _CPU).type == "cuda":
+            kwargs["device"] = _CPU
+        return make(*args, **kwargs | ({"pin_memory": False} if "pin_memory" in kwargs else {}))
+
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ from moe_trm.models.hf_config import num_experts
 
 
 @torch.no_grad()
-def owned_tensors(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def owned_tensors(
+    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], value: Callable[[Tensor], Tensor] = torch.detach
+) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors under their Hugging Face names; `hf` is config.json of the checkpoint. Collective.
+
+    `value` of a parameter is what passes compute with: merged with its adapter, where it has one.
 
     The first of the ranks that share an expert owns it. The first data-parallel rank that has any other tensor owns it.
     Where tensor-parallel ranks hold parts, or expert-parallel ranks rows of one tensor, the first of them owns the
@@ -28,7 +32,7 @@ def owned_tensors(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Itera
     """
     names = convert.Names(hf)
     is_cut = any(_holders(name, names).size() > 1 for name, _ in global_tensors(chunks))
-    tensors = _rows_together(_owned(chunks, hf, names), num_experts(hf))
+    tensors = _rows_together(_owned(chunks, hf, names, value), num_experts(hf))
     yield from (list(tensors) if is_cut else tensors)
 
 
@@ -38,7 +42,7 @@ def _holders(name: str, names: convert.Names) -> dist.ProcessGroup:
 
 
 def _owned(
-    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], names: convert.Names
+    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], names: convert.Names, value: Callable[[Tensor], Tensor]
 ) -> Iterator[tuple[str, Tensor, bool]]:
     """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
     shape, tied = convert.heads(hf), bool(hf.get("tie_word_embeddings", False))
@@ -49,7 +53,7 @@ def _owned(
         if is_copy or not (owns_experts if convert.is_expert(name) else owns_shared):
             continue
         found, group = names.link(name), tensor_group(name)
-        whole = _whole(name, parameter.detach())
+        whole = _whole(name, value(parameter))
         if group.rank() == 0:
             if name in (EMBEDDING, OUTPUT):
                 whole = whole[: int(hf["vocab_size"])]

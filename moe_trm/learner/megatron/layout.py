@@ -8,7 +8,9 @@ from typing import Any
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
+from moe_trm.learner.lora.targets import check_lora
 from moe_trm.learner.megatron.fp8 import check_shapes
+from moe_trm.learner.megatron.stages import stages
 from moe_trm.models.family import Family
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
 from moe_trm.models.registry import family_of
@@ -34,19 +36,12 @@ def check_layout(
     _check_known_wrong(parallel, megatron_version, bool(moe_layers(hf_config)))
     _check_divisibility(parallel, hf_config, world_size)
     check_shapes(config.learner, hf_config)
+    check_lora(config, hf_config)
 
 
 def _check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     where = f"{config.model.checkpoint}/config.json"
     family = family_of(hf_config, where)
-    if hf_config.get("mtp_num_hidden_layers"):
-        raise CheckpointError(
-            "multi-token-prediction layers are not supported",
-            where=where,
-            got="MTP layers",
-            expected="none",
-            fix="Use a checkpoint without MTP layers: their routers have no recorded routes.",
-        )
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.rotations:
@@ -164,12 +159,11 @@ def _check_divisibility(parallel: ParallelConfig, hf_config: Mapping[str, Any], 
                 expected=1,
                 fix=f"Set learner.parallel.{name}=1.",
             )
-    stages = parallel.pipeline * (parallel.virtual_pipeline or 1)
+    stages(parallel, int(hf_config["num_hidden_layers"]))
     shares: list[tuple[str, int, str, int]] = [
         ("tensor", parallel.tensor, "attention heads", int(hf_config["num_attention_heads"])),
         ("tensor", parallel.tensor, "key/value heads", int(hf_config["num_key_value_heads"])),
         ("tensor", parallel.tensor, "columns of the dense layers", int(hf_config.get("intermediate_size") or 0)),
-        ("pipeline", stages, "layers", int(hf_config["num_hidden_layers"])),
     ]
     if moe:
         width = expert_width(hf_config)
@@ -185,7 +179,7 @@ def _check_divisibility(parallel: ParallelConfig, hf_config: Mapping[str, Any], 
             raise ConfigError(
                 f"{what} do not divide over the ranks",
                 where=f"learner.parallel.{name}",
-                got=f"{number} {what}, {size} ranks" + (" and stages" if name == "pipeline" else ""),
+                got=f"{number} {what}, {size} ranks",
                 expected=f"a divisor of {number}",
                 fix="Choose other sizes in learner.parallel, or start torchrun with another --nproc-per-node.",
             )

@@ -48,6 +48,7 @@ class MegatronLearner(LearnerBase):
         temperature: of the rollout; divides the logits in every pass.
         device: where the model lives.
         computes_in: rounding of the weights in every pass; None: passes use them as they are.
+        frozen_base: adapters alone train, so copies of the weights are copies of adapters.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class MegatronLearner(LearnerBase):
         temperature: float,
         device: torch.device,
         computes_in: Rounding | None = None,
+        frozen_base: bool = False,
     ) -> None:
         super().__init__(
             replayer,
             exporter,
-            Snapshots(chunks, computes_in=computes_in),
+            Snapshots(chunks, computes_in=computes_in, trained_only=frozen_base),
             training,
             DataGroup(parallel_state.get_data_parallel_group(), device),
             leads=parts.leads,

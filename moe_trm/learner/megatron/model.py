@@ -23,6 +23,7 @@ from moe_trm.learner.megatron.expert_biases import use_expert_biases
 from moe_trm.learner.megatron.latent_projections import use_whole_down_projections
 from moe_trm.learner.megatron.layers import Layers
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.learner.megatron.stages import megatron_layout, virtual_stages
 from moe_trm.learner.megatron.whole_norms import use_whole_norms
 from moe_trm.models.family import Link
 from moe_trm.models.hf_config import expert_width, moe_layers, num_experts
@@ -56,7 +57,7 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
             "moe_grouped_gemm": is_fused,
             "moe_enable_routing_replay": True,
         }
-    parallel = learner.parallel
+    parallel, virtual = learner.parallel, virtual_stages(learner.parallel)
     kind = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     config: TransformerConfig = kind(
         num_layers=int(hf["num_hidden_layers"]),
@@ -87,10 +88,11 @@ def transformer_config(hf: Mapping[str, Any], learner: LearnerConfig, layers: La
         # MoE layers cannot do without it, dense ones gain from it.
         sequence_parallel=parallel.tensor > 1,
         pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_model_parallel_layout=megatron_layout(parallel, int(hf["num_hidden_layers"])),
         # Without overlap Megatron's interleaved schedule gives wrong gradients on two stages.
-        overlap_p2p_comm=parallel.virtual_pipeline is not None,
-        batch_p2p_comm=parallel.virtual_pipeline is None,
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
         # Micro-batches have the length of their longest row.
         variable_seq_lengths=parallel.pipeline > 1,
         context_parallel_size=parallel.context,
@@ -183,26 +185,34 @@ def padded_vocabulary(hf: Mapping[str, Any], tensor: int) -> int:
 
 
 def global_parameters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """This rank's parameters under plain names with global layer and expert numbers."""
+    """This rank's parameters under plain names with global layer and expert numbers, without adapters' factors."""
     for chunk in chunks:
         config: TransformerConfig = chunk.config
-        first_layer = chunk.decoder.layers[0].layer_number - 1
+        first_layer = _first_layer(chunk)
         first_expert = 0
         if config.num_moe_experts:
             size = parallel_state.get_expert_model_parallel_world_size()
             first_expert = config.num_moe_experts // size * parallel_state.get_expert_model_parallel_rank()
         for local, parameter in chunk.named_parameters():
+            if ".lora_weight." in local:
+                continue
             name = convert.with_layer(convert.plain(local), first_layer)
             if convert.is_expert(name):
                 name = convert.with_expert(name, first_expert + convert.expert_number(name))
             yield name, parameter
 
 
+def _first_layer(chunk: PolicyModel) -> int:
+    """0-based number in the whole model of the chunk's first layer; of a chunk without layers, any number does."""
+    layers = chunk.decoder.layers
+    return int(layers[0].layer_number) - 1 if len(layers) else 0
+
+
 def global_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     """This rank's tensors for a checkpoint: parameters, and the routers' selection biases, which are not trained."""
     yield from global_parameters(chunks)
     for chunk in chunks:
-        first_layer = chunk.decoder.layers[0].layer_number - 1
+        first_layer = _first_layer(chunk)
         for local, buffer in chunk.named_buffers():
             if local.endswith("router.expert_bias"):
                 yield convert.with_layer(local, first_layer), buffer

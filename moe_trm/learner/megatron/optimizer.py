@@ -22,6 +22,7 @@ from moe_trm.config.schema import LearnerConfig, OptimizerConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.loss_scale import LossScale
+from moe_trm.learner.megatron.lora import Factor
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.megatron.policy import PolicyModel
 from moe_trm.learner.parameter_groups import GroupSettings, is_frozen, settings_of
@@ -48,12 +49,19 @@ def wrap_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    return [
-        DistributedDataParallel(
-            config, ddp_config, Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-        )
-        for chunk in chunks
-    ]
+    return [DistributedDataParallel(config, ddp_config, _narrowed(config, chunk)) for chunk in chunks]
+
+
+def _narrowed(config: TransformerConfig, chunk: PolicyModel) -> PolicyModel | Float16Module:
+    """`chunk` in its dtype. Float16Module casts buffers too; biases that choose experts keep their float32 values."""
+    if not (config.bf16 or config.fp16):
+        return chunk
+    routers = [module for module in chunk.modules() if isinstance(getattr(module, "expert_bias", None), Tensor)]
+    precise = [router.expert_bias.clone() for router in routers]
+    narrowed = Float16Module(config, chunk)
+    for router, bias in zip(routers, precise, strict=True):
+        router.expert_bias.data = bias
+    return narrowed
 
 
 def _finalize_sums(model: list[Any], _num_tokens: Any = None, **options: Any) -> None:
@@ -79,6 +87,7 @@ class GuardedOptimizer(Steps):
             dense and expert parameters.
         bf16: whether the model is bfloat16. As of float16, the optimizer then keeps float32 master weights.
         distributed: shard the optimizer's state.
+        factors: of adapters.
 
     Raises:
         ConfigError: an option that Megatron does not have, or parameter groups that cannot be.
@@ -94,6 +103,7 @@ class GuardedOptimizer(Steps):
         *,
         bf16: bool,
         distributed: bool,
+        factors: Sequence[Factor] = (),
     ) -> None:
         super().__init__(rate, loss_scale)
         self._wrapped = wrapped
@@ -101,7 +111,7 @@ class GuardedOptimizer(Steps):
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             _options(settings, fp16=loss_scale is not None, bf16=bf16, distributed=distributed),
             list(wrapped),
-            _groups(chunks, settings),
+            _groups(chunks, factors, settings),
         )
 
     def zero_grad(self) -> None:
@@ -156,7 +166,7 @@ class GuardedOptimizer(Steps):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(self._wrapped[0].parameters()).device
+        device: torch.device = next(values for chunk in self._wrapped for values in chunk.parameters()).device
         return device
 
 
@@ -198,12 +208,13 @@ def _options(settings: OptimizerConfig, *, fp16: bool, bf16: bool, distributed: 
     return MegatronOptimizerConfig(**own, **settings.extra)
 
 
-def _groups(chunks: Sequence[PolicyModel], settings: OptimizerConfig) -> dict[ParamKey, Any]:
+def _groups(chunks: Sequence[PolicyModel], factors: Sequence[Factor], settings: OptimizerConfig) -> dict[ParamKey, Any]:
     """One of Megatron's parameter groups for each combination of settings that occurs."""
     chosen = {
         parameter: settings_of(chunks[0].names.link(name).hf_names, is_matrix=parameter.dim() > 1, optimizer=settings)
         for name, parameter in global_parameters(chunks)
     }
+    chosen |= {factor.parameter: settings_of((factor.name,), is_matrix=True, optimizer=settings) for factor in factors}
 
     def key(group: GroupSettings) -> ParamKey:
         return ParamKey(predicate=ParamPredicate(str(group), lambda parameter: chosen[parameter] == group))

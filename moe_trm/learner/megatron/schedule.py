@@ -34,7 +34,7 @@ Loss = Callable[[int, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class Routed:
-    """What one pass kept of this rank's routers: the routes where they were to be recorded, and the scores."""
+    """The leavings of one pass of this rank's routers: the routes where they were to be recorded, and the scores."""
 
     recorded: Recorded | None = None
     scores: RouterScores | None = None
@@ -75,9 +75,9 @@ class Schedule:
         if not batches:
             return [], []
         step = _Step(batches, sources, self._parts, loss, self._device)
-        # The interleaved schedule wants as many micro-batches as there are stages.
-        stages = parallel_state.get_pipeline_model_parallel_world_size() if len(self._wrapped) > 1 else 0
-        numbers = [*range(len(batches)), *[None] * (stages - len(batches))]
+        # The interleaved schedule wants a multiple of the pipeline ranks.
+        ranks = parallel_state.get_pipeline_model_parallel_world_size() if len(self._wrapped) > 1 else 1
+        numbers = [*range(len(batches)), *[None] * (-len(batches) % ranks)]
 
         def forward(waiting: Iterator[int | None], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             number = next(waiting)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -33,18 +32,8 @@ class SinkAttention(CausalAttention):
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *_rest: Any,
-        packed_seq_params: PackedSeqParams | None = None,
-        **_options: Any,
-    ) -> Tensor:
+    def rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`query` `[C, B, N, D]`, `key` and `value` `[C, B, G, D]` -> `[C, B, N * D]`."""
-        if packed_seq_params is not None:
-            return self.packed(query, key, value, packed_seq_params)
         columns, rows, heads, dim = query.shape
         key, value, positions_S, own_C = everyones(key, value, parallel_state.get_context_parallel_group())
         query_BNCD, key_BNSD, value_BNSD = (

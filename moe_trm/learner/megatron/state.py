@@ -2,8 +2,8 @@
 
 The state is weights, Adam's moments and random state. `weight/NAME` is the float32 master weight, from which the
 model's own weight is a cast. `exp_avg/NAME` and `exp_avg_sq/NAME` are Adam's moments. `snapshot/VERSION/NAME` are older
-weights of the model itself. NAME has global layer and expert numbers. Gate and up rows of one matrix are stored as `[2,
-rows, columns]`, because tensor parallelism cuts each of them.
+weights of the model itself. NAME has global layer and expert numbers; of an adapter's factor it is peft's. Gate and up
+rows of one matrix are stored as `[2, rows, columns]`, because tensor parallelism cuts each of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader, Place, to_host, whole
 from moe_trm.errors import ConfigError
+from moe_trm.learner.lora.base import Identity
 from moe_trm.learner.megatron import convert
+from moe_trm.learner.megatron.lora import Factor
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_parameters, tensor_group
 from moe_trm.learner.megatron.optimizer import GuardedOptimizer
 from moe_trm.learner.megatron.policy import PolicyModel
@@ -85,12 +87,21 @@ class TrainingState:
         chunks: this rank's model, one chunk per virtual pipeline stage.
         optimizer: its optimizer.
         hf: config.json of the model.
+        factors: of adapters, where there are any; nothing else trains then.
+        identity: of the model that they belong to.
 
     Raises:
         ConfigError: an option of Megatron's optimizer under which master weights lie elsewhere.
     """
 
-    def __init__(self, chunks: Sequence[PolicyModel], optimizer: GuardedOptimizer, hf: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        optimizer: GuardedOptimizer,
+        hf: Mapping[str, Any],
+        factors: Sequence[Factor] = (),
+        identity: Identity | None = None,
+    ) -> None:
         for option in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
             if getattr(optimizer.megatron.config, option, False):
                 raise ConfigError(
@@ -101,28 +112,32 @@ class TrainingState:
                     fix="A run that cannot be resumed is not started.",
                 )
         self._chunks, self._optimizer, self._hf = chunks, optimizer, hf
+        self._factors, self._identity = factors, identity
 
     def save(self) -> tuple[list[Piece], dict[str, int]]:
         """Host copies of the tensors that this rank saves, and the counters. Training may continue at once."""
         masters = _masters(self._optimizer.megatron)
         pieces = [whole(f"{_random(dist.get_rank())}/{name}", state) for name, state in _random_states().items()]
-        for name, parameter in global_parameters(self._chunks):
+        for share, parameter in self._trained():
             master = masters.get(parameter)
             if master is None or not master.speaks:
                 continue
-            share, state = _share(name, parameter, self._hf), master.optimizer.state.get(master.values, {})
+            state = master.optimizer.state.get(master.values, {})
             pieces.append(share.piece("weight", master.values, master.start))
             pieces += [share.piece(kind, state[kind], master.start) for kind in MOMENTS if kind in state]
-        return pieces, self._optimizer.counters()
+        return pieces, self._optimizer.counters() | (self._identity.counters() if self._identity else {})
 
     @torch.no_grad()
     def load(self, reader: PieceReader, counters: Mapping[str, int]) -> None:
-        """Take over what any layout saved. Raises `CheckpointError` for a missing tensor, or one of another shape."""
+        """Take over what any layout saved.
+
+        Raises `CheckpointError` for a missing tensor, one of another shape, or adapters of another model.
+        """
+        if self._identity is not None:
+            self._identity.check(counters)
         steps, masters = counters["optimizer_steps"], _masters(self._optimizer.megatron)
-        for name, parameter in global_parameters(self._chunks):
-            if not parameter.requires_grad:
-                continue  # frozen: it is still as in the checkpoint that the run started from
-            share, master = _share(name, parameter, self._hf), masters.get(parameter)
+        for share, parameter in self._trained():
+            master = masters.get(parameter)
             weight = share.flat("weight", reader, parameter.numel())
             parameter.copy_(weight.view(parameter.shape))
             if master is None:
@@ -139,19 +154,32 @@ class TrainingState:
 
     def save_weights(self, kind: str) -> list[Piece]:
         """See `snapshots.Weights`. Replicas of a parameter save it once."""
-        return [
-            _share(name, parameter, self._hf).piece(kind, parameter, 0)
-            for name, parameter in global_parameters(self._chunks)
-            if parameter.requires_grad and _replica(parameter) == 0
-        ]
+        return [share.piece(kind, parameter, 0) for share, parameter in self._trained() if _replica(parameter) == 0]
 
     @torch.no_grad()
     def load_weights(self, kind: str, reader: PieceReader) -> None:
         """See `snapshots.Weights`."""
+        for share, parameter in self._trained():
+            parameter.copy_(share.flat(kind, reader, parameter.numel()).view(parameter.shape))
+
+    def _trained(self) -> Iterator[tuple[OptimizerShare, Tensor]]:
+        """What trains. All else is still as in the checkpoint that the run started from."""
         for name, parameter in global_parameters(self._chunks):
             if parameter.requires_grad:
-                flat = _share(name, parameter, self._hf).flat(kind, reader, parameter.numel())
-                parameter.copy_(flat.view(parameter.shape))
+                yield _share(name, parameter, self._hf), parameter
+        for factor in self._factors:
+            place = OptimizerShare(factor.name, factor.shape, factor.offset, tuple(factor.parameter.shape))
+            yield place, factor.parameter
+
+
+def base_parts(chunks: Sequence[PolicyModel], hf: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as `base_checksum` takes them: each element of the model on one rank."""
+    tied = bool(hf.get("tie_word_embeddings", False))
+    for name, parameter in global_parameters(chunks):
+        is_copy = tied and name == OUTPUT
+        has_part = convert.split_dim(name) is not None or tensor_group(name).rank() == 0
+        if has_part and not is_copy and _replica(parameter) == 0:
+            yield name, parameter
 
 
 def _share(name: str, parameter: Tensor, hf: Mapping[str, Any]) -> OptimizerShare:
@@ -177,6 +205,8 @@ def _masters(optimizer: MegatronOptimizer) -> dict[Tensor, Master]:
 
 
 def _masters_of(part: Any) -> Iterator[tuple[Tensor, Master]]:
+    if getattr(part, "is_stub_optimizer", False):
+        return  # nothing on this rank trains
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, place) in part.model_param_group_index_map.items():
             start = part._get_model_param_range_map(parameter)["param"].start

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_trm.models.family import Family
 from moe_trm.models.registry import FAMILIES
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
 
@@ -31,6 +32,13 @@ def tiny_family(name: str, seed: int = 0, **options: Any) -> Any:
     family = FAMILIES[name]
     prefix = family.architecture.removesuffix("ForCausalLM")
     config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **family.tiny, **options}, dtype="float32")
+    return random_model(family, config, seed)
+
+
+def random_model(family: Family, config: Any, seed: int) -> Any:
+    """transformers' model of this configuration with random weights; the same seed gives the same."""
+    import transformers
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, family.architecture)(config)

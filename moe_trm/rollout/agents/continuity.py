@@ -116,14 +116,14 @@ def _outcome(
 
 
 def _dated(text: str) -> str:
-    """Why `text` is another one tomorrow; empty where it is not."""
+    """The reason that `text` is another one tomorrow; empty where it is not."""
     now = datetime.now().astimezone()
     found = [date for date in (now.strftime(form) for form in DATES) if date in text]
     return f"the template writes today's date ({found[0]}): a conversation is cut at midnight" if found else ""
 
 
 def _reads_back(template: ChatTemplate) -> str:
-    """Why new text becomes another text as ids; empty where it does not."""
+    """The reason that new text becomes another text as ids; empty where it does not."""
     talk = [_user("what?"), {"role": "assistant", "content": ANSWER}, _user("and now?")]
     _, _, new = template.render(talk, TemplateOptions()).rpartition(ANSWER)
     got = template.decode(template.encode(new))

@@ -28,7 +28,7 @@ NOT_CHOSEN = "not_chosen"
 
 @dataclass(frozen=True)
 class SessionRows:
-    """What became of one session.
+    """The outcome of one session.
 
     Attributes:
         sample: its first row, with the others behind it.

@@ -107,7 +107,7 @@ class Exchange:
             yield bytes(part[:-2])
 
     async def _all(self) -> bytes:
-        """What comes until the server closes the connection."""
+        """All bytes until the server closes the connection."""
         parts = [self._rest]
         assert self._socket is not None
         while part := await _loop().sock_recv(self._socket, _MOST_HEAD):
@@ -115,7 +115,7 @@ class Exchange:
         return b"".join(parts)
 
     async def _until(self, end: bytes, most: int) -> bytes:
-        """What comes before `end`, which is taken too."""
+        """All bytes before `end`, which is taken too."""
         assert self._socket is not None
         while (place := self._rest.find(end)) < 0:
             if len(self._rest) > most:

@@ -5,17 +5,15 @@ Arrays never travel here: they are in a block of the process's shared file (`moe
 
 from __future__ import annotations
 
-import struct
 from typing import Any, Literal
 
 import msgspec
 
 from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.runtime.frames import frame
 from moe_trm.runtime.shared_blocks import Block
 from moe_trm.types import SamplingParams
-
-LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -32,7 +30,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """What makes a whole sample of an answer: the process gives its record then."""
+    """The parts that make a whole sample of an answer: the process gives its record then."""
 
     sample_id: int
     group_id: int
@@ -127,5 +125,4 @@ FromProcess = Ready | Pong | Parsed | Rejected | Failed
 
 def pack(message: ToProcess | FromProcess) -> bytes:
     """One frame."""
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return frame(message)

@@ -14,7 +14,6 @@ import msgspec
 from moe_trm.errors import ControllerError, EngineError, EngineLost, RecordRejected
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.intake.messages import (
-    LENGTH,
     Ask,
     Cancel,
     Failed,
@@ -33,6 +32,7 @@ from moe_trm.rollout.intake.pulse import Health, Look, Pulse, state_of
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError, ServerFailed
 from moe_trm.runtime import wire
+from moe_trm.runtime.frames import from_child
 from moe_trm.runtime.shared_blocks import SharedFile
 from moe_trm.types import RolloutRecord, SampledTurn
 
@@ -93,7 +93,8 @@ class IntakeProcess:
         first = None
         try:
             process.stdin.write(pack(hello))
-            first = await asyncio.wait_for(_message(process), STARTUP_S)
+            reading = from_child(process, _DECODER)
+            first = await asyncio.wait_for(reading, STARTUP_S)
         except TimeoutError:
             pass
         finally:
@@ -147,7 +148,7 @@ class IntakeProcess:
     async def _receive(self) -> None:
         """Take its messages until it ends."""
         try:
-            while (message := await _message(self._process)) is not None:
+            while (message := await from_child(self._process, _DECODER)) is not None:
                 if isinstance(message, Pong):
                     self._pong, self._turns = True, message.turns
                 elif not isinstance(message, Ready):
@@ -218,16 +219,6 @@ def _error(message: Rejected | Failed) -> Exception:
     if isinstance(error, HttpStatusError):
         error.status = message.status
     return error
-
-
-async def _message(process: asyncio.subprocess.Process) -> FromProcess | None:
-    """The next message; None when there are no more, or what comes is none."""
-    assert process.stdout is not None
-    try:
-        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-        return _DECODER.decode(await process.stdout.readexactly(length))
-    except (asyncio.IncompleteReadError, msgspec.DecodeError):
-        return None
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

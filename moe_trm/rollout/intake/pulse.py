@@ -48,7 +48,7 @@ class Pulse:
         self._silent = self._stuck = 0
 
     def judge(self, look: Look) -> Health:
-        """What this look, after those before it, says."""
+        """The judgement of this look, after those before it."""
         turned, computed = look.turns != self._turns, look.ticks != self._ticks or look.state in WAITING
         self._turns, self._ticks = look.turns, look.ticks
         self._stuck = 0 if turned else self._stuck + 1

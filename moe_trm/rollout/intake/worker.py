@@ -20,7 +20,6 @@ import msgspec
 
 from moe_trm.errors import EngineError, EngineLost, MoeTrmError, RecordRejected
 from moe_trm.rollout.intake.messages import (
-    LENGTH,
     Ask,
     Cancel,
     Failed,
@@ -38,6 +37,7 @@ from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.intake.receiving import Reception, Room
 from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError, ServerFailed
 from moe_trm.runtime import wire
+from moe_trm.runtime.frames import from_parent
 from moe_trm.runtime.shared_blocks import BlockWriter
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord
@@ -144,19 +144,12 @@ def _read(
     source: BinaryIO, loop: asyncio.AbstractEventLoop, intake: Intake, send: Callable[[FromProcess], None]
 ) -> None:
     decoder = msgspec.msgpack.Decoder(ToProcess)
-    while (message := _message(source, decoder)) is not None:
+    while (message := from_parent(source, decoder)) is not None:
         if isinstance(message, Ping):
             send(Pong(intake.turns))
         else:
             loop.call_soon_threadsafe(intake.receive, message)
     os._exit(0)
-
-
-def _message(source: BinaryIO, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    return decoder.decode(source.read(LENGTH.unpack(head)[0]))
 
 
 def main(descriptor: int) -> None:
@@ -166,7 +159,9 @@ def main(descriptor: int) -> None:
     # One connection for each request in flight.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    hello = _message(source, msgspec.msgpack.Decoder(ToProcess))
+    hello = from_parent(source, msgspec.msgpack.Decoder(ToProcess))
+    if hello is None:  # whoever started this process is gone
+        return
     asyncio.run(serve(hello, descriptor, source, sink))
 
 

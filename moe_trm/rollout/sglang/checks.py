@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moe_trm.config.route_defects import defects_of
-from moe_trm.errors import EngineError, RecordRejected
+from moe_trm.errors import EngineError, EngineLost, RecordRejected
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.api import check_can_verify
-from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
 from moe_trm.rollout.sglang.parse import MetaInfo, Wanted, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.types import Prompt, SamplingParams
@@ -36,6 +36,8 @@ class ServerCheck:
         dtype: the engine's arithmetic.
         verify: whether weight pushes will be proved.
         startup_timeout_s: longest wait for a server that is loading.
+        quantization: to which the engine is meant to round the weights that it is sent.
+        wait_s: longest wait for a server that takes no connection yet.
     """
 
     def __init__(
@@ -48,10 +50,13 @@ class ServerCheck:
         dtype: str,
         verify: bool,
         startup_timeout_s: float,
+        wait_s: float = 0.0,
+        quantization: str | None = None,
     ) -> None:
         self._model, self._wanted, self._request = model, wanted, request
         self._temperature, self._dtype, self._verify = temperature, dtype, verify
-        self._startup_timeout_s = startup_timeout_s
+        self._startup_timeout_s, self._wait_s, self._quantization = startup_timeout_s, wait_s, quantization
+        self._with_random_weights = set[str]()
 
     async def run(self, http: EngineHttp) -> str:
         """Wait until the server generates; check that it serves this checkpoint with the wanted features on.
@@ -76,9 +81,31 @@ class ServerCheck:
             _check_routes(http, server)
         if server.get("dtype") not in (self._dtype, "auto"):
             raise _mismatch(http, "dtype (config key rollout.server.dtype)", server.get("dtype"), self._dtype)
+        if self._quantization is None and server.get("quantization") not in (None, "unquant"):
+            raise EngineError(
+                "the rollout server holds quantised weights, and pushes are plain tensors",
+                where=http.url,
+                got=f"quantization={server['quantization']}",
+                expected="none: pushed weights would be copied into 8-bit tensors under the scales of the old ones",
+                fix="Start it from the same configuration, `python -m launch.rollout CONFIG`: it then serves the "
+                "dequantised weights. Or set rollout.quantization if it rounds what it is sent.",
+            )
         await self._probe_model(http)
-        await self._probe_temperature(http)
+        if server.get("load_format") == "dummy":
+            self.has_random_weights(http)
+        else:
+            await self._probe_temperature(http)
         return check_can_verify(server) if self._verify else "cpu"
+
+    def has_random_weights(self, http: EngineHttp) -> None:
+        """Leave to `loaded` what random weights do not show."""
+        self._with_random_weights.add(http.url)
+
+    async def loaded(self, http: EngineHttp) -> None:
+        """Check what was left, once the server has the weights of the run. Raises `EngineError`."""
+        if http.url in self._with_random_weights:
+            self._with_random_weights.discard(http.url)
+            await self._probe_temperature(http)
 
     async def through(self, router: EngineHttp) -> None:
         """Check that a router forwards every field of a request; it may drop fields that it does not know.
@@ -108,19 +135,25 @@ class ServerCheck:
     async def _wait_until_healthy(self, http: EngineHttp) -> None:
         """Ask the server until it answers.
 
-        A server that refuses connections fails after the usual attempts. One that answers 503 is loading and gets
-        `startup_timeout_s`.
+        A server that refuses connections fails after the usual attempts, and after `wait_s`. One that answers 503 is
+        loading and gets `startup_timeout_s`.
         """
-        deadline = asyncio.get_running_loop().time() + self._startup_timeout_s
+        clock = asyncio.get_running_loop().time
+        begun = clock()
         while True:
             try:
                 await http.request("GET", "/health")
             except HttpStatusError as error:
-                if error.status != SERVICE_UNAVAILABLE or asyncio.get_running_loop().time() > deadline:
+                if error.status != SERVICE_UNAVAILABLE or clock() > begun + self._startup_timeout_s:
                     raise
-                await asyncio.sleep(POLL_S)
+            except EngineSlow:
+                raise
+            except EngineLost:
+                if clock() >= begun + self._wait_s:
+                    raise
             else:
                 return
+            await asyncio.sleep(POLL_S)
 
     async def _probe_model(self, http: EngineHttp) -> None:
         """Sample one token: its routes show layers and experts per token.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -78,7 +78,8 @@ class Hasher(Protocol):
 class EngineChecksums:
     """Accumulator of the engine's checksums, for tensors in any order.
 
-    A part that arrives early is held until its turn.
+    A part that arrives early is held until its turn. Threads may add at the same time, if none adds to the engine
+    tensor of another (`parts`).
 
     Args:
         names: every Hugging Face tensor of the push.
@@ -110,6 +111,10 @@ class EngineChecksums:
             tensor, stacked = self._held.pop(part), _STACKED.fullmatch(part)
             self._hash(fused, tensor.mT if stacked and not stacked[3] else tensor)
             self._taken[fused] += 1
+
+    def parts(self) -> tuple[Sequence[str], ...]:
+        """The parts of each engine tensor, in order."""
+        return tuple(self._order.values())
 
     def result(self) -> dict[str, str]:
         """Checksum by engine tensor. Raises `SyncError` when a tensor never came."""

@@ -5,43 +5,36 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
-from moe_trm.sync.manifest import WeightPush
+from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
-from moe_trm.sync.shard import read_tensors
-from moe_trm.sync.tensors import tensor_digest
+from moe_trm.sync.shard import Shard
+from moe_trm.sync.tensors import HASH_THREADS, tensor_digest
 
 
 def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:
-    """Read every tensor once and check it against the manifest.
+    """Read every tensor once and check it against the manifest, engine tensors side by side in several threads.
 
     Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
     file differs from the writer's memory.
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
-    damaged: list[str] = []
-    for file in sorted({entry.file for entry in push.tensors}):
-        path = Path(push.directory) / file
-        entries = {entry.name: entry for entry in push.tensors if entry.file == file}
-        try:
-            for name, tensor in read_tensors(path, entries):
-                entry = entries[name]
-                if (
-                    tuple(tensor.shape) != entry.shape
-                    or tensor.dtype != DTYPES[entry.dtype]
-                    or tensor_digest(tensor) != entry.digest
-                ):
-                    damaged.append(name)
-                checksums.add(name, tensor)
-        except (ValueError, OSError) as error:
-            raise SyncError(
-                "a shard of the push cannot be read", where=str(path), got=str(error), expected="the shard as written"
-            ) from error
+    entries = {entry.name: entry for entry in push.tensors}
+    with ExitStack() as opened, ThreadPoolExecutor(HASH_THREADS) as pool:
+        shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
+
+        def damaged_in(names: Sequence[str]) -> list[str]:
+            return [name for name in names if not _take(push, entries[name], shards, checksums)]
+
+        damaged = sorted(chain.from_iterable(pool.map(damaged_in, checksums.parts())))
     if damaged:
         raise SyncError(
             "files of the push differ from the learner's memory",
@@ -53,6 +46,33 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     return checksums.result()
 
 
+def _take(push: WeightPush, entry: TensorEntry, shards: Mapping[str, Shard], checksums: EngineChecksums) -> bool:
+    """Add the tensor to the checksums. False where it differs from the manifest."""
+    with _readable(push, entry.file):
+        tensor = shards[entry.file].tensor(entry.name)
+    checksums.add(entry.name, tensor)
+    same_kind = tuple(tensor.shape) == entry.shape and tensor.dtype == DTYPES[entry.dtype]
+    return same_kind and tensor_digest(tensor) == entry.digest
+
+
+def _shard(push: WeightPush, file: str) -> Shard:
+    with _readable(push, file):
+        return Shard(Path(push.directory) / file)
+
+
+@contextmanager
+def _readable(push: WeightPush, file: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise SyncError(
+            "a shard of the push cannot be read",
+            where=str(Path(push.directory) / file),
+            got=str(error),
+            expected="the shard as written",
+        ) from error
+
+
 async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
     """Make the engine serve `push` with an empty prefix cache.
 
@@ -62,7 +82,13 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
         SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
         EngineLost: the engine cannot be reached, or fails.
     """
-    body = {"model_path": push.directory, "weight_version": str(push.version), "flush_cache": True}
+    body = {
+        "model_path": push.directory,
+        "weight_version": str(push.version),
+        "flush_cache": True,
+        # SGLang would take the format it was started with, which is `dummy` beside a quantised checkpoint.
+        "load_format": "auto",
+    }
     try:
         async with paused(api):
             answer = await api.post("/update_weights_from_disk", body)

@@ -37,7 +37,7 @@ class Endpoint:
         return _now() - self._heard if self._asking else 0.0
 
     async def ask(self, post: Post[T]) -> T:
-        """What `post` returns.
+        """The value that `post` returns.
 
         Raises `EngineLost` when it is given up meanwhile, and as `post` does.
         """

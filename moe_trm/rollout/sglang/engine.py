@@ -64,6 +64,8 @@ class SglangEngine:
             dtype=server.dtype,
             verify=config.sync.verify,
             startup_timeout_s=server.startup_timeout_s,
+            quantization=rollout.quantization,
+            wait_s=server.wait_s,
         )
 
         def connect(url: str) -> EngineHttp:
@@ -246,6 +248,7 @@ class SglangEngine:
             await load_folder(server.http, push, expected)
             server.version = push.version
         await server.resume_memory("kv_cache")
+        await self._check.loaded(server.http)
 
     async def _receive(self, server: RemoteServer, version: int, shares: Sequence[Share]) -> None:
         if server.fenced:

@@ -99,7 +99,7 @@ class Fleet:
         return await self.ask_by(lambda http: http.request("POST", "/generate", request))
 
     async def ask_by(self, post: Post[T]) -> T:
-        """What `post` makes of an answer of a server with the newest weights.
+        """The value that `post` makes of an answer of a server with the newest weights.
 
         Raises:
             RecordRejected: `engine_failed`, when servers that are well fail on this request again and again.

@@ -40,7 +40,7 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 
 
 class FinishReason(msgspec.Struct):
-    """Why generation ended: `stop`, `length` or `abort`."""
+    """The end of generation: `stop`, `length` or `abort`."""
 
     type: str
     message: str = ""

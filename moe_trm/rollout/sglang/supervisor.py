@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.sglang.last_words import last_words
+from moe_trm.rollout.sglang.port import held_port
+from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
 from moe_trm.runtime.lifeline import Lifeline
 
 LAST_BYTES = 1 << 18
@@ -99,7 +100,8 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
         cancelled: stop waiting, and end the server, once this is set.
 
     Raises:
-        CheckpointError: the checkpoint folder does not exist.
+        CheckpointError: the checkpoint folder does not exist, or its weights are in an unknown form.
+        ConfigError: what is not known to work with quantised weights.
         EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
     """
     checkpoint = Path(config.model.checkpoint).resolve()
@@ -110,14 +112,19 @@ def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: thr
             got=str(checkpoint),
             expected="a folder with config.json",
         )
+    check_quantised(config)
     settings = config.rollout.server
-    port = claim_port(settings.host, settings.port)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret:
+    served = folder_to_serve(checkpoint, log_path.parent)
+    with (
+        held_port(settings.host, settings.port) as port,
+        tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="moe-trm-server-") as secret,
+    ):
         # A file only this user can read: arguments are visible to everyone on the machine.
         secret.write(f'api-key: "{api_key}"\n')
         secret.flush()
-        command = launch_command(config, checkpoint, port, config_file=secret.name)
+        command = launch_command(config, served, port, config_file=secret.name)
+        command += RANDOM_WEIGHTS if served != checkpoint else ()
         server = _spawn(
             command, child_environment(os.environ, on_cpu(settings)), settings.host, port, log_path, api_key
         )
@@ -176,7 +183,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
             options["--attention-backend"] = "triton"
             flags.append("--disable-hybrid-swa-memory")
         # Without --sleep-on-idle the waiting scheduler takes a whole core from the learner.
-        flags += ["--sleep-on-idle", "--skip-server-warmup"]
+        # Overlap hides work from a device. Here it would compute one more token for every answer that is finished.
+        flags += ["--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"]
     elif config.rollout.colocate:
         flags += ["--enable-memory-saver"]
     if config.rollout.quantization is not None:
@@ -292,26 +300,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def claim_port(host: str, port: int) -> int:
-    """The port itself when it is free (any free one for 0). Raises `EngineError`.
-
-    A taken port would let another server answer our health check.
-    """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise EngineError(
-                "the rollout server's address is not available",
-                where="config keys rollout.server.host and rollout.server.port",
-                got=f"{host}:{port} ({error.strerror})",
-                expected="a free port of this machine",
-                fix="Stop what uses it, choose another port, or set rollout.url to attach to a running server.",
-            ) from error
-        return int(probe.getsockname()[1])
 
 
 def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Batched decoding on SGLang's `torch_native` backend.
+"""Batched decoding and prefill on SGLang's `torch_native` backend.
 
 SGLang's own loops over the requests in Python, which takes most of a step of many short ones. Imported by SGLang's
 scheduler only.
@@ -12,22 +12,32 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 
 from moe_trm_sglang_cpu.decoding import Together, decode, plan
+from moe_trm_sglang_cpu.prefill import Prefill, prefill
+from moe_trm_sglang_cpu.prefill import plan as plan_prefill
 
 
 class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """`torch_native` with batched decoding of plain causal layers. All other layers and passes are SGLang's own."""
+    """`torch_native` with all requests at once in plain causal layers. All other layers and passes are SGLang's own."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         self._lots: list[Together] = []
+        self._prefills: list[Prefill] = []
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the pass: the lots are those of every layer."""
         super().init_forward_metadata(forward_batch)
-        self._lots = []
+        self._lots, self._prefills = [], []
         if forward_batch.forward_mode.is_decode() and not self.use_sliding_window_kv_pool:
             self._lots = plan(
                 self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens
+            )
+        elif forward_batch.forward_mode.name in ("EXTEND", "MIXED") and not self.use_sliding_window_kv_pool:
+            self._prefills = plan_prefill(
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                forward_batch.extend_seq_lens,
             )
 
     def _run_sdpa_forward_decode(
@@ -47,3 +57,24 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             rows = (req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling)
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rows, **options)  # type: ignore[no-any-return]
         return output.copy_(decode(query, k_cache, v_cache, self._lots, scaling))
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
+        if not (self._prefills and plain):
+            rows = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
+            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rows, scaling, **options)  # type: ignore[no-any-return]
+        return output.copy_(prefill(query, k_cache, v_cache, self._prefills, scaling))

@@ -1,22 +1,21 @@
 """Three updates at still weights under a limit on the cosine of consecutive gradients, on real ranks.
 
-Started by torchrun: `alignment.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as in `conformance.py`. The second update has
+Started by torchrun: `alignment.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as in `runs.py`. The second update has
 the gradient of the first, the third another. Nothing is asserted here.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
 from moe_trm.sync.rounding import Rounding
 from routing.replay import Native
 from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective, squares
 
 LIMIT = 0.1
@@ -47,15 +46,5 @@ def align(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     save(out, "facts", facts)
 
 
-def main() -> None:
-    checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for run in runs:
-        folder = Path(out) / run
-        folder.mkdir(parents=True, exist_ok=True)
-        align(checkpoint, folder, dict(option.split("=", 1) for option in run.split(":")))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    do_runs(align)

@@ -1,14 +1,12 @@
 """Work that every learner must do alike, on real ranks. Started by torchrun:
 `conformance.py CHECKPOINT OUT RUN [RUN ...]`.
 
-A RUN is `backend=NAME:key=value:...`; its results go to OUT/RUN. `model=NAME` takes the checkpoint NAME beside
-CHECKPOINT. Global work is four micro-batches; with two ranks, each takes two. Only the `Learner` protocol is used.
-Nothing is asserted here: results are saved for the tests to judge.
+A RUN is `backend=NAME:key=value:...`, see `runs.py`. Global work is four micro-batches; with two ranks, each takes two.
+Only the `Learner` protocol is used. Nothing is asserted here: results are saved for the tests to judge.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from routing import Layout, PackedLayout, ReplayProofError, RouteError, Rows
 from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from routing.replay_pass import ReplayPass
 from tests.integration.learner_support.liars import liars
+from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.tiny import make_batch, random_routes
 from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, global_batch, objective
 
@@ -50,7 +49,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
                 "learner": {
                     "backend": options["backend"],
-                    "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
+                    "parallel": {name: options[name] for name in ParallelConfig.model_fields if name in options},
                     "deepspeed": {
                         "zero_stage": int(options.get("stage", 2)),
                         "offload_optimizer": options.get("offload") == "1",
@@ -233,19 +232,12 @@ def save(out: Path, name: str, values: dict[str, Any]) -> None:
     save_file(tensors, out / f"{name}-{dist.get_rank()}.safetensors")
 
 
-def main() -> None:
-    checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for run in runs:
-        options = dict(option.split("=", 1) for option in run.split(":"))
-        folder = Path(out) / run
-        folder.mkdir(parents=True, exist_ok=True)
-        if "from" in options:
-            take_over(checkpoint, Path(out) / f"backend={options['backend']}:stage={options['from']}", folder, options)
-        else:
-            conform(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
-    dist.destroy_process_group()
+def conform_or_take_over(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    if "from" in options:
+        take_over(checkpoint, out.with_name(f"backend={options['backend']}:stage={options['from']}"), out, options)
+    else:
+        conform(checkpoint, out, options)
 
 
 if __name__ == "__main__":
-    main()
+    do_runs(conform_or_take_over)

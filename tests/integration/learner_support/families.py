@@ -22,6 +22,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
                                                "truncate": False,
                                                "original_max_position_embeddings": 64, "beta_fast": 8.0}}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**SIGMOID, "n_group": 1, "num_key_value_heads": 4, "q_lora_rank": 16,
+                                      "kv_lora_rank": 16, "qk_rope_head_dim": 8, "head_dim": 8, "qk_nope_head_dim": 8,
+                                      "v_head_dim": 16}),
 }  # fmt: skip
 """Name in transformers -> prefix of its classes, and what its configuration says beside `SHAPE`."""
 

@@ -1,6 +1,6 @@
 """The loss scale of a float16 learner on real ranks.
 
-Started by torchrun: `float16.py CHECKPOINT OUT RUN [RUN ...]`; see `conformance.py`.
+Started by torchrun: `float16.py CHECKPOINT OUT RUN [RUN ...]`; see `runs.py`.
 
 A RUN starts at a scale under which gradients overflow. Nothing is asserted here: results are saved for the tests to
 judge.
@@ -8,7 +8,6 @@ judge.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.learner.protocol import Learner, UpdateResult
 from moe_trm.sync.rounding import Rounding
 from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective
 
 TRIES = 40
@@ -68,16 +68,5 @@ def told(results: list[UpdateResult], kind: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for run in runs:
-        folder = Path(out) / run
-        folder.mkdir(parents=True, exist_ok=True)
-        options = dict(option.split("=", 1) for option in run.split(":"))
-        scaled(str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name))), folder, options)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    do_runs(scaled)

@@ -4,13 +4,12 @@ Started by torchrun: `fused.py CHECKPOINT OUT RUN [RUN ...]`.
 
 Megatron-Core's own specification for Transformer Engine puts the model together, its `TEGroupedMLP` included. The
 stand-in for Transformer Engine has its modules' parameters (a norm's weight in the linear layer behind it, one weight
-for each expert of a grouped layer) and computes in plain torch. RUN as of `conformance.py`, with `layers=fused` or
+for each expert of a grouped layer) and computes in plain torch. RUN as of `runs.py`, with `layers=fused` or
 without. Nothing is asserted here.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from moe_trm.checkpoint.pieces import PieceReader, write_pieces
 from moe_trm.sync.rounding import Rounding
 from routing.replay import Native
 from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective
 
 
@@ -122,21 +122,13 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
         other.export_shard(str(out / "restored"), Rounding("float32"))
 
 
-def main() -> None:
-    checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for name in runs:
-        options = dict(option.split("=", 1) for option in name.split(":") if "=" in option)
-        options |= {"backend": "megatron"}
-        folder = Path(out) / name
-        folder.mkdir(parents=True, exist_ok=True)
-        source = str(Path(checkpoint).with_name(options.get("model", Path(checkpoint).name)))
-        with pytest.MonkeyPatch.context() as patch:
-            if options.get("layers") == "fused":
-                install(patch)
-            run(source, folder, options)
-    dist.destroy_process_group()
+def with_layers(checkpoint: str, out: Path, options: dict[str, str]) -> None:
+    """The run on the layers that it names."""
+    with pytest.MonkeyPatch.context() as patch:
+        if options.get("layers") == "fused":
+            install(patch)
+        run(checkpoint, out, options | {"backend": "megatron"})
 
 
 if __name__ == "__main__":
-    main()
+    do_runs(with_layers)

@@ -76,7 +76,9 @@ def natural(learner: Learner, batch: TokenBatch, recorded: Recorded, change: Cha
     rows, length = batch.input_ids.shape
     layers = tuple(sorted(recorded.experts))
     records: list[RouteRecord | None] = []
-    mine = torch.stack([recorded.by_row(layer, rows, length) for layer in layers], dim=2)
+    mine = torch.empty(rows, length, 0, TOP_K)
+    if layers:
+        mine = torch.stack([recorded.by_row(layer, rows, length) for layer in layers], dim=2)
     # -1 stands where another rank has the token.
     whole = (learner.sum_over_slices((mine + 1).double()) - 1).long().numpy()
     for row, sample in enumerate(batch.sample_ids):
@@ -85,7 +87,8 @@ def natural(learner: Learner, batch: TokenBatch, recorded: Recorded, change: Cha
             records.append(None)
             continue
         rng = np.random.default_rng(sample)
-        experts = whole[row, :tokens] if change is None else change(sample, whole[row, :tokens], rng)
+        # A pipeline rank may have no MoE layer, and nothing to change.
+        experts = whole[row, :tokens] if change is None or not layers else change(sample, whole[row, :tokens], rng)
         digest = token_digest(np.append(batch.input_ids[row, :tokens], batch.target_ids[row, tokens - 1]))
         records.append(RouteRecord(experts.astype(expert_dtype(EXPERTS)), layers, EXPERTS, digest))
     return ReplayRecords(tuple(records))

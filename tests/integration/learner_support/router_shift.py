@@ -1,23 +1,21 @@
 """Two updates that are told how far the routers have moved, on real ranks; the first moves them.
 
-Started by torchrun: `router_shift.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as in `conformance.py`. Nothing is asserted
-here.
+Started by torchrun: `router_shift.py CHECKPOINT OUT RUN [RUN ...]`, a RUN as in `runs.py`. Nothing is asserted here.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_trm.learner.protocol import Scores
 from routing.replay import Record, ReplayRecorded, RouteSource
 from routing.router_shift import KEEP
 from tests.integration.learner_support.conformance import build, save, work
+from tests.integration.learner_support.runs import do_runs
 from tests.integration.learner_support.work import objective
 
 
@@ -48,15 +46,5 @@ def watch(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     save(out, "shifts", found)
 
 
-def main() -> None:
-    checkpoint, out, *runs = sys.argv[1:]
-    dist.init_process_group("gloo")
-    for run in runs:
-        folder = Path(out) / run
-        folder.mkdir(parents=True, exist_ok=True)
-        watch(checkpoint, folder, dict(option.split("=", 1) for option in run.split(":")))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    do_runs(watch)

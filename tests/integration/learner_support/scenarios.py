@@ -48,7 +48,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
             "batch": {"layout": options.get("layout", "padded")},
             "optimizer": {"lr": 1.0, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
             "learner": {
-                "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
+                "parallel": {name: options[name] for name in ParallelConfig.model_fields if name in options},
                 "distributed_optimizer": options.get("distributed", "1") == "1",
                 "recompute": options.get("recompute", "none"),
                 "dtype": options.get("dtype", "float32"),
@@ -59,10 +59,10 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
     return build_megatron_learner(config)
 
 
-def my_batches(*, keep_mask: bool) -> tuple[list[int], list[TokenBatch]]:
+def my_batches(*, keep_mask: bool, number: int = NUM_BATCHES) -> tuple[list[int], list[TokenBatch]]:
     """Global numbers and micro-batches of this rank. Lengths differ between ranks at the same index."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    numbers = list(range(rank, NUM_BATCHES, size))
+    numbers = list(range(rank, number, size))
     return numbers, [global_batch(i, keep_mask=keep_mask) for i in numbers]
 
 
@@ -81,11 +81,12 @@ def gradients(learner: MegatronLearner) -> dict[str, Tensor]:
 def train(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     """Score, update and score again with and without sampling masks; save log-probs, gradients and exported weights."""
     learner = build(checkpoint, options)
-    numbers, batches = my_batches(keep_mask=True)
+    of_all = int(options.get("batches", NUM_BATCHES))
+    numbers, batches = my_batches(keep_mask=True, number=of_all)
     sources = [Native()] * len(batches)
     scores = learner.score(batches, sources, kept_mass=True)
     again = learner.score(batches, sources)
-    _, dense = my_batches(keep_mask=False)
+    _, dense = my_batches(keep_mask=False, number=of_all)
     full = learner.score(dense, sources)
     learner.export_shard(str(out / "before"), Rounding("float32"))
     learner.snapshot("start")

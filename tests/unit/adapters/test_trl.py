@@ -18,7 +18,7 @@ ICEPOP: Rules = [("icepop", {"low": 0.5, "high": 2.0, "ratio": "merged"})]
 
 
 class Host:
-    """What the class reads of `GRPOTrainer`: the same methods in the same order of calls, on given log-probs."""
+    """The part of `GRPOTrainer` that the class reads: methods in the same order of calls, on given log-probs."""
 
     def __init__(self, logprobs: Tensor, **settings: Any) -> None:
         self.logprobs, self.model = logprobs, SimpleNamespace(training=True)

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import models
 from moe_trm.models.registry import MOE_FAMILIES
+from tests.published_models import NAMES
 
 STOPPED = """Traceback (most recent call last):
   File "loop.py", line 1, in train
@@ -17,10 +18,11 @@ ReplayProofError: layer 2: 58% of the sets differ | bound 30%
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 FOUND = json.loads(models.FOUND.read_text(encoding="utf-8"))
+RELEASED = json.loads(models.FOUND_RELEASES.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_what_the_last_run_wrote() -> None:
-    assert models.PAGE.read_text(encoding="utf-8") == models.page(FOUND), (
+    assert models.PAGE.read_text(encoding="utf-8") == models.page(FOUND, RELEASED), (
         "run `python -m benchmarks.models --page-only`"
     )
 
@@ -33,12 +35,26 @@ def test_every_cell_of_every_family_is_yes_or_has_its_reason() -> None:
             assert all(engines[engine][check] for check in checks)
 
 
+def test_published_models_are_in_the_table_in_order() -> None:
+    assert tuple(RELEASED) == tuple(name for name in NAMES if name in RELEASED)
+    for engines in RELEASED.values():
+        assert all(engines["sglang"][check] for check in models.CHECKS["sglang"])
+        assert all(engines[learner]["convert"] for learner in models.LEARNERS)
+
+
+def test_the_learner_that_failed_is_named_in_its_cell() -> None:
+    yes = dict.fromkeys(models.CHECKS["release"], "yes")
+    engines = {"sglang": {"serve": "yes", "sync": "yes"}, "megatron": yes, "deepspeed": {**yes, "mask": "too far"}}
+    row = models.release_lines({"deepseek_v3": engines})[-1]
+    assert row == "| deepseek_v3 | fp8 + MTP | yes | yes | yes | yes | yes | yes | deepspeed: too far |"
+
+
 def test_a_reason_is_numbered_once_and_said_below() -> None:
     cells = dict.fromkeys(models.CHECKS["learner"], "yes")
     found = {
         "one": {"sglang": dict.fromkeys(models.CHECKS["sglang"], "it fell over"), "megatron": cells, "deepspeed": cells}
     }
-    page = models.page(found)
+    page = models.page(found, {})
     assert "| one | SGLang | no (1) | - | - | no (1) | no (1) | no (1) |" in page
     assert "\n1. it fell over\n" in page
     assert "| one | Megatron-Core | - | yes | yes | yes | yes | yes |" in page

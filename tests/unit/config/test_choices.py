@@ -177,6 +177,42 @@ def test_a_machine_decides_nothing_for_engines_that_are_not_its_own() -> None:
     assert settle_here(recorded, cuda=True, transformer_engine=lambda: True) == (recorded, ())
 
 
+@pytest.mark.parametrize(
+    ("learner", "cuda", "known", "layout", "said"),
+    [
+        ({}, False, False, "packed", "without padding"),
+        ({"backend": "deepspeed"}, False, True, "packed", "without padding"),
+        ({"backend": "deepspeed"}, False, False, "padded", "every layer of this model"),
+        ({"fp8": "tensorwise", "dtype": "bfloat16"}, False, True, "padded", "8-bit"),
+        ({}, True, True, "padded", "on CPUs only"),
+        ({"backend": "deepspeed"}, True, True, "padded", "on CPUs only"),
+    ],
+)
+def test_rows_are_packed_where_packs_were_proved(
+    learner: dict[str, str], cuda: bool, known: bool, layout: str, said: str
+) -> None:
+    given = config(learner=learner, batch={"layout": "auto"})
+    settled, choices = settle_here(given, cuda=cuda, transformer_engine=lambda: True, known_model=lambda: known)
+    assert settled.batch.layout == layout
+    [choice] = [choice for choice in choices if choice.key == "batch.layout"]
+    assert (choice.value, said in choice.reason) == (layout, True)
+    asked = config(learner=learner, batch={"layout": "padded"})
+    assert settle_here(asked, cuda=False, transformer_engine=lambda: False)[0].batch.layout == "padded"
+
+
+def test_a_launch_packs_rows_of_a_model_that_deepspeed_and_we_know(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "start").mkdir()
+    own = ["learner.backend=deepspeed", "batch.layout=auto", f"model.checkpoint={tmp_path / 'start'}"]
+    assert load(file, own).batch.layout == "auto"
+    assert load_here(str(file), own)[0].batch.layout == "padded"
+    for name, expected in (("Qwen3MoeForCausalLM", "packed"), ("NobodysForCausalLM", "padded")):
+        (tmp_path / "start" / "config.json").write_text(json.dumps({"architectures": [name]}))
+        assert load_here(str(file), own)[0].batch.layout == expected
+
+
 FP8 = ["learner.fp8=tensorwise", "learner.dtype=bfloat16"]
 QUANTISED = ["rollout.quantization=fp8", "sync.verify=false"]
 

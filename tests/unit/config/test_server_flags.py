@@ -20,6 +20,7 @@ MAY_DIFFER = {
     "--enable-return-routed-experts",
     "--sleep-on-idle",
     "--skip-server-warmup",
+    "--disable-overlap-schedule",
 }
 """Arguments of the launcher that change speed or rounding only, or cannot be taken back."""
 

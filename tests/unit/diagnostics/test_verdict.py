@@ -21,6 +21,19 @@ HEALTHY = {
     "loss/pg_clipfrac": 0.05,
     "response/length_mean": 100.0,
 }
+ROUTED = {
+    "engine/k3_kl": 0.06,
+    "probe/native_k3_kl": 0.06,
+    "probe/replayed_k3_kl": 0.012,
+    "probe/token_fraction": 0.25,
+}
+"""Routes make four fifths of the mismatch."""
+
+
+def test_a_share_of_a_sample_is_told_with_its_error() -> None:
+    said = verdict([HEALTHY, HEALTHY | ROUTED | {"probe/routing_share_se": 0.1}]).sentence
+    assert "80% of it, ±20%, by a probe of 25% of the tokens" in said
+    assert "%" not in verdict([HEALTHY, HEALTHY | ROUTED | {"probe/token_fraction": 1.0}]).sentence
 
 
 @pytest.mark.parametrize(
@@ -36,6 +49,8 @@ HEALTHY = {
             "precision",
             "replay.mode=R3",
         ),
+        (ROUTED | {"probe/routing_share_se": 0.1}, "precision", "replay.mode=R3"),
+        (ROUTED | {"probe/routing_share_se": 0.2}, "precision", "dtype"),
         ({"engine/k3_kl": 0.06, "staleness/k3_kl": 0.5}, "precision", "dtype"),
         ({"staleness/k3_kl": 0.08, "total/chi2_token": 3.0}, "staleness", "minibatches"),
         ({"total/rollout_is_eff_sample_size": 0.4, "total/chi2_token": 0.5}, "variance", "icepop"),

@@ -26,7 +26,7 @@ CONSTANT = "router.expert_bias"
 
 
 def megatron_parameters(start: Path) -> Iterator[tuple[str, Tensor]]:
-    """What Megatron trains, as `learner.megatron.state` saves it."""
+    """The tensors that Megatron trains, as `learner.megatron.state` saves them."""
     hf, source = read_hf_config(start), HfCheckpoint(start)
     for name, link in parameters(family_of(hf, "config.json"), hf):
         if name.endswith(CONSTANT):
@@ -40,7 +40,7 @@ def megatron_parameters(start: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def deepspeed_parameters(start: Path) -> Iterator[tuple[str, Tensor]]:
-    """What DeepSpeed trains: the parameters of transformers' model."""
+    """The tensors that DeepSpeed trains: the parameters of transformers' model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)

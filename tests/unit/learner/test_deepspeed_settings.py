@@ -28,6 +28,16 @@ def config(learner: dict[str, Any], **sections: Any) -> Config:
     [
         *(({"parallel": {size: 2}}, {}, f"learner.parallel.{size}") for size in ("tensor", "context", "expert")),
         ({"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, {}, "learner.parallel.virtual_pipeline"),
+        *(
+            ({"parallel": {"pipeline": 2, name: value}}, {}, f"learner.parallel.{name}")
+            for name, value in (
+                ("first_stage_layers", 1),
+                ("last_stage_layers", 3),
+                ("account_for_embedding", True),
+                ("account_for_loss", True),
+                ("pipeline_layout", "Et|tttL"),
+            )
+        ),
         ({"distributed_optimizer": False}, {}, "learner.distributed_optimizer"),
         ({"recompute": "selective"}, {}, "learner.recompute"),
         ({"dtype": "bfloat16", "deepspeed": {"zero_stage": 1}}, {}, "learner.deepspeed.zero_stage"),

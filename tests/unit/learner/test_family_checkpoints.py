@@ -89,7 +89,7 @@ def quantised(_tensors: dict[str, Tensor], hf: dict[str, Any]) -> None:
         (other_family, "block_sparse_moe", "another model's"),
         (untied, "no output weight", "tie_word_embeddings=true"),
         (tied, "output weight and embedding differ", "tie_word_embeddings=false"),
-        (quantised, "quantised", "dequantised"),
+        (quantised, "no tensor has scales", "quantization_config"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_at_launch(

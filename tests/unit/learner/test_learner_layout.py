@@ -33,7 +33,7 @@ MOE: dict[str, Any] = {
 DENSE: dict[str, Any] = {**MOE, "architectures": ["Qwen3ForCausalLM"], "num_experts": 0}
 
 
-def config(mode: str = "R3", /, **parallel: int) -> Config:
+def config(mode: str = "R3", /, **parallel: int | str) -> Config:
     probe = {"every": 0 if mode == "none" else 10}
     return config_of(replay={"mode": mode}, learner={"parallel": parallel}, probe=probe)
 
@@ -54,11 +54,13 @@ def config_of(**sections: Any) -> Config:
         ({"tensor": 2, "expert": 2}, 2),
         ({"pipeline": 2}, 2),
         ({"pipeline": 2, "virtual_pipeline": 2}, 2),
+        ({"pipeline": 3, "first_stage_layers": 2}, 3),
+        ({"pipeline": 3, "pipeline_layout": "Ett|t|tL"}, 3),
         ({"context": 2, "expert": 2}, 2),
         ({"tensor": 2, "expert": 4, "pipeline": 2, "context": 2}, 8),
     ],
 )
-def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) -> None:
+def test_layouts_are_accepted(parallel: dict[str, Any], world_size: int | None) -> None:
     check_layout(config(**parallel), "0.16.1", MOE, world_size=world_size)
 
 
@@ -70,9 +72,11 @@ def test_layouts_are_accepted(parallel: dict[str, int], world_size: int | None) 
         ({"tensor": 4, "expert_tensor": 4}, "2 key/value heads, 4 ranks"),
         ({"pipeline": 3}, "4 layers, 3 ranks and stages"),
         ({"pipeline": 2, "virtual_pipeline": 4}, "4 layers, 8 ranks and stages"),
+        ({"pipeline": 2, "first_stage_layers": 4}, "0 of 4 layers left"),
+        ({"pipeline": 3, "pipeline_layout": "Ett|t|L"}, "3 layers in"),
     ],
 )
-def test_layouts_that_do_not_divide_are_refused(parallel: dict[str, int], reason: str) -> None:
+def test_layouts_that_do_not_divide_are_refused(parallel: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         check_layout(config(**parallel), "0.19.2", MOE)
     assert caught.value.where.startswith("learner.parallel")
@@ -146,12 +150,17 @@ def test_dense_model_without_replay_is_accepted_but_not_with_expert_parallel() -
         check_layout(config("none", expert=2), "0.16.1", DENSE)
 
 
+def test_layers_that_predict_several_tokens_are_no_reason_to_refuse() -> None:
+    """They are kept aside (`HfCheckpoint.prediction`)."""
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        check_layout(config(), "0.16.1", {**MOE, key: 1})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "architecture is not supported"),
         ({"architectures": None}, "architecture is not supported"),
-        ({"mtp_num_hidden_layers": 1}, "multi-token-prediction"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear"),
         ({"hidden_act": "gelu"}, "hidden_act"),

@@ -78,3 +78,15 @@ def test_cpu_shim_refuses_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="machine with CUDA"):
         cpu_shim.install()
     assert torch.cuda.current_device is before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the shim is not installed where CUDA is")
+def test_modules_that_name_cuda_get_tensors_of_the_cpu_and_else_torch_itself() -> None:
+    there = cpu_shim._TorchOnCpu("torch")
+    for device in ("cuda", "cuda:0", torch.device("cuda"), "cpu", None):
+        made = there.tensor([1.5], dtype=torch.float64, device=device, pin_memory=True)
+        assert (made.device.type, made.dtype, made.tolist()) == ("cpu", torch.float64, [1.5])
+    assert there.zeros([2], device="cuda").tolist() == [0, 0]
+    assert there.zeros(2, device="meta").device.type == "meta"
+    assert there.Tensor is torch.Tensor
+    assert there.cuda is torch.cuda

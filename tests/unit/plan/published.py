@@ -45,6 +45,7 @@ PUBLISHED = {
     "glm_4_5_air": Published("106", "12", "arXiv 2508.06471", ENDS, ENDS),
     "deepseek_v3": Published("671", "37", "arXiv 2412.19437", active_without=("embedding",)),
     "moonlight_16b_a3b": Published("15.29", "2.24", "arXiv 2502.16982", ENDS, ENDS),
+    "glm_4_7_flash": Published("30", "3", "model card of zai-org/GLM-4.7-Flash", active_without=ENDS),
     "gpt_oss_20b": Published("20.91", "3.61", "arXiv 2508.10925, table 1", active_without=("embedding",)),
     "gpt_oss_120b": Published("116.83", "5.13", "arXiv 2508.10925, table 1", active_without=("embedding",)),
     "olmoe_1b_7b": Published("6.9", "1.3", "arXiv 2409.02060"),

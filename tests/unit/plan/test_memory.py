@@ -8,16 +8,20 @@ import torch
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
 from moe_trm.models.registry import FAMILIES, MOE_FAMILIES
 from moe_trm.models.tiny.families import tiny_family
+from moe_trm.plan.kept import layer_kept
 from moe_trm.plan.memory import (
     GATHERED_ROWS,
     Load,
     activations,
     deepspeed_memory,
     head_bytes,
+    in_flight,
+    layer_work,
     megatron_memory,
     rank_elements,
     replay_bytes,
     stage_layers,
+    stage_memory,
 )
 from moe_trm.plan.parameters import model_of
 from tests.unit.plan.published import hf_config
@@ -99,15 +103,98 @@ def test_virtual_stages_take_turns() -> None:
     assert layers == [(0, 1, 4, 5), (2, 3, 6, 7)]
 
 
+def test_uneven_stages_hold_what_their_settings_say() -> None:
+    model = model_of(hf_config("deepseek_v3"))
+    for parallel, counts in (
+        (ParallelConfig(pipeline=4, first_stage_layers=16), [16, 15, 15, 15]),
+        (ParallelConfig(pipeline=2, account_for_loss=True), [31, 30]),
+        (ParallelConfig(pipeline=2, pipeline_layout="Et*20|t*20|t*21|L"), [41, 20]),
+    ):
+        assert [len(layers) for layers in stage_layers(model, parallel)] == counts
+        ranks = range(parallel.pipeline)
+        assert sum(sum(rank_elements(model, parallel, rank)) for rank in ranks) == model.total()
+    alone = ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L")
+    assert [rank_elements(model, alone, rank)[1] for rank in (0, 2)] == [0, 0]
+    assert sum(rank_elements(model, alone, 0)) == model.embedding.elements
+
+
+def test_what_a_layer_keeps_is_worked_out_by_hand() -> None:
+    """Qwen3-30B-A3B in bfloat16 with Transformer Engine's layers, bytes of a token."""
+    kept = layer_kept(QWEN, learner(), "fused", is_moe=True)
+    norms = 2 * (2 * 2048 + 4 + 2 * 2048)
+    rotated_and_weighted = 2 * (2 * 32 + 4) * 128 + 4 * 32
+    before_norms = 2 * 32 * 128 + 4 * 32 + 4 * 4
+    projected = 2 * (32 + 2 * 4) * 128
+    assert kept.outside == norms + rotated_and_weighted + before_norms + projected
+    rows = 8 * (2 * (2048 + 6 * 768) + 4)
+    assert kept.inside == rows + 10 * 128 + 28 * 8
+    assert (kept.entry, kept.columns) == (2 * 2048, 4 * 2 * 128)
+
+
+def test_layers_of_a_cpu_keep_more() -> None:
+    """Norms their normed values in float32, attention its keys and values repeated for every head."""
+    fused, plain = (layer_kept(QWEN, learner("float32"), kernels, is_moe=True) for kernels in ("fused", "plain"))
+    assert plain.inside == fused.inside
+    normed = 4 * (2 * 2048 + (32 + 4) * 128)
+    assert plain.outside - fused.outside == normed + 4 * (2 * 32 - 4) * 128
+
+
+def test_tensor_ranks_share_rows_of_experts_that_they_do_not_share() -> None:
+    """With `expert_tensor` equal to `tensor`, each rank has a part of the columns of every rank's rows."""
+    whole, apart, together = (
+        layer_kept(QWEN, learner(tensor=t, expert=e, expert_tensor=et), "fused", is_moe=True).inside
+        for t, e, et in ((1, 1, 1), (2, 2, 1), (2, 1, 2))
+    )
+    assert apart == whole / 2
+    assert together - apart == 8 * (2 * 2048 + 4) / 2
+
+
 def test_recomputation_keeps_less() -> None:
     layers = tuple(range(48))
     none, selective, full = (
         activations(QWEN, learner(recompute=kind), layers, 1000, 1) for kind in ("none", "selective", "full")
     )
     assert none > selective > full
-    per_token = 4 * 2048 + (2 * 32 + 2 * 4) * 128 + 8 * (2 * 2048 + 3 * 768) + 2 * 2048 + 3 * 128
-    assert none == 2 * 1000 * 48 * per_token
-    assert full == 2 * 1000 * (48 * 2048 + per_token)
+    kept = layer_kept(QWEN, learner(), "fused", is_moe=True)
+    assert none == pytest.approx(48 * 1000 * (kept.whole + kept.columns))
+    assert full == 2 * 1000 * 48 * 2048
+    work = [layer_work(QWEN, learner(recompute=kind), layers, 1000) for kind in ("none", "selective", "full")]
+    assert work == sorted(work)
+    assert work[2] - work[0] == pytest.approx(1000 * (kept.whole + kept.columns))
+
+
+def test_backward_counts_once_what_the_head_gives_back() -> None:
+    """The head's tensors are gone before a layer runs backward."""
+    model = model_of(QWEN)
+    _, small = megatron_memory(model, QWEN, learner(expert=8), load(tokens=1024))
+    _, large = megatron_memory(model, QWEN, learner(expert=8), load(tokens=65536))
+    assert small["backward"] == 0
+    work = layer_work(QWEN, learner(expert=8), range(48), 65536)
+    assert large["logits head"] + large["backward"] == pytest.approx(work)
+    first = stage_memory(model, QWEN, learner(expert=8, pipeline=2), load(16), 0)
+    assert (first["logits head"], first["backward"]) == (0, layer_work(QWEN, learner(expert=8), range(24), 16384))
+
+
+def test_a_stage_sends_what_it_computed_and_keeps_it() -> None:
+    model = model_of(QWEN)
+    flight = 2 * 16384
+    first = stage_memory(model, QWEN, learner(expert=8, pipeline=2), load(16), 0)
+    assert first["activations"] == activations(QWEN, learner(expert=8), range(24), 16384, 2) + flight * 2 * 2048
+
+
+def test_stages_without_layers_have_the_ends_alone() -> None:
+    hf = hf_config("deepseek_v3")
+    model, settings = model_of(hf), LearnerConfig(parallel=ParallelConfig(pipeline=3, pipeline_layout="E|t*61|L"))
+    first, last = (stage_memory(model, hf, settings, load(3), stage) for stage in (0, 2))
+    assert first["backward"] == first["logits head"] == first["replay"] == last["backward"] == 0
+    assert (first["weights"], last["logits head"]) == (4 * model.embedding.elements, head_bytes(hf, settings, load(3)))
+
+
+def test_no_more_micro_batches_are_in_flight_than_there_are() -> None:
+    four, virtual = ParallelConfig(pipeline=4), ParallelConfig(pipeline=2, virtual_pipeline=2)
+    assert [in_flight(four, stage, None) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [in_flight(virtual, stage, None) for stage in range(2)] == [2.5, 1.5]
 
 
 def test_the_first_stage_keeps_the_micro_batches_on_their_way() -> None:
@@ -116,17 +203,18 @@ def test_the_first_stage_keeps_the_micro_batches_on_their_way() -> None:
 
 
 def test_tensor_and_context_ranks_share_activations() -> None:
+    """All but the rotary angles, which every tensor rank has."""
     model = model_of(QWEN)
-    alone = megatron_memory(model, QWEN, learner(recompute="none"), load(8))[1]
-    shared = megatron_memory(model, QWEN, learner(recompute="none", tensor=4, context=2), load(8))[1]
-    assert shared["activations"] == pytest.approx(alone["activations"] / 8)
+    alone = megatron_memory(model, QWEN, learner(recompute="none"), load(8))[1]["activations"]
+    shared = megatron_memory(model, QWEN, learner(recompute="none", tensor=4, context=2), load(8))[1]["activations"]
+    angles = 48 * 16384 * 4 * 2 * 128
+    assert shared == pytest.approx((alone - angles) / 8 + angles / 2)
 
 
 def test_replay_holds_ids_to_replay_and_to_prove() -> None:
-    """int64 ids and one byte each; four bytes with more than 256 experts. Dense layers have none."""
+    """int64 ids, twice. Dense layers have none."""
     hf = hf_config("deepseek_v3")
-    assert replay_bytes(hf, range(61), 1000) == 1000 * 58 * 8 * 9
-    assert replay_bytes({**hf, "n_routed_experts": 384}, range(61), 1000) == 1000 * 58 * 8 * 12
+    assert replay_bytes(hf, range(61), 1000) == 1000 * 58 * 8 * 16
     assert replay_bytes(hf, (0, 1, 2), 1000) == 0
 
 
@@ -134,10 +222,12 @@ def test_the_head_never_holds_full_logits() -> None:
     full = 4 * 16384 * 151936
     over_kept = head_bytes(QWEN, learner(), load())
     over_all = head_bytes(QWEN, learner(), load(keeps_masks=False))
-    gradient = 6 * 151936 * 2048
-    assert over_kept == gradient + 8 * 16384 * 2048 + 8 * GATHERED_ROWS * 2048
-    assert over_all == gradient + 8 * 16384 * 2048 + 2**29
+    gradient, norm, states = 6 * 151936 * 2048, 16384 * (2 * 2048 + 4), 8 * 16384 * 2048
+    assert over_kept == gradient + norm + states + 8 * GATHERED_ROWS * 2048
+    assert over_all == gradient + norm + states + 2**29
     assert over_all < full
+    few = Load(100, 100, 8, keeps_masks=True, replays=True, other_gb=0, kept_ids=2)
+    assert head_bytes(QWEN, learner(), few) == gradient + 100 * (2 * 2048 + 4 + 8 * 2048) + 8 * 200 * 2048
 
 
 def test_zero_stages_share_more_and_more() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from moe_trm.plan.parameters import model_of
 from tests.unit.plan.published import PUBLISHED, Published, hf_config
 
 BILLION = 10**9
+PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -89,3 +92,24 @@ def test_unknown_models_are_refused() -> None:
     del hf["moe_intermediate_size"], hf["intermediate_size"]
     with pytest.raises(CheckpointError, match=r"(?s)lacks a size.*intermediate_size"):
         model_of(hf)
+
+
+def test_the_page_lists_all_twelve_as_they_are_counted() -> None:
+    """docs/planning.md: published, counted, and how far off, of total and active parameters."""
+    rows = dict(
+        re.findall(r"^\| ([\w.-]+) \| ([\d., ]+\|[\d., ]+\|[^|]+)\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert len(rows) == len(PUBLISHED) + 1
+    for name, cells in rows.items():
+        key = name.lower().replace("-", "_").replace(".", "_")
+        published = PUBLISHED.get(key, Published("1040", "32", "", active_without=("embedding",)))
+        model = model_of(hf_config(key))
+        more = (model.prediction_total, model.prediction_active) if published.with_prediction else (0, 0)
+        total = (model.total(published.without) + more[0]) / BILLION
+        active = (model.active(published.active_without) + more[1]) / BILLION
+        pairs = ((float(published.total), total), (float(published.active), active))
+        assert [cell.strip() for cell in cells.split("|")] == [
+            f"{published.total}, {published.active}",
+            ", ".join(f"{found:.2f}" for _, found in pairs),
+            ", ".join(f"{found / printed - 1:+.1%}" for printed, found in pairs),
+        ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 
 from moe_trm.cli import main
 from moe_trm.config import load
+from moe_trm.config.schema import ParallelConfig
 from moe_trm.errors import BundleError, CheckpointError, ConfigError
-from moe_trm.plan.build import Assumptions, Plan, build
+from moe_trm.plan.build import Assumptions, Plan, build, lines
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
+from moe_trm.plan.layouts import Judged
 from moe_trm.plan.lengths import log_normal, recorded
-from moe_trm.plan.speed import Efficiency, cache_bytes, decode_rate, train_seconds
+from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds
 from moe_trm.plan.text import as_data, page
 from moe_trm.plan.wire import rank_bits, route_bytes
 from routing import combinations
@@ -96,6 +99,26 @@ def test_settings_to_paste_load_and_fit() -> None:
     assert plan(overrides=tuple(settings)).fits
 
 
+def test_an_uneven_pipeline_is_planned_and_pasted() -> None:
+    sizes = ("learner.parallel.pipeline=4", "learner.parallel.expert=8")
+    layout = "learner.parallel.pipeline_layout='Et*10|t*12|t*13|t*11L'"
+    found = plan(AIR, "glm_4_5_air", 5, (*sizes, layout))
+    assert layout in as_data(found)["settings"]
+    pasted = load(AIR, as_data(found)["settings"])
+    assert pasted.learner.parallel == found.layout.parallel
+    even = load(AIR, (*sizes, "learner.parallel.account_for_embedding=true", "learner.parallel.account_for_loss=true"))
+    assert bubble(pasted, 46, 10**6, 32) > bubble(even, 46, 10**6, 32)
+
+
+def test_another_layout_takes_back_what_it_does_not_have() -> None:
+    judged = Judged(ParallelConfig(expert=8), "full", 0, {}, 0.0)
+    own = ParallelConfig(pipeline=2, tensor=2, pipeline_layout="Et*24|t*24L")
+    given = lines(judged, own).split()
+    assert {"learner.parallel.pipeline=1", "learner.parallel.tensor=1", "learner.parallel.pipeline_layout=null"} <= {
+        *given
+    }
+
+
 def test_a_layout_that_does_not_fit_is_replaced_by_one_that_does() -> None:
     """On 64 ranks, eight copies of all experts do not fit, and sixteen shares do."""
     overrides = ("learner.parallel.expert=1", "learner.recompute=full")
@@ -115,6 +138,8 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
         gpu_of("V100")
     assert gpu_of("H100") is GPUS["h100"]
     config = load(QWEN_4_NODES)
+    with pytest.raises(ConfigError, match="the memory of adapters is not planned"):
+        plan(overrides=("learner.lora.rank=8",))
     with pytest.raises(ConfigError, match="no GPUs are left"):
         Cluster(1, 8, gpu_of("h100"), 1).split(config)
     with pytest.raises(ConfigError, match="no such distribution"):
@@ -162,6 +187,37 @@ def test_measured_speeds_replace_assumed_ones() -> None:
     }
     # Lengths are still assumed, so no simulated step is called measured.
     assert {mode.basis for mode in measured.modes} == {"assumed"}
+
+
+def test_a_measured_speed_is_that_of_the_configured_mode() -> None:
+    """Stale samples need the passes that a synchronous run does not make."""
+    step = {found.mode.mode: found.timeline.learner_busy_s for found in plan().modes}
+    passes = load(QWEN_4_NODES)
+    assert passes.pipeline.recovery == "same"
+    assert step["async"] / step["sync"] == pytest.approx(step["one_step"] / step["sync"])
+    assert step["async"] > step["sync"]
+
+
+def test_packs_train_faster_than_padded_rows_by_what_is_not_computed() -> None:
+    padded, packed = (
+        plan(efficiency=Efficiency(), overrides=(f"batch.layout={kind}",)) for kind in ("padded", "packed")
+    )
+    assert packed.columns.value == 1 < padded.columns.value
+    assert padded.train_s.value / packed.train_s.value == pytest.approx(padded.columns.value)
+    assert f"{padded.columns.value:.2f} columns computed for each token" in page(padded)
+
+
+def test_shared_cores_slow_overlapping_modes_alone() -> None:
+    own, shared = plan(), plan(efficiency=replace(MEASURED, sharing=0.5))
+    steps = [[found.timeline.step_s for found in one.modes] for one in (own, shared)]
+    assert steps[0][0] == steps[1][0]
+    assert all(slow > fast for fast, slow in zip(steps[0][1:], steps[1][1:], strict=True))
+
+
+def test_a_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command("--sharing", "1.5"))
+    assert "1.5 is above 1" in capsys.readouterr().err
 
 
 def test_recorded_lengths_are_measured() -> None:

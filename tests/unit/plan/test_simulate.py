@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -148,3 +149,34 @@ def test_batches_have_the_distribution_and_repeat() -> None:
     assert fmean(map(fmean, batches)) == pytest.approx(lengths.mean, rel=0.02)
     assert sorted(batches[0])[128] == pytest.approx(1000, rel=0.02)
     assert max(lengths.values) <= 8192
+
+
+def test_servers_and_learner_on_the_same_cores_slow_each_other_down() -> None:
+    """By hand: at half speed while both compute.
+
+    Batch 0 is there at 4. Batch 1 then decodes at half speed until 12; its training's 10 s have 4 behind them, and the
+    6 that are left take 6, as nothing runs beside them: batch 2 waits for version 1.
+    """
+    fleet = workers(2, sharing=0.5)
+    found = simulate([[4, 4]] * 3, 10, fleet, ONE_STEP)
+    first = 4 + 8 + 6
+    assert [*found.ends_s] == [first, first + 8 + 6, first + 14 + 10]
+    assert found.learner_busy_s == pytest.approx(14 + 14 + 10)
+
+
+def test_a_learner_of_its_own_is_never_slowed_down() -> None:
+    """In turn, nobody shares; and a push is no computing."""
+    batches, fleet = [[5, 3], [4, 2], [6, 6]], workers(2, push_s=1)
+    assert simulate(batches, 10, fleet, SYNC).ends_s == simulate(batches, 10, replace(fleet, sharing=0.5), SYNC).ends_s
+
+
+@given(st.floats(0.3, 1.0), st.floats(1, 20))
+@settings(max_examples=30)
+def test_shared_steps_take_the_shorter_side_slowly_and_then_what_is_left(sharing: float, train_s: float) -> None:
+    """The shorter side at shared speed, then what is left of the longer one, against both in turn."""
+    batches, fleet = [[7] * 4] * 5, workers(4, sharing=sharing)
+    turns = simulate(batches, train_s, fleet, SYNC).ends_s[-1]
+    overlapped = simulate(batches, train_s, fleet, ONE_STEP).ends_s[-1]
+    short, long = sorted((7.0, train_s))
+    assert overlapped == pytest.approx(7 + train_s + 4 * (short / sharing + long - short))
+    assert turns == pytest.approx(5 * (7 + train_s))

@@ -13,6 +13,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import LearnerError
 from moe_trm.learner.protocol import Scores
 from moe_trm.probe.rounding_shares import ROUNDED, rounding_shares, roundings
+from moe_trm.probe.sample import ProbeRows
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
 from routing.replay import RouteSource
@@ -56,11 +57,12 @@ def one_batch() -> Any:
 
 
 OWN = Scores(torch.tensor([[-1.0, -1.4, 5.0]]))
+WHOLE = ProbeRows([], [], True, 1, 1, 1.0)
 
 
 def test_both_parts_by_hand() -> None:
     learner = FakeLearner({CAST: -1.2})
-    found = rounding_shares(learner, [one_batch()], [OWN], {"cast": CAST})
+    found = rounding_shares(learner, [one_batch()], [OWN], {"cast": CAST}, WHOLE)
     # e^x - 1 - x of x = 0.2, -0.2 (own minus cast), then of -0.2, 0.1 (cast minus rollout).
     assert found == {
         "probe/cast_k3_kl": pytest.approx((0.0214028 + 0.0187308) / 2, rel=1e-4),
@@ -71,7 +73,7 @@ def test_both_parts_by_hand() -> None:
 
 def test_each_part_begins_where_the_one_before_ends() -> None:
     learner = FakeLearner({INT8: -1.2, BOTH: -1.1})
-    found = rounding_shares(learner, [one_batch()], [OWN], {"quantization": INT8, "cast": BOTH})
+    found = rounding_shares(learner, [one_batch()], [OWN], {"quantization": INT8, "cast": BOTH}, WHOLE)
     # x = 0.2, -0.2 (own minus quantised), then twice -0.1 (quantised minus cast), then -0.1, 0.2 (cast minus rollout).
     assert found == {
         "probe/quantization_k3_kl": pytest.approx((0.0214028 + 0.0187308) / 2, rel=1e-4),
@@ -83,7 +85,7 @@ def test_each_part_begins_where_the_one_before_ends() -> None:
 def test_nothing_is_left_behind_when_scoring_fails() -> None:
     learner = FakeLearner({})
     with pytest.raises(LearnerError):
-        rounding_shares(learner, [one_batch()], [OWN], {"cast": CAST})
+        rounding_shares(learner, [one_batch()], [OWN], {"cast": CAST}, WHOLE)
     assert learner.held == {}
 
 

@@ -90,6 +90,21 @@ def test_every_drawn_place_is_a_measured_value(tmp_path: Path) -> None:
     assert drawn > 200
 
 
+def test_a_standard_error_is_drawn_as_a_band_of_two(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    measured = [{"probe/native_k3_kl": 1e-3 * (1 + row["step"]), "probe/native_k3_kl_se": 1e-4} for row in rows_of(run)]
+    lines = [json.dumps(row | own) + "\n" for row, own in zip(rows_of(run), measured, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    page = page_of(run)
+    drawing = next(d for d in page.drawings if any(m["data-metric"] == "probe/native_k3_kl" for _, m in d.marks))
+    [band] = re.findall(r'<polygon class="band f\d+" points="([^"]+)"', (run / "report.html").read_text())
+    edges = [(round(drawing.step(float(x))), drawing.value(float(y))) for x, y in (p.split(",") for p in band.split())]
+    first = rows_of(run)[0]["step"]
+    assert edges[0] == pytest.approx((first, 1e-3 * (1 + first) + 2e-4), rel=0.01)
+    assert edges[-1] == pytest.approx((first, 1e-3 * (1 + first) - 2e-4), rel=0.01)
+    assert page.data["runs"][0]["metrics"]["probe/native_k3_kl_se"]["values"] == [1e-4] * len(edges[::2])
+
+
 def test_heat_maps_shade_by_value_and_columns_stack_to_the_sum(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     rows, page = rows_of(run), page_of(run)

@@ -136,7 +136,7 @@ class RepeatingEngine(FakeEngine):
 
 @dataclass
 class Trained:
-    """What the learner's side saw.
+    """The learner's side of a run.
 
     Attributes:
         parts: of each step, as they came.

@@ -10,7 +10,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-from moe_trm_sglang_cpu import batched_experts
+from moe_trm_sglang_cpu import batched_experts, prefill
 from moe_trm_sglang_cpu.decoding import decode, in_lots, plan
 
 EXPERTS, DIM, WIDTH = 6, 8, 5
@@ -41,6 +41,60 @@ def test_decoding_all_requests_at_once(lengths: list[int], heads: int, groups: i
     got = decode(query, keys, values, plan(slots_of_rows, pool_rows, torch.tensor(lengths)), 0.3)
     expected = torch.stack([attend(q, keys[own], values[own], 0.3) for q, own in zip(query, slots, strict=True)])
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+
+
+def attend_from(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, first: int
+) -> torch.Tensor:
+    """`[T, H, D]` of the last tokens of one request, as SGLang's loop computes them: with queries before `first`."""
+    padded = torch.zeros(len(keys), *query.shape[1:])
+    padded[first:] = query
+    out = scaled_dot_product_attention(
+        padded.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), scale=scaling, enable_gqa=True,
+        is_causal=True,
+    )  # fmt: skip
+    return out.transpose(0, 1)[first:]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new"),
+    [
+        ([1], [1]),
+        ([7, 7, 7], [7, 1, 4]),
+        ([1, 300, 2, 40, 41, 39, 299, 5], [1, 2, 2, 40, 1, 20, 299, 3]),
+        ([64] * 30, [*range(1, 31)]),
+    ],
+)
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 4), (6, 1)])
+def test_prefill_of_all_requests_at_once(lengths: list[int], new: list[int], heads: int, groups: int) -> None:
+    """With and without a cached prefix, of like and of very unlike lengths."""
+    generator = torch.Generator().manual_seed(sum(new))
+    slots = torch.randperm(2048, generator=generator)[: sum(lengths)].split(lengths)
+    keys, values = torch.randn(2048, groups, 16, generator=generator), torch.randn(2048, groups, 8, generator=generator)
+    unused = torch.ones(2048, dtype=torch.bool).index_fill_(0, torch.cat(slots), False)
+    keys[unused], values[unused] = float("nan"), float("inf")
+    pool_rows = torch.randperm(64, generator=generator)[: len(lengths)]
+    slots_of_rows = torch.full((64, 600), int(unused.nonzero()[0]), dtype=torch.int32)
+    for row, own in zip(pool_rows.tolist(), slots, strict=True):
+        slots_of_rows[row, : len(own)] = own.to(torch.int32)
+    query = torch.randn(sum(new), heads, 16, generator=generator)
+    lots = prefill.plan(slots_of_rows, pool_rows, torch.tensor(lengths), torch.tensor(new))
+    got = prefill.prefill(query, keys, values, lots, 0.3)
+    expected = torch.cat(
+        [
+            attend_from(q, keys[own], values[own], 0.3, length - count)
+            for q, own, length, count in zip(query.split(new), slots, lengths, new, strict=True)
+        ]
+    )
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+
+
+def test_long_prefills_are_left_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, rows = torch.zeros(4, 100, dtype=torch.int32), torch.arange(2)
+    lengths = torch.tensor([50, 60])
+    assert prefill.plan(slots, rows, lengths, lengths)
+    monkeypatch.setattr(prefill, "MOST_PAIRS", 50 * 60)
+    assert not prefill.plan(slots, rows, lengths, lengths)
 
 
 def test_no_lot_is_more_than_half_padding() -> None:

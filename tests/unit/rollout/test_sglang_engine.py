@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -73,6 +74,38 @@ def test_an_unreachable_server_is_named_with_advice(tmp_path: Path) -> None:
         asyncio.run(run())
     assert "http://127.0.0.1:9" in str(caught.value)
     assert "launch.rollout" in caught.value.fix
+
+
+def test_a_server_that_takes_no_connection_yet_is_waited_for(tmp_path: Path) -> None:
+    """It listens only after it was asked, and is then found to serve another model."""
+    seen: list[str] = []
+
+    async def health(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return web.json_response({"architectures": ["Other"]})
+
+    async def run() -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        rollout = {"url": f"http://127.0.0.1:{port}", "max_attempts": 1, "timeout_s": 30.0, "server": {"wait_s": 60.0}}
+        engine, app = SglangEngine(config(tmp_path, rollout=rollout), None), web.Application()
+        app.router.add_get("/{name}", health)
+        runner = web.AppRunner(app)
+        starting = asyncio.create_task(engine.start())
+        try:
+            await asyncio.sleep(0.2)
+            assert not starting.done()
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            await starting
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+    with pytest.raises(EngineError, match="architecture"):
+        asyncio.run(run())
+    assert seen == ["/health", "/model_info"]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -20,6 +20,7 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.rollout.sglang.supervisor import child_environment, launch_command, start_server
 
 
@@ -162,13 +163,14 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert pairs["--attention-backend"] == "torch_native"
     assert pairs["--max-total-tokens"] == "65536"
     assert {"--sleep-on-idle", "--enable-return-routed-experts", "--skip-server-warmup"} <= set(cpu)
+    assert "--disable-overlap-schedule" in cpu
     server = config(tmp_path).rollout.server.model_copy(update={"device": "cuda"})
     base = config(tmp_path)
     cuda = launch_command(
         base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": server})}), tmp_path, 7, "k.yaml"
     )
     assert "--enable-return-routed-experts" in cuda
-    assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup"} & set(cuda)
+    assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
     assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
     assert child_environment({"A": "1"}, cpu=True)["TORCHDYNAMO_DISABLE"] == "1"
@@ -196,6 +198,7 @@ import os, sys
 from pathlib import Path
 from tests.unit.rollout.test_supervisor import config
 from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.sglang.port import held_port
 from moe_trm.rollout.sglang.supervisor import start_server
 server = start_server(config(Path(sys.argv[1])), Path(sys.argv[1]) / "rollout.log", "key")
 print("serving", flush=True)
@@ -217,3 +220,17 @@ def test_a_server_ends_with_its_owner_even_when_both_cannot_act(tmp_path: Path, 
         assert all(map(alive, pids))
         owner.kill()
     assert wait_until_dead(pids)
+
+
+def test_nobody_gets_the_port_of_a_server_that_has_not_listened_yet() -> None:
+    """Neither one who asks for it nor an outgoing connection; the server itself does, as uvicorn binds."""
+    with held_port("127.0.0.1", 0) as port, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(EngineError, match="not available"), held_port("127.0.0.1", number):
+            pass

@@ -41,7 +41,7 @@ def exchanged(experts: np.ndarray, rng: np.random.Generator, share: float = 0.7)
 
 
 def looked(change: Change, *, layer: int = 2, cp: int = 1, recorded: bool = False, seed: int = 0) -> Finding:
-    """What is found of sample 7, row 1 of two, whose routes are the live ones after `change`."""
+    """The finding on sample 7, row 1 of two, whose routes are the live ones after `change`."""
     rng = np.random.default_rng(seed)
     live = np.stack([natural(rng), natural(rng)])
     theirs = np.stack([live[0], change(live[1], rng)])

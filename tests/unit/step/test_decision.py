@@ -26,7 +26,7 @@ WIDE = {"engine/k3_kl": 0.001, "engine/chi2_token": 0.9}
 
 
 def acting(steps: int, *metrics: dict[str, float]) -> list[bool]:
-    """Whether rules act in each step and in the one after."""
+    """For each step and the one after: True where rules act."""
     made, found = Decision(steps), []
     for one in metrics:
         found.append(made.acts)

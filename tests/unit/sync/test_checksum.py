@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moe_trm.rollout.sglang import broadcast
 from moe_trm.rollout.sglang.api import check_can_verify, check_version, check_weights
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.sync.disk import finish_push, write_shard
+from moe_trm.sync.disk import finish_push, write_buckets, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.sync.tensors import tensor_digest
@@ -202,6 +202,50 @@ def test_a_push_folder_is_complete_and_verifiable(tmp_path: Path) -> None:
     }
     assert verified_checksums(made, "float32") == expected()
     assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
+def test_buckets_hold_what_one_file_holds(tmp_path: Path, bucket_bytes: int) -> None:
+    """Tensors of every kind in files of every size: the same entries but for the file, and the same proof."""
+    folder = tmp_path / "v000001"
+    rounding = Rounding("bfloat16")
+    whole = write_shard(tmp_path / "whole.safetensors", TENSORS.items(), rounding)
+    cut = write_buckets(folder, "rank-0", TENSORS.items(), rounding, bucket_bytes=bucket_bytes)
+    assert [(e.name, e.dtype, e.shape, e.digest) for e in cut] == [(e.name, e.dtype, e.shape, e.digest) for e in whole]
+    files = sorted(path.name for path in folder.iterdir())
+    assert sorted({entry.file for entry in cut}) == files
+    assert files[-1] == "rank-0.safetensors"
+    assert (len(files) == 1) == (bucket_bytes > 100)
+    made = finish_push(str(folder), cut, 1, checkpoint(tmp_path / "base"))
+    assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
+
+
+def test_two_buckets_are_held_at_most(tmp_path: Path) -> None:
+    """The third tensor is asked for when the first is on disk."""
+    there: list[list[str]] = []
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            there.append(sorted(path.stem for path in tmp_path.glob("*.safetensors")))
+            yield f"tensor.{number}", torch.ones(8)
+
+    write_buckets(tmp_path, "t", made(), Rounding("float32"), bucket_bytes=1)
+    assert "t" in there[2]
+    assert {"t", "t-0001"} <= set(there[3])
+
+
+def test_an_export_that_fails_is_no_push(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "tensor.0", torch.ones(8)
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        write_buckets(tmp_path, "t", broken(), Rounding("float32"), bucket_bytes=1)
+
+
+def test_a_rank_without_tensors_writes_no_file(tmp_path: Path) -> None:
+    assert write_buckets(tmp_path, "t", [], Rounding("float32")) == ()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_pushes_are_kept(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,9 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.sync.shard import read_tensors
+from moe_trm.sync.shard import Shard
 
 NUM_TENSORS = 20
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+    with Shard(path) as shard:
+        return [(name, shard.tensor(name)) for name in names]
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def shard(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
 
 def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Tensor]) -> None:
     names = sorted(tensors, reverse=True)
-    read = list(read_tensors(shard, names))
+    read = read_tensors(shard, names)
     assert [name for name, _ in read] == names
     for name, tensor in read:
         assert tensor.dtype == tensors[name].dtype
@@ -54,11 +62,11 @@ def test_reading_leaves_nothing_behind(shard: Path, tensors: dict[str, Tensor]) 
         return sys.getallocatedblocks()
 
     for _ in range(5):
-        list(read_tensors(shard, tensors))
+        read_tensors(shard, tensors)
     before = blocks()
     rounds = 50
     for _ in range(rounds):
-        list(read_tensors(shard, tensors))
+        read_tensors(shard, tensors)
     assert blocks() - before < rounds * NUM_TENSORS // 2
 
 
@@ -87,23 +95,38 @@ def rewritten(shard: Path, **place: object) -> None:
 def test_an_impossible_place_is_refused(shard: Path, place: dict[str, object]) -> None:
     rewritten(shard, **place)
     with pytest.raises(ValueError, match="the place of t0 is impossible"):
-        list(read_tensors(shard, ["t0"]))
+        read_tensors(shard, ["t0"])
 
 
 def test_a_header_that_is_none_is_refused(shard: Path) -> None:
     content = shard.read_bytes()
     shard.write_bytes(content[:8] + b"[" + content[9:])
     with pytest.raises(ValueError, match="the header is damaged"):
-        list(read_tensors(shard, ["t0"]))
+        read_tensors(shard, ["t0"])
 
 
 @pytest.mark.parametrize("left", [0, 4, 20])
 def test_a_file_that_ends_early_is_refused(shard: Path, left: int) -> None:
     shard.write_bytes(shard.read_bytes()[:left])
     with pytest.raises(ValueError, match="header"):
-        list(read_tensors(shard, ["t0"]))
+        read_tensors(shard, ["t0"])
+
+
+def test_threads_read_one_file_at_the_same_time(tmp_path: Path) -> None:
+    tensors = {f"t{n}": torch.full((50_000,), float(n)) for n in range(40)}
+    save_file(tensors, tmp_path / "s")
+    with Shard(tmp_path / "s") as shard, ThreadPoolExecutor(8) as pool:
+        for name, tensor in zip(tensors, pool.map(shard.tensor, tensors), strict=True):
+            assert torch.equal(tensor, tensors[name])
+
+
+def test_a_file_that_shrinks_while_it_is_open_is_refused(shard: Path) -> None:
+    with Shard(shard) as opened:
+        os.truncate(shard, shard.stat().st_size - 4)
+        with pytest.raises(ValueError, match="the file ends within"):
+            [opened.tensor(f"t{number}") for number in range(NUM_TENSORS)]
 
 
 def test_a_missing_tensor_is_named(shard: Path) -> None:
     with pytest.raises(ValueError, match="no tensor t99"):
-        list(read_tensors(shard, ["t99"]))
+        read_tensors(shard, ["t99"])

@@ -151,3 +151,36 @@ def test_no_flag_is_lost(framework: str, flag: str) -> None:
     name = flag.split()[0]
     assert draft.accounted(name[2:])
     assert name in draft.yaml("x")
+
+
+def test_uneven_pipelines() -> None:
+    draft = of_slime(
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1 --decoder-first-pipeline-num-layers "
+        "16 --decoder-last-pipeline-num-layers 15"
+    )
+    sizes = {"pipeline": 4, "virtual_pipeline": 1, "first_stage_layers": 16, "last_stage_layers": 15}
+    assert {name: draft.values[f"learner.parallel.{name}"] for name in sizes} == sizes
+    assert "learner.parallel.account_for_loss" not in draft.values
+    assert of_slime("--account-for-loss-in-pipeline-split").values["learner.parallel.account_for_loss"] is True
+    layout = of_slime("--pipeline-model-parallel-layout Et*23|t*23L").values["learner.parallel.pipeline_layout"]
+    assert layout == "Et*23|t*23L"
+
+
+def test_adapters() -> None:
+    draft = of_slime("--lora-rank 16 --lora-alpha 32 --target-modules all-linear")
+    assert (draft.values["learner.lora.rank"], draft.values["learner.lora.alpha"]) == (16, 32)
+    assert "learner.lora.targets" in draft.to_do["target-modules"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "layout"), [("", "packed"), ("--qkv-format thd", "packed"), ("--qkv-format bshd", "padded")]
+)
+def test_packs_are_packs(flag: str, layout: str) -> None:
+    draft = of_slime(f"--use-dynamic-batch-size --max-tokens-per-gpu 4096 {flag}")
+    assert (draft.values["batch.layout"], draft.values["learner.micro_batch_tokens"]) == (layout, 4096)
+
+
+def test_an_unknown_layout_needs_a_decision() -> None:
+    draft = of_slime("--qkv-format sbhd")
+    assert draft.values["batch.layout"] == "???"
+    assert "qkv-format" in draft.to_do

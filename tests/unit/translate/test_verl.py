@@ -296,3 +296,42 @@ def test_every_setting_that_is_written_exists() -> None:
     assert [key for key in values if lookup(key) is None and not key.startswith("task.eval_sets")] == []
     assert values["task.eval_sets"] == {"a": "a.parquet", "b": "b.parquet"}
     assert values["optimizer.final_steps"] == 5
+
+
+def test_uneven_pipelines() -> None:
+    place = f"{ACTOR}.megatron.override_transformer_config"
+    draft = of_verl(
+        {
+            f"{place}.num_layers_in_first_pipeline_stage": 16,
+            f"{place}.num_layers_in_last_pipeline_stage": 15,
+            f"{place}.account_for_embedding_in_pipeline_split": False,
+        }
+    )
+    assert draft.values["learner.parallel.first_stage_layers"] == 16
+    assert draft.values["learner.parallel.last_stage_layers"] == 15
+    assert draft.values["learner.parallel.account_for_embedding"] is False
+    draft = of_verl({f"{place}.pipeline_model_parallel_layout": "Et*23|t*23L"})
+    assert draft.values["learner.parallel.pipeline_layout"] == "Et*23|t*23L"
+
+
+def test_adapters_with_named_modules_are_translated() -> None:
+    model = "actor_rollout_ref.model"
+    draft = of_verl({f"{model}.lora_rank": 32, f"{model}.target_modules": ["q_proj", "v_proj"]})
+    assert draft.values["learner.lora.rank"] == 32
+    assert draft.values["learner.lora.alpha"] == 16, "verl's default"
+    assert draft.values["learner.lora.targets"] == ["q_proj", "v_proj"]
+    accepted(draft.values)
+    open_ones = of_verl({f"{model}.lora_rank": 8, f"{model}.lora_alpha": 24})
+    assert (open_ones.values["learner.lora.rank"], open_ones.values["learner.lora.alpha"]) == (8, 24)
+    assert open_ones.values["learner.lora.targets"] == "???"
+    off = of_verl({f"{model}.lora_rank": 0, f"{model}.target_modules": "all-linear"})
+    assert not any(key.startswith("learner.lora") for key in off.values)
+    assert off.accounted(f"{model}.target_modules")
+    other = of_verl({f"{model}.lora.rank": 8})
+    assert "learner.lora" in other.to_do[f"{model}.lora.rank"]
+
+
+@pytest.mark.parametrize(("value", "layout"), [(True, "packed"), (False, "padded"), (None, None), ("True", "???")])
+def test_rows_without_padding_are_packs(value: object, layout: str | None) -> None:
+    settings = {} if value is None else {"actor_rollout_ref.model.use_remove_padding": value}
+    assert of_verl(settings).values.get("batch.layout") == layout

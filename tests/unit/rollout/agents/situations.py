@@ -16,7 +16,7 @@ class Words:
     plain: str = "an answer\n\nof mine"
     call: str | None = None
     thought: str | None = None
-    """What stands in front of an answer."""
+    """The text in front of an answer."""
     thoughtful: str | None = None
     """An answer without a call behind a thought, where that is not the plain one."""
 

@@ -138,6 +138,71 @@ def test_shuffled_rewards_stay_those_of_whole_samples(tmp_path: Path) -> None:
     assert all(row.record.reward == by_sample[row.record.sample_id] for row in found)
 
 
+class Aging(SpeakingEngine):
+    """Answers of one version for each step, however early they are sampled: ten, one group after the other."""
+
+    async def turn(
+        self, context: Sequence[int], params: SamplingParams, *, start: int = 0, bare: bool = False
+    ) -> SampledTurn:
+        self.version = len(self.asked) // 10
+        return await super().turn(context, params, start=start, bare=bare)
+
+    async def load_weights(self, push: WeightPush) -> None: ...
+
+
+@pytest.mark.parametrize("rows", ["trajectory", "turns"])
+def test_a_group_that_is_trained_again_brings_every_row_with_the_weight_of_its_draw(
+    rows: AgentRows, tmp_path: Path
+) -> None:
+    """Beside new samples, on two ranks: rows, baselines and books of whole samples, each at most twice."""
+    pipeline = {"mode": "async", "max_staleness": 3, "reuse_groups": 1, "max_uses": 2, "reuse_tau": 1.0}
+    rollout = {"prompts_per_step": 2, "group_size": 2, "concurrency": 1}
+    settings = config(pipeline=pipeline, rollout=rollout, train={"steps": 4})
+
+    async def go() -> list[list[TrainBatch]]:
+        engine, task = Aging(speak), MixedTask()
+        made = sampler(tmp_path, engine, task, rows=rows, agent=AGENT)
+        await made.start()
+        controller, steps = RolloutController(settings, engine, task, PARAMS, made), []
+        try:
+            for step in range(1, 5):
+                await controller.load_weights(WeightPush(step - 1, "", ()))
+                steps.append(await controller.plan(step, data_size=2))
+            return steps
+        finally:
+            await controller.close()
+
+    first: dict[int, list[TrainRow]] = {}
+    uses: Counter[int] = Counter()
+    for step, batches in enumerate(asyncio.run(asyncio.wait_for(go(), 90)), 1):
+        found: dict[int, list[TrainRow]] = {}
+        for row in rows_of(batches):
+            found.setdefault(row.record.sample_id, []).append(row)
+        again = {number: own for number, own in found.items() if number in first}
+        assert len({own[0].record.group_id for own in again.values()}) == (step > 1)
+        assert len(found) - len(again) == 4
+        assert len(again) == (2 if step > 1 else 0)
+        rewards = np.array([own[0].record.reward for own in found.values()], np.float64)
+        tokens = np.array([sum(row.record.num_sampled for row in own) for own in found.values()])
+        mean = (rewards * tokens).sum() / tokens.sum()
+        std = np.sqrt((tokens * (rewards - mean) ** 2).sum() / (tokens.sum() - 1))
+        metrics = batches[0].metrics
+        for number, own in found.items():
+            uses[number] += 1
+            assert [row.record.row for row in own] == list(range(len(own)))
+            assert {row.weight for row in own} == {metrics["reuse/weight_max"] if number in again else 1.0}
+            assert [row.advantage for row in own] == pytest.approx([(own[0].record.reward - mean) / std] * len(own))
+            for row, before in zip(own, first.get(number, own), strict=True):
+                assert_same(row.record, before.record)
+                assert row.sample_tokens == before.sample_tokens
+        assert {mini.num_sequences for batch in batches for mini in batch.mini_batches} == {len(found)}
+        assert metrics["ledger/trained"] == 4 * step
+        assert metrics["ledger/reused"] == 2 * (step - 1)
+        first |= {number: own for number, own in found.items() if number not in again}
+    assert max(uses.values()) == 2
+    assert max(len(first[number]) for number in uses if uses[number] == 2) > 1, "no sample of several rows came again"
+
+
 class Changing(SpeakingEngine):
     """Weights change while the answer number `bad` is sampled: the routes before are those of other weights."""
 

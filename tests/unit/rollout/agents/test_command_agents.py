@@ -16,6 +16,7 @@ from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import refusals
 from moe_trm.errors import ConfigError, RecordRejected
 from moe_trm.functions.host import FunctionHost
+from moe_trm.functions.process import Answerer
 from moe_trm.rollout.agents.agent_sampler import AgentSampler
 from moe_trm.rollout.agents.command_host import CommandHost
 from moe_trm.rollout.agents.live_session import Policy
@@ -83,6 +84,15 @@ REASONS = {
     "dies": "rollout_crash",
     "prints": "rollout_output",
 }
+
+
+async def _nobody(_op: str, _given: dict[str, Any]) -> Any:
+    raise AssertionError("a command asks by HTTP")
+
+
+def no_answers() -> Answerer:
+    """The answers to a command that asks nothing."""
+    return _nobody
 
 
 def outcomes(
@@ -189,7 +199,7 @@ def test_no_more_commands_run_than_allowed(tmp_path: Path) -> None:
         host = CommandHost([sys.executable, "-S", "-c", program], limit_s=60, most_at_once=3, max_output_bytes=1000)
         await host.start()
         payload = {"base_url": "", "api_key": "", "prompt": {}}
-        await asyncio.gather(*(host.call(payload, lambda: None) for _ in range(12)))  # type: ignore[arg-type,return-value]
+        await asyncio.gather(*(host.call(payload, no_answers) for _ in range(12)))
         await host.close()
 
     asyncio.run(asyncio.wait_for(go(), 200))
@@ -207,7 +217,7 @@ def test_the_end_of_a_run_ends_its_commands() -> None:
             max_output_bytes=1000,
         )
         payload = {"base_url": "", "api_key": "", "prompt": {}}
-        calls = [asyncio.ensure_future(host.call(payload, lambda: None)) for _ in range(2)]  # type: ignore[arg-type,return-value]
+        calls = [asyncio.ensure_future(host.call(payload, no_answers)) for _ in range(2)]
         await asyncio.sleep(0.3)
         await host.close()
         ended = await asyncio.gather(*calls, return_exceptions=True)
@@ -223,7 +233,7 @@ def test_python_is_the_one_of_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     async def go() -> None:
         host = CommandHost(["python", "-c", program], limit_s=60, most_at_once=1, max_output_bytes=1000)
         await host.start()
-        await host.call({"base_url": "", "api_key": "", "prompt": {}}, lambda: None)  # type: ignore[arg-type,return-value]
+        await host.call({"base_url": "", "api_key": "", "prompt": {}}, no_answers)
 
     asyncio.run(go())
     assert Path((tmp_path / "seen").read_text()).parent == Path(sys.executable).parent

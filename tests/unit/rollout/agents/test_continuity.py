@@ -1,4 +1,4 @@
-"""What the doctor says of a chat template is what becomes of sessions with it."""
+"""The doctor's words on a chat template against what becomes of sessions with it."""
 
 from __future__ import annotations
 

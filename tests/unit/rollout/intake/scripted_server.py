@@ -32,7 +32,7 @@ BROKEN: dict[int, str] = {
     10: "version_missing",
     11: "mask_violation",
 }
-"""What is wrong with the answer to a prompt, by its last id."""
+"""The fault of the answer to a prompt, by its last id."""
 
 
 class ScriptedServer(LocalApp):
@@ -80,7 +80,7 @@ class ScriptedServer(LocalApp):
 
 
 def answer(body: dict[str, Any], version: str) -> tuple[str, dict[str, Any]]:
-    """What is wrong with the answer, if anything, and the answer."""
+    """The fault of the answer, if it has one, and the answer."""
     context = body["input_ids"]
     rng, wrong = np.random.default_rng(context), BROKEN.get(context[-1], "")
     sampled = int(rng.integers(2, 9))

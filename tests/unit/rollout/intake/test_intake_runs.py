@@ -68,7 +68,7 @@ def settings(folder: Path, url: str, processes: int, **sections: Any) -> Config:
 
 @dataclass
 class Run:
-    """What a run left."""
+    """The batches of a run, and its last state."""
 
     batches: list[list[TrainBatch]] = field(default_factory=list)
     state: Mapping[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""When a process hangs, and when it is only busy."""
+"""Processes that hang, and those that are only busy."""
 
 from __future__ import annotations
 

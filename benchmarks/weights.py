@@ -1,0 +1,111 @@
+"""Weights on their way to the engine, in seconds per GB, beside a copy in memory and one digest.
+
+`python -m benchmarks.weights [--gib 2] [--folder DIR] [--rounds 5] [--json FILE]` makes float32 tensors of a mixture of
+experts, exports them as a rank does (`export`: rounded to bfloat16, digested, written in buckets) and reads them back
+as the controller does (`proof`: digests of the files, checksums that the engine must report). The rows `export, one
+after the other` and `proof, one after the other` make the same steps without threads and buckets. GB are those of the
+bfloat16 files; all rows are medians of rounds in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+from moe_trm.rollout.sglang.checksum import EngineChecksums
+from moe_trm.rollout.sglang.disk_load import verified_checksums
+from moe_trm.sync.disk import write_buckets
+from moe_trm.sync.manifest import TensorEntry, WeightPush
+from moe_trm.sync.rounding import Rounding
+from moe_trm.sync.tensors import HASH_THREADS, tensor_bytes, tensor_digest
+
+EXPERTS, WIDTH, HIDDEN = 32, 768, 2048
+ROUNDING = Rounding("bfloat16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--gib", type=float, default=2.0, help="size of the push in bfloat16 (default: 2)")
+    parser.add_argument("--folder", type=Path, help="where files go (default: a temporary folder)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
+    args = parser.parse_args(argv)
+    tensors = dict(experts(int(args.gib * 2**30)))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        rows = list(measured(tensors, Path(folder), args.rounds))
+    report(f"Seconds per GB of a push, {HASH_THREADS} threads", rows, args.json)
+    return 0
+
+
+def experts(size: int) -> Iterator[tuple[str, Tensor]]:
+    """float32 matrices of experts, of `size` bytes in bfloat16, layer by layer."""
+    left, number = size, 0
+    while left > 0:
+        layer, place = divmod(number, EXPERTS * 3)
+        expert, part = divmod(place, 3)
+        shape = (HIDDEN, WIDTH) if part == 2 else (WIDTH, HIDDEN)
+        name = ("gate", "up", "down")[part]
+        yield f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight", torch.randn(shape)
+        left, number = left - 2 * HIDDEN * WIDTH, number + 1
+
+
+def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterator[Row]:
+    """A row for each way, medians of rounds in turn."""
+    folder = folder / "v000001"
+    gigabytes = sum(tensor.numel() for tensor in tensors.values()) * 2 / 1e9
+    push = WeightPush(1, str(folder), export(tensors, folder))
+    block = torch.cat([tensor.view(-1)[: 1 << 20] for tensor in tensors.values()]).bfloat16()
+    repeated = gigabytes * 1e9 / block.nbytes
+    ways: dict[str, Callable[[], object]] = {
+        "copy in memory": lambda: block.clone(),
+        "one digest (blake2b)": lambda: tensor_digest(block),
+        "one checksum (SHA-256)": lambda: hashlib.sha256(tensor_bytes(block)).hexdigest(),
+        "export": lambda: export(tensors, folder),
+        "export, one after the other": lambda: export_in_turn(tensors, folder / "in-turn.safetensors"),
+        "proof": lambda: verified_checksums(push, "bfloat16"),
+        "proof, one after the other": lambda: prove_in_turn(push),
+    }
+    scale = {name: repeated if not name.startswith(("export", "proof")) else 1.0 for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            seconds[name].append((time.perf_counter() - started) * scale[name] / gigabytes)
+    for name, values in seconds.items():
+        yield {"what": name, "s/GB": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def export(tensors: Mapping[str, Tensor], folder: Path) -> tuple[TensorEntry, ...]:
+    return write_buckets(folder, "model-rank-00000", tensors.items(), ROUNDING)
+
+
+def export_in_turn(tensors: Mapping[str, Tensor], path: Path) -> None:
+    pushed = {name: ROUNDING.pushed(name, tensor) for name, tensor in tensors.items()}
+    for tensor in pushed.values():
+        tensor_digest(tensor)
+    save_file(pushed, path, metadata={"format": "pt"})
+    path.unlink()
+
+
+def prove_in_turn(push: WeightPush) -> Mapping[str, str]:
+    checksums = EngineChecksums((entry.name for entry in push.tensors), "bfloat16")
+    for file in sorted({entry.file for entry in push.tensors}):
+        for name, tensor in load_file(Path(push.directory) / file).items():
+            tensor_digest(tensor)
+            checksums.add(name, tensor)
+    return checksums.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""transformers' model of a checkpoint folder, with plain weights whatever form the files have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+from torch import Tensor
+
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.tensors import is_prediction
+
+
+def model_config(folder: Path) -> Any:
+    """transformers' configuration of the model in `folder` with plain weights."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    plain = library_config(read_hf_config(folder))
+    kind: type[PreTrainedConfig] = type(AutoConfig.for_model(plain["model_type"]))
+    return kind.from_dict(plain)
+
+
+def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The model and what did not fit, with `options` of `from_pretrained`.
+
+    transformers 5.19 dequantises FP8 only where blocks divide the matrix, which those of DeepSeek-V3 do not, and rounds
+    once less with a float32 learner. So quantised weights are read here, for either learner alike.
+    """
+    import transformers
+
+    config, hf = model_config(checkpoint.folder), read_hf_config(checkpoint.folder)
+    options = {**options, "config": config, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    if checkpoint.quantisation is None:
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder, **options)
+    else:
+        weights = {name: _Unread(checkpoint, name) for name in checkpoint.names}
+        model, loaded = getattr(transformers, config.architectures[0]).from_pretrained(
+            None, state_dict=weights, **options
+        )
+    # Under names of the model, in which the experts of a layer are one tensor.
+    unexpected = {name for name in loaded["unexpected_keys"] if not is_prediction(name, hf)}
+    return model, {**loaded, "unexpected_keys": unexpected}
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A tensor that transformers reads by `[...]`, as it does a slice of a file."""
+
+    checkpoint: HfCheckpoint
+    name: str
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor:
+        return self.checkpoint.read(self.name)

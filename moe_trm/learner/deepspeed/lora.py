@@ -1,0 +1,175 @@
+"""Adapters in models of transformers.
+
+transformers holds the experts of a layer in two stacked tensors. A stack gets stacked factors, one for each expert and
+each matrix of the checkpoint in it, so that the adapters are those of the other learner. Where a matrix of the
+checkpoint lies in a stack is not assumed: a small stack of numbers goes the way that the weights go when they are
+saved.
+
+Shape letters: E experts, M matrices of one expert that lie in one stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_trm.errors import ConfigError
+from moe_trm.learner.deepspeed.weights import checkpoint_form
+from moe_trm.learner.lora.adapter import A, Adapter, B, Factors, Start, factor_name, merge_in_passes
+from moe_trm.learner.lora.wanted import Wanted
+
+_MOST = 2
+"""Matrices of an expert in one stack, at most: gate and up."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter of the model with adapters.
+
+    Attributes:
+        owner, leaf: its module and its name there.
+        matrices: for each matrix of the checkpoint in it, in order: its Hugging Face modules, one, or one for each
+            expert; None where it has no adapter.
+    """
+
+    owner: str
+    leaf: str
+    matrices: tuple[tuple[str, ...] | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.owner}.{self.leaf}"
+
+    def factors(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Names of the factors' modules in the model, and their Hugging Face modules."""
+        adapted = [modules for modules in self.matrices if modules is not None]
+        for number, modules in enumerate(adapted):
+            yield f"{self.owner}.lora_{self.leaf}.parts.{number}", modules
+
+
+class Adapters:
+    """The adapters of a model; none of a model without.
+
+    Attributes:
+        factors: by the name of each factor in the model, its names by `factor_name`.
+    """
+
+    def __init__(self) -> None:
+        self.factors: dict[str, tuple[str, ...]] = {}
+        self._adapters: dict[str, tuple[nn.Module, str, Adapter]] = {}
+
+    def add(self, place: Place, module: nn.Module, adapter: Adapter) -> None:
+        """Take the adapter of the parameter at `place` in `module`."""
+        module.add_module(f"lora_{place.leaf}", adapter)
+        for owner, modules in place.factors():
+            for kind, factor in (("A", A), ("B", B)):
+                self.factors[f"{owner}.{kind}"] = tuple(factor_name(each, factor) for each in modules)
+        self._adapters[place.name] = (module, place.leaf, adapter)
+
+    def of(self, name: str) -> Adapter | None:
+        """The adapter of the parameter `name`."""
+        found = self._adapters.get(name)
+        return None if found is None else found[2]
+
+    def merge_in_passes(self) -> None:
+        """Let every forward from now on compute with merged weights.
+
+        Call it when DeepSpeed has the model: its hooks, which gather partitioned weights, come first.
+        """
+        merge_in_passes(self._adapters.values())
+
+
+def add_adapters(causal: Any, wanted: Wanted) -> Adapters:
+    """Give matrices adapters, and freeze everything else. Call it before DeepSpeed takes the model.
+
+    Raises:
+        ConfigError: a matrix that has no adapter here.
+    """
+    found, known = Adapters(), dict(causal.named_parameters())
+    for parameter in known.values():
+        parameter.requires_grad_(False)
+    for place in places(causal, wanted.modules):
+        base = known[place.name]
+        shape = (*base.shape[:-2], base.shape[-2] // len(place.matrices), base.shape[-1])
+        parts = [
+            shape if modules is None else _factors(modules, shape, base, wanted.start) for modules in place.matrices
+        ]
+        found.add(place, causal.get_submodule(place.owner), Adapter(parts, wanted.lora.scale, _rows_together))
+    return found
+
+
+def places(causal: Any, modules: frozenset[str]) -> list[Place]:
+    """The parameters of the model, which may be without values, that hold matrices of `modules`.
+
+    Raises:
+        ConfigError: experts of which only some would have adapters, or a form that has none.
+    """
+    found: list[Place] = []
+    covered: set[str] = set()
+    for name, parameter in causal.named_parameters():
+        matrices = _matrices(causal, name, parameter)
+        chosen = [[each in modules for each in group] for group in matrices]
+        if any(any(group) != all(group) for group in chosen):
+            raise _refused(name, "adapters of some experts of a layer, whose matrices are in one tensor here")
+        if any(any(group) for group in chosen):
+            owner, _, leaf = name.rpartition(".")
+            kept = tuple(group if any(on) else None for group, on in zip(matrices, chosen, strict=True))
+            found.append(Place(owner, leaf, kept))
+            covered |= {module for group in kept if group is not None for module in group}
+    if missing := modules - covered:
+        raise _refused(min(missing), "a matrix that transformers holds in a form without adapters")
+    return found
+
+
+def canonical(place: Place, factor: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A saved factor `factor` of the model as tensors by `factor_name`."""
+    owner, _, kind = factor.rpartition(".")
+    modules = dict(place.factors())[owner]
+    for number, module in enumerate(modules):
+        yield factor_name(module, {"A": A, "B": B}[kind]), values[number] if values.dim() == 3 else values
+
+
+def _matrices(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
+    """Hugging Face modules of the matrices in a parameter, by matrix and expert; none of what is no matrix."""
+    if parameter.dim() == 2 and name.endswith(".weight"):
+        form = checkpoint_form(causal, name, torch.zeros(1, 1))
+        return tuple((hf_name.removesuffix(".weight"),) for hf_name in form) if len(form) == 1 else ()
+    if parameter.dim() != 3:
+        return ()
+    experts = len(parameter)
+    numbers = torch.arange(experts * _MOST, dtype=torch.float32).view(experts, _MOST, 1)
+    form = checkpoint_form(causal, name, numbers)
+    if len(form) not in (experts, experts * _MOST):
+        return ()  # one tensor in the checkpoint, too
+    each = len(form) // experts
+    grid = [[""] * experts for _ in range(each)]
+    for hf_name, values in form.items():
+        expert, matrix = divmod(int(values.flatten()[0]), _MOST)
+        grid[matrix][expert] = hf_name.removesuffix(".weight")
+    assert all(all(row) for row in grid), f"{name} is not made of {each} matrices of each expert"
+    return tuple(tuple(row) for row in grid)
+
+
+def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: Start) -> Factors:
+    both = [start.factors(module, *shape[-2:]) for module in modules]
+    a, b = (torch.stack(each) if len(shape) == 3 else each[0] for each in zip(*both, strict=True))
+    return Factors(a.to(base, copy=True), b.to(base, copy=True))
+
+
+def _rows_together(matrices: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(matrices), dim=-2)
+
+
+def _refused(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        "these adapters cannot be trained with learner.backend=deepspeed",
+        where="learner.lora.targets",
+        got=f"{what}: {name}",
+        expected="matrices with a tensor of their own in the checkpoint, of all experts of a layer",
+        fix="Change learner.lora.targets, or set learner.backend=megatron.",
+    )

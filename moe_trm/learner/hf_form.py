@@ -1,0 +1,67 @@
+"""The form of an exported checkpoint: plain tensors in one dtype, or the form of the one that training started from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models import fp8_blocks, mxfp4
+from moe_trm.models.hf_config import plain_config, without_prediction_layers
+from moe_trm.sync.rounding import DTYPES, Rounding
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """What an export makes of the learner's weights.
+
+    Attributes:
+        source: the checkpoint that training started from.
+        dtype: of the learner's weights.
+        published: every tensor is written in the form that `source` has it in: its dtype, FP8 or MXFP4. Blocks of
+            weights that did not change keep their bits. False: plain tensors in `dtype`.
+    """
+
+    source: HfCheckpoint
+    dtype: str
+    published: bool = False
+
+    def stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What is written for the learner's tensor `name`: itself, or values and scales."""
+        if not self.published:
+            return {name: Rounding(self.dtype).pushed(name, tensor)}
+        names, form = self.source.parts(name), self.source.quantisation
+        old = [self.source.read_stored(part) for part in names]
+        # As the learner got it, so that what it left alone compares equal.
+        dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
+        new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
+        if len(names) == 1 or form is None:
+            made: tuple[Tensor, ...] = (torch.where(new == before, old[0], new.to(old[0].dtype)),)
+        elif form.method == "fp8":
+            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, powers=form.powers)
+        else:
+            made = mxfp4.requantize(new, before, (old[0], old[1]))
+        return dict(zip(names, (part.contiguous() for part in made), strict=True))
+
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that nothing trains: of the layers that predict several tokens at once.
+
+        They are those of `source` bit for bit, or its dequantisation where the export is plain.
+        """
+        for name in sorted(self.source.prediction):
+            if self.published:
+                yield from ((part, self.source.read_stored(part)) for part in self.source.parts(name))
+            else:
+                yield name, self.source.read(name)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the export, from that of `source`."""
+        found = dict(hf) if self.source.prediction else without_prediction_layers(hf)
+        if self.published:
+            return found
+        found.pop("torch_dtype", None)
+        return {**plain_config(found), "dtype": self.dtype}

@@ -1,0 +1,1 @@
+"""Low-rank adapters: which matrices have one, their factors, merged weights, and peft's files."""

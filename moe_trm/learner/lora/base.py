@@ -1,0 +1,68 @@
+"""The base that adapters belong to: a checksum by which a checkpoint of adapters knows its model again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_trm.config.schema import LoraConfig
+from moe_trm.errors import CheckpointError
+
+CHECKSUM, SCALE = "lora_base_checksum", "lora_scale_millionths"
+_MODULUS = 1 << 47
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> int:
+    """A number that changes with any bit of the base, the same on every layout. Collective.
+
+    Each element's bits count as an integer, times a number that its tensor's name gives; the sum over the model is
+    taken modulo 2^47. It does not see elements that change places within a tensor.
+
+    Args:
+        tensors: names and parts that this rank answers for: of all ranks together, each element once, beside zeros.
+        device: of the collective.
+    """
+    total = 0
+    for name, tensor in tensors:
+        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        weight = int.from_bytes(hashlib.sha256(name.encode()).digest()[:5], "big") | 1
+        total = (total + int(bits) * weight) % _MODULUS
+    whole = torch.tensor(total, dtype=torch.int64, device=device)
+    dist.all_reduce(whole)
+    return int(whole) % _MODULUS
+
+
+class Identity:
+    """What adapters in training belong to, as counters of a checkpoint.
+
+    Args:
+        checksum: of the base.
+        lora: the adapters.
+    """
+
+    def __init__(self, checksum: int, lora: LoraConfig) -> None:
+        self._counters = {CHECKSUM: checksum, SCALE: round(1e6 * lora.scale)}
+
+    def counters(self) -> dict[str, int]:
+        """State for a checkpoint, the same on every rank."""
+        return dict(self._counters)
+
+    def check(self, counters: Mapping[str, int]) -> None:
+        """Raise `CheckpointError` where adapters with these counters belong to another base or scale."""
+        for name, what, fix in (
+            (CHECKSUM, "model", "Set model.checkpoint to the one that the run started from."),
+            (SCALE, "scale", "Set learner.lora.alpha and learner.lora.rank as they were."),
+        ):
+            if counters.get(name) != self._counters[name]:
+                raise CheckpointError(
+                    f"the checkpoint's adapters belong to another {what}",
+                    where=name,
+                    got=counters.get(name, "a checkpoint without adapters"),
+                    expected=self._counters[name],
+                    fix=fix,
+                )

@@ -1,0 +1,112 @@
+"""Matrices that adapters change, chosen by their Hugging Face names. Imports no torch.
+
+Names are those of the checkpoint, so that both learners adapt the same matrices: `model.layers.0.self_attn.q_proj` is
+one, also where Megatron-Core holds queries, keys and values together, and `model.layers.0.mlp.experts.3.up_proj` also
+where transformers holds all experts of a layer in one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.errors import ConfigError
+from moe_trm.models.hf_config import num_experts
+from moe_trm.models.registry import find_family
+from moe_trm.models.tensors import tensor_names
+
+KINDS: Mapping[str, re.Pattern[str]] = {
+    "attention": re.compile(r"\.self_attn\.\w+_proj(_with_mqa)?$"),
+    "experts": re.compile(r"\.experts\.\d+\.\w+$|\.shared_experts?\.\w+$"),
+    "router": re.compile(r"\.(mlp|block_sparse_moe)\.(gate|router)$"),
+}
+"""Groups of modules by the names of `learner.lora.targets`."""
+ROUTED = re.compile(r"\.experts\.\d+\.\w+$")
+_WEIGHT = ".weight"
+_MATRIX = re.compile(r"model\.layers\.(\d+)\.(?!.*norm\.weight$).+\.weight$")
+
+
+def check_lora(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuse adapters that this model or layout cannot have, before anything is loaded.
+
+    Args:
+        config: the whole run.
+        hf: config.json of the checkpoint.
+
+    Raises:
+        ConfigError: a target that no matrix of the model has, or experts whose matrices are shared between ranks.
+    """
+    family, lora = find_family(hf), config.learner.lora
+    if not lora.rank or family is None:
+        return
+    modules = adapted_modules(tensor_names(family, hf), lora, hf)
+    shared = config.learner.parallel.expert_tensor
+    if shared > 1 and any(map(ROUTED.search, modules)):
+        raise ConfigError(
+            "ranks that share an expert's matrices would each keep a copy of one factor, whose gradients Megatron-Core "
+            "does not add up",
+            where="learner.parallel.expert_tensor",
+            got=f"{shared} with adapters of experts (learner.lora.targets)",
+            expected=1,
+            fix="Use learner.parallel.expert, or take the experts out of learner.lora.targets.",
+        )
+
+
+def modules_of(hf: Mapping[str, Any], checkpoint_names: Collection[str]) -> frozenset[str]:
+    """Names of a model's tensors; those of the checkpoint where its family is not known here."""
+    family = find_family(hf)
+    return frozenset(checkpoint_names) if family is None else tensor_names(family, hf)
+
+
+def adapted_modules(tensors: Collection[str], lora: LoraConfig, hf: Mapping[str, Any]) -> frozenset[str]:
+    """Modules whose matrix gets an adapter, e.g. `model.layers.0.self_attn.q_proj`.
+
+    Args:
+        tensors: Hugging Face names of the model's tensors.
+        lora: the adapters.
+        hf: config.json of the model.
+
+    Raises:
+        ConfigError: a target that no matrix of a decoder layer has.
+    """
+    modules = matrix_modules(tensors, hf)
+    found: set[str] = set()
+    for target in lora.targets:
+        matching = {module for module in modules if _matches(module, target)}
+        if not matching:
+            raise ConfigError(
+                "no matrix of the model has this name",
+                where="learner.lora.targets",
+                got=target,
+                expected=f"{', '.join(KINDS)}, or a module such as {min(modules, default='none')}",
+                fix=_reason(tensors, target, hf),
+            )
+        found |= matching
+    return frozenset(found)
+
+
+def matrix_modules(tensors: Collection[str], hf: Mapping[str, Any]) -> frozenset[str]:
+    """Modules of decoder layers with a matrix; layers for predicting several tokens at once are not among them."""
+    layers = int(hf["num_hidden_layers"])
+    return frozenset(
+        name.removesuffix(_WEIGHT)
+        for name in tensors
+        if (matrix := _MATRIX.match(name)) is not None and int(matrix[1]) < layers
+    )
+
+
+def _matches(module: str, target: str) -> bool:
+    if target in KINDS:
+        return KINDS[target].search(module) is not None
+    return module == target or module.endswith(f".{target}")
+
+
+def _reason(tensors: Collection[str], target: str, hf: Mapping[str, Any]) -> str:
+    stacked = any(name.endswith(".experts.gate_up_proj") for name in tensors)
+    if target == "experts" and stacked:
+        return "Adapt attention and router: this model's checkpoint has the experts of a layer in one tensor."
+    if target in ("experts", "router") and not num_experts(hf):
+        return f"Take {target} out of learner.lora.targets: the model is dense."
+    return "Embeddings, the output layer, norms and biases have no adapters."

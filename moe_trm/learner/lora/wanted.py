@@ -1,0 +1,48 @@
+"""Adapters that a run asks for: which matrices, and what their factors start as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.learner.lora.adapter import A, B, Start, factor_name
+from moe_trm.learner.lora.files import read_adapter
+from moe_trm.learner.lora.targets import adapted_modules, modules_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The adapters of a whole model.
+
+    Attributes:
+        modules: Hugging Face modules with an adapter.
+        lora: their rank and scale.
+        start: values of the factors.
+    """
+
+    modules: frozenset[str]
+    lora: LoraConfig
+    start: Start
+
+    @property
+    def factor_names(self) -> frozenset[str]:
+        """Names of everything that trains."""
+        return frozenset(factor_name(module, factor) for module in self.modules for factor in (A, B))
+
+
+def wanted_adapters(config: Config, hf: Mapping[str, Any], checkpoint: HfCheckpoint) -> Wanted | None:
+    """The adapters of this run; None where the weights themselves train.
+
+    Raises:
+        ConfigError: a target that no matrix has.
+        CheckpointError: an adapter to start from that is not one of this run's.
+    """
+    lora = config.learner.lora
+    if not lora.rank:
+        return None
+    modules = adapted_modules(modules_of(hf, checkpoint.names), lora, hf)
+    given = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
+    return Wanted(modules, lora, Start(lora.rank, config.seed, given))

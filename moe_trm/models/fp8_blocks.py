@@ -1,0 +1,86 @@
+"""Weights as 8-bit floats with a scale for each block: `w = q s`.
+
+Shape letters: O outputs, I inputs, M x N the size of a block, R = ceil(O / M) and C = ceil(I / N) blocks. Blocks at the
+ends may be smaller: DeepSeek-V3's `kv_a_proj_with_mqa` has 4.5 blocks of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
+
+
+def scales_of(stored: Tensor) -> Tensor:
+    """Scales as float32. They are kept as floats, or as exponents in bytes (`float8_e8m0fnu`, `uint8`)."""
+    if stored.dtype == torch.uint8:
+        return (stored.float() - 127.0).exp2()
+    return stored.float()
+
+
+def dequantize(weight_OI: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """`q s` in float32, rounded to `dtype`.
+
+    One row of blocks at a time, so that no second copy in float32 exists.
+
+    Source: `weight_dequant` of DeepSeek-V3's inference code; transformers' `Fp8Dequantize`.
+    """
+    rows, columns = weight_OI.shape
+    found = torch.empty(rows, columns, dtype=dtype)
+    for index, scale_C in enumerate(scales_of(scale_RC)):
+        strip = slice(index * block[0], (index + 1) * block[0])
+        found[strip] = (weight_OI[strip].float() * scale_C.repeat_interleave(block[1])[:columns]).to(dtype)
+    return found
+
+
+def quantize(
+    weight_OI: Tensor, block: tuple[int, int], scale_dtype: torch.dtype, *, powers: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The nearest `q` and `s`: `s = max|w| / 448` of the block, as its dtype can hold it, and `q = w / s`.
+
+    A block of zeros has the scale 1.
+
+    Args:
+        weight_OI: finite.
+        block: see the module.
+        scale_dtype: in which scales are kept.
+        powers: scales are rounded up to powers of two.
+    """
+    rows, columns = weight_OI.shape
+    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = list[Tensor]()
+    for first in range(0, rows, block[0]):
+        strip = weight_OI[first : first + block[0]].float()
+        largest_C = torch.stack([part.abs().amax() for part in torch.split(strip, block[1], 1)])
+        scale_C = torch.where(largest_C > 0, largest_C / LARGEST, 1.0)
+        if powers:
+            scale_C = scale_C.log2().ceil().exp2()
+        scales.append(_stored(scale_C, scale_dtype))
+        divisor = scales_of(scales[-1]).repeat_interleave(block[1])[:columns]
+        quantized[first : first + block[0]] = (strip / divisor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return quantized, torch.stack(scales)
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (scale.log2().ceil() + 127.0).to(dtype) if dtype == torch.uint8 else scale.to(dtype)
+
+
+def requantize(
+    new_OI: Tensor, old_OI: Tensor, stored: tuple[Tensor, Tensor], block: tuple[int, int], *, powers: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`quantize(new)`, but blocks without a change from `old` keep the bits that are `stored` for it."""
+    fresh, scale_RC = quantize(new_OI, block, stored[1].dtype, powers=powers)
+    strips = torch.split(new_OI != old_OI, block[0])
+    changed_RC = torch.stack([torch.stack([part.any() for part in torch.split(one, block[1], 1)]) for one in strips])
+    rows = changed_RC.repeat_interleave(block[0], 0)[: len(fresh)]
+    changed_OI = rows.repeat_interleave(block[1], 1)[:, : fresh.shape[1]]
+    return _chosen(changed_OI, fresh, stored[0]), _chosen(changed_RC, scale_RC, stored[1])
+
+
+def _chosen(where: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """torch.where, also of 8-bit floats."""
+    if yes.dtype.itemsize > 1:
+        return torch.where(where, yes, no)
+    return torch.where(where, yes.view(torch.uint8), no.view(torch.uint8)).view(yes.dtype)

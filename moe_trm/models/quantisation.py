@@ -1,0 +1,81 @@
+"""The forms in which published checkpoints hold their weights, from config.json and the names of tensors.
+
+- `fp8`: `NAME.weight` in float8_e4m3fn, and `NAME.weight_scale_inv` with one scale for each block of
+  `weight_block_size` weights (DeepSeek-V3, Kimi-K2, Qwen3-FP8).
+- `mxfp4`: `NAME_blocks`, two 4-bit floats to a byte, and `NAME_scales`, one exponent for each 32 of them (gpt-oss).
+
+A tensor without scales is held as it is, as those of `modules_to_not_convert` are. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_trm.errors import CheckpointError
+
+SCALE_INV = "_scale_inv"
+"""What the name of an FP8 weight's scales has behind that of the weight."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What the names of the two parts of an MXFP4 weight have behind that of the weight."""
+_DESCRIPTION = ("quant_method", "weight_block_size", "activation_scheme", "fmt")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint's weights are held.
+
+    Attributes:
+        method: see the module.
+        block: rows and columns that share a scale in `fp8`.
+        powers: scales of `fp8` are powers of two (`scale_fmt=ue8m0`).
+        dtype: in which the published dequantisation gives the weights: that of config.json.
+    """
+
+    method: Literal["fp8", "mxfp4"]
+    block: tuple[int, int] = (128, 128)
+    powers: bool = False
+    dtype: str = "bfloat16"
+
+
+def quantisation_of(hf: Mapping[str, Any], where: str) -> Quantisation | None:
+    """The form of the weights that config.json announces; None: plain tensors.
+
+    Raises `CheckpointError` for a form that is not read here, or an incomplete description; `where` is the file.
+    """
+    described = hf.get("quantization_config")
+    if not described:
+        return None
+    method, dtype = described.get("quant_method"), str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16")
+    if method == "mxfp4":
+        return Quantisation("mxfp4", dtype=dtype)
+    block = tuple(map(int, described.get("weight_block_size") or ()))
+    usual = described.get("activation_scheme", "dynamic") == "dynamic" and described.get("fmt", "e4m3") == "e4m3"
+    if method == "fp8" and len(block) == 2 and usual:
+        return Quantisation("fp8", (block[0], block[1]), described.get("scale_fmt") == "ue8m0", dtype)
+    raise CheckpointError(
+        "checkpoint is quantised in a form that is not read here",
+        where=f"{where}, quantization_config",
+        got=", ".join(f"{key}={described[key]}" for key in _DESCRIPTION if key in described) or described,
+        expected="plain weights, fp8 (e4m3) in blocks with dynamic activations, or mxfp4",
+        fix=(
+            "Take the release of this model in bfloat16, or load this one with transformers, dequantised (its "
+            "quantisation classes have `dequantize=True`), save it, and train that."
+        ),
+    )
+
+
+def parts_of(names: Collection[str], quantisation: Quantisation | None) -> dict[str, tuple[str, ...]]:
+    """The tensors of the model by name, and those of the files that each is made of: itself, or values and scales."""
+    if quantisation is None:
+        return {name: (name,) for name in names}
+    if quantisation.method == "fp8":
+        scaled = {name for name in names if name + SCALE_INV in names}
+        hidden = {name + SCALE_INV for name in scaled}
+        return {name: (name, name + SCALE_INV) if name in scaled else (name,) for name in names if name not in hidden}
+    whole = {name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS)}
+    whole = {name for name in whole if name + SCALES in names}
+    hidden = {name + end for name in whole for end in (BLOCKS, SCALES)}
+    plain = {name: (name,) for name in names if name not in hidden}
+    return plain | {name: (name + BLOCKS, name + SCALES) for name in whole}

@@ -1,0 +1,107 @@
+"""Tiny checkpoints of published models: names, dtypes, files and quirks of the release, sizes divided.
+
+Made from the config.json of the release: FP8 blocks or MXFP4 where it announces them, layers behind the last that
+predict several tokens at once, float32 biases that choose experts, several files with an index. The same seed gives the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_trm.models import fp8_blocks, mxfp4
+from moe_trm.models.hf_config import library_config
+from moe_trm.models.quantisation import BLOCKS, SCALE_INV, SCALES, Quantisation, quantisation_of
+from moe_trm.models.registry import family_of
+from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save
+from moe_trm.models.tiny.families import random_model
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "head_dim": 32, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16,
+    "first_k_dense_replace": 1, "sliding_window": 16,
+}  # fmt: skip
+"""In place of the published values, where there are any. 32 + 8 latents are 2.5 blocks of 16 weights."""
+ALWAYS = {"vocab_size": 128, "max_position_embeddings": 512, "initializer_range": 0.2}
+SPECIAL_IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+BLOCK = [16, 16]
+_QUANTISED = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+_EXACT = ".e_score_correction_bias"
+
+
+def divided(published: Mapping[str, Any]) -> dict[str, Any]:
+    """The published config.json with small sizes."""
+    found = {**published, **{key: value for key, value in SIZES.items() if published.get(key)}, **ALWAYS}
+    found |= SPECIAL_IDS
+    alike = published["num_key_value_heads"] == published["num_attention_heads"]
+    found["num_key_value_heads"] = found["num_attention_heads"] if alike else 2
+    found["num_experts_per_tok"] = max(2, int(published["num_experts_per_tok"]) // 2)
+    if int(published.get("n_group") or 1) > 1:
+        found |= {"n_group": 4, "topk_group": 2}
+    if scaling := published.get("rope_scaling"):
+        found["rope_scaling"] = {**scaling, "factor": 4.0, "original_max_position_embeddings": 128}
+    if "weight_block_size" in (quantised := published.get("quantization_config") or {}):
+        found["quantization_config"] = {**quantised, "weight_block_size": BLOCK}
+    return found
+
+
+def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) -> Path:
+    """Write a tiny checkpoint of the model whose config.json is `published` to `folder`, which is returned."""
+    import transformers
+
+    hf, where = divided(published), str(folder)
+    family, form = family_of(hf, where), quantisation_of(hf, where)
+    kind = getattr(transformers, family.architecture.removesuffix("ForCausalLM") + "Config")
+    model = random_model(family, kind.from_dict({**library_config(hf), "dtype": "float32"}), seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        save(model, character_tokenizer(), Path(scratch))
+        plain = load_file(Path(scratch) / "model.safetensors")
+    plain |= _prediction(plain, hf, torch.Generator().manual_seed(seed))
+    stored = dict[str, Tensor]()
+    for name, tensor in plain.items():
+        stored |= _stored(name, tensor if name.endswith(_EXACT) else tensor.bfloat16(), form)
+    folder.mkdir(parents=True, exist_ok=True)
+    character_tokenizer().save_pretrained(folder)
+    names = sorted(stored)
+    files = {f"model-0000{number + 1}-of-00003.safetensors": names[number::3] for number in range(3)}
+    for file, held in files.items():
+        save_file({name: stored[name] for name in held}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(hf, indent=2), encoding="utf-8")
+    return folder
+
+
+def _prediction(plain: Mapping[str, Tensor], hf: Mapping[str, Any], random: torch.Generator) -> dict[str, Tensor]:
+    """Layers behind the last: each is a layer of the model and a projection of two embeddings, all random."""
+    layers, found = int(hf["num_hidden_layers"]), dict[str, Tensor]()
+    last, width = f"model.layers.{layers - 1}.", int(hf["hidden_size"])
+    for number in range(layers, layers + int(hf.get("num_nextn_predict_layers") or 0)):
+        own = {name.replace(last, f"model.layers.{number}."): one for name, one in plain.items() if last in name}
+        start = f"model.layers.{number}."
+        own |= {start + x: torch.ones(width) for x in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+        own |= {start + "eh_proj.weight": torch.ones(width, 2 * width)}
+        own |= {start + x: plain["lm_head.weight"] for x in ("embed_tokens.weight", "shared_head.head.weight")}
+        found |= {name: torch.randn(one.shape, generator=random) * 0.2 for name, one in own.items()}
+    return found
+
+
+def _stored(name: str, tensor: Tensor, form: Quantisation | None) -> dict[str, Tensor]:
+    """What the files hold of a tensor."""
+    if form is not None and form.method == "fp8" and _QUANTISED.fullmatch(name):
+        values, scales = fp8_blocks.quantize(tensor, form.block, torch.float32, powers=form.powers)
+        return {name: values, name + SCALE_INV: scales}
+    if form is not None and form.method == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+        values, scales = mxfp4.quantize(tensor)
+        return {name + BLOCKS: values, name + SCALES: scales}
+    return {name: tensor.contiguous()}

@@ -1,0 +1,135 @@
+"""Bytes that a Megatron layer keeps for backward, on one rank, for each token of its columns.
+
+A tensor counts once, when some operation saves it for its gradient. What an operation saves follows from its formula: a
+product saves both factors, a sum neither. The rules are those of two sets of layers. `fused` are Transformer Engine's
+on a GPU with flash attention. `plain` are those of a CPU (`moe_trm/learner/megatron/cpu_spec.py`), whose norms also
+keep the normed values, and whose attention keeps keys and values repeated for every query head.
+
+Letters: d bytes of a number of `learner.dtype`, H hidden size, t tensor-parallel ranks, N query heads, G key/value
+heads, D head dimension, K experts per token, F columns of an expert on a rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_trm.config.schema import LearnerConfig
+from moe_trm.models.hf_config import expert_width, num_experts
+from moe_trm.models.registry import family_of
+
+Kernels = Literal["fused", "plain", "plain packed"]
+"""Layers of the learner: `plain packed` are those of a CPU that are given packs, whose attention runs by length."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes for each token that a rank has columns of.
+
+    Attributes:
+        entry: a layer's input.
+        outside: everything but the inside of the feed-forward part, `entry` included.
+        inside: of the feed-forward part.
+        columns: of rotary angles, for each column of a row. Rows share them.
+        gradients: in flight while a layer runs backward: three of its width, and its rows twice.
+    """
+
+    entry: float
+    outside: float
+    inside: float
+    columns: float
+    gradients: float
+
+    @property
+    def whole(self) -> float:
+        """Of the layer, without rotary angles."""
+        return self.outside + self.inside
+
+
+def layer_kept(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels, *, is_moe: bool) -> Kept:
+    """What one decoder layer keeps.
+
+    Args:
+        hf: config.json of the model.
+        learner: dtype and layout.
+        kernels: the layers' kind.
+        is_moe: the layer is a mixture of experts.
+    """
+    size, t, hidden = BYTES[learner.dtype], learner.parallel.tensor, int(hf["hidden_size"])
+    norms = 2 * (norm_kept(hidden, size, kernels) + size * hidden) / t
+    attention, columns = _attention(hf, learner, kernels)
+    if not is_moe:
+        width = int(hf["intermediate_size"]) / t
+        return Kept(
+            size * hidden / t, norms + attention, size * _PLANES * width, columns, size * (3 * hidden / t + 2 * width)
+        )
+    rows = int(hf["num_experts_per_tok"]) * learner.parallel.expert_tensor / t
+    inside = _experts(hf, learner, size, rows)
+    return Kept(size * hidden / t, norms + attention, inside, columns, size * hidden * (3 / t + 2 * rows))
+
+
+_PLANES = 5
+"""Of a gated product: gate and up in one tensor (2), the activated gate, up again after its offset, their product."""
+
+
+def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1) -> float:
+    """Of `norms` RMS norms over `columns` in all, without their outputs: inputs, and the root of each.
+
+    `plain` computes in float32 and keeps the normed values, too.
+    """
+    return (8 if kernels != "fused" else size) * columns + 4 * norms
+
+
+def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: float) -> float:
+    """Of `rows` dispatched rows a token: the rows, their products, the scaled product; routing; shared experts."""
+    t, experts, top_k = learner.parallel.tensor, num_experts(hf), int(hf["num_experts_per_tok"])
+    width = expert_width(hf) / learner.parallel.expert_tensor
+    routed = rows * (size * (int(hf["hidden_size"]) + (_PLANES + 1) * width) + 4)
+    # Weights as the dispatcher holds them and transposed in float32, the map as bytes and transposed, ids as int64.
+    routing = (10 * experts + 28 * top_k) / t
+    shared = int(hf.get("n_shared_experts") or 0) * expert_width(hf) / t
+    return routed + routing + size * _PLANES * shared
+
+
+def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) -> tuple[float, float]:
+    """Bytes of a token, and of rotary angles for a column."""
+    size, t = BYTES[learner.dtype], learner.parallel.tensor
+    heads = int(hf["num_attention_heads"]) / t
+    if "kv_lora_rank" in hf:
+        return _latent(hf, size, heads), 4 * 4 * float(hf["qk_rope_head_dim"])
+    dim = int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
+    groups = int(hf["num_key_value_heads"]) / t
+    normed = family_of(hf, "config.json").megatron(hf).get("qk_layernorm", False)
+    context = learner.parallel.context
+    # Attention on a CPU has a copy of keys and values for every query head, of the columns of all ranks.
+    copies = kernels != "fused" and (heads != groups or context > 1)
+    projected = size * (heads + 2 * groups) * dim
+    # Queries are cut out of the projection by a copy, keys and values are views of it.
+    found = size * 2 * heads * dim + 4 * heads  # rotated queries, weighted values, log-sum-exps
+    found += size * 2 * heads * dim * context if copies else size * groups * dim
+    if kernels == "plain packed":
+        found += size * heads * dim  # weighted values once more, in the order of the pack
+    if normed:
+        found += norm_kept(heads * dim, size, kernels, heads) + _view_norm(groups * dim, size, kernels, groups)
+    if normed or not copies:
+        found += projected
+    rope = hf.get("rope_parameters") or {}
+    rotated = dim * float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
+    # Cosines and sines, once for the queries and once for the keys.
+    return found, 4 * size * rotated
+
+
+def _view_norm(columns: float, size: int, kernels: Kernels, norms: float) -> float:
+    """As `norm_kept`, where the input is a view of what is kept anyway."""
+    own_input = size * columns if kernels == "fused" or size == 4 else 0
+    return norm_kept(columns, size, kernels, norms) - own_input
+
+
+def _latent(hf: Mapping[str, Any], size: int, heads: float) -> float:
+    """Latent attention: queries, keys, values, weighted values; latents and their norms. Not measured."""
+    key = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"])
+    value = int(hf["v_head_dim"])
+    latents = int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]) + int(hf.get("q_lora_rank") or 0)
+    return size * (heads * (2 * key + 2 * value) + 2 * latents)

@@ -1,0 +1,68 @@
+"""Processes that share the work of the warm-up: each computes its part of every batch, all make the same steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_trm.runtime.lifeline import end_with_parent
+
+T = TypeVar("T")
+
+
+class Share:
+    """The part of one process; by itself it has all of the work.
+
+    Attributes:
+        rank: of this process; only the first speaks and writes.
+        size: processes.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    def of(self, items: Sequence[T]) -> Sequence[T]:
+        """The items that this process computes."""
+        return items[self.rank :: self.size]
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Sum over all processes, in place and in one message."""
+        if self.size == 1:
+            return
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(flat)
+        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(total.view_as(tensor))
+
+    def total(self, number: float) -> float:
+        """The sum of the numbers of all processes."""
+        value = torch.tensor(number, dtype=torch.float64)
+        self.add([value])
+        return float(value)
+
+
+def forked(size: int) -> Share:
+    """Fork this process into `size` that go on from here, each with one thread, and end with the first.
+
+    Call it before torch has computed anything with several threads.
+    """
+    torch.set_num_threads(1)
+    if size == 1:
+        return Share()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    rank = 0
+    sys.stdout.flush()
+    for other in range(1, size):
+        if os.fork() == 0:
+            rank = other
+            end_with_parent()
+            store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
+            break
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return Share(rank, size)

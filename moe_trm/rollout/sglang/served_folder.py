@@ -1,0 +1,67 @@
+"""The folder that a rollout server starts from, where the checkpoint's weights are in a form that pushes do not have.
+
+A push consists of plain tensors. A server that holds FP8 or MXFP4 would copy them into its 8-bit tensors under the
+scales of the old weights, and on a CPU it does not start. So it starts from config.json without `quantization_config`
+and the tokenizer, with random weights of the right shapes (`--load-format dummy`). The first push, which every run
+makes before it samples, brings those of the checkpoint, dequantised by the learner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from moe_trm.config.schema import Config
+from moe_trm.errors import ConfigError
+from moe_trm.models.hf_config import library_config, read_hf_config
+from moe_trm.models.quantisation import quantisation_of
+
+RANDOM_WEIGHTS = ("--load-format", "dummy")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
+
+
+def has_plain_weights(checkpoint: Path) -> bool:
+    """True where the engine can load the checkpoint's weights. Raises `CheckpointError` for an unknown form."""
+    return quantisation_of(read_hf_config(checkpoint), f"{checkpoint}/config.json") is None
+
+
+def check_quantised(config: Config) -> None:
+    """Refuse what is not known to work with a quantised checkpoint. Raises `ConfigError`, `CheckpointError`."""
+    rollout, checkpoint = config.rollout, Path(config.model.checkpoint)
+    if rollout.quantization is None or has_plain_weights(checkpoint):
+        return
+    raise ConfigError(
+        "an engine that rounds the weights it is sent is not known to work with a quantised checkpoint",
+        where="config key rollout.quantization",
+        got=f"{rollout.quantization} with {checkpoint}, whose weights are "
+        f"{read_hf_config(checkpoint)['quantization_config'].get('quant_method')}",
+        expected="none: the engine then computes with the dequantised weights",
+        fix=(
+            "Leave rollout.quantization out. rollout.fake_quantization=fp8_e4m3 with "
+            "rollout.fake_quantization_block=128 gives the engine weights that published FP8 can hold, on any device."
+        ),
+    )
+
+
+def folder_to_serve(checkpoint: Path, beside: Path) -> Path:
+    """The checkpoint itself; or, where its weights are quantised, a folder in `beside` without weights."""
+    if has_plain_weights(checkpoint):
+        return checkpoint
+    folder = beside / "served-model"
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
+    for path in checkpoint.iterdir():
+        if path.is_file() and path not in weights and path.name != "config.json":
+            _write(folder / path.name, path.read_bytes())
+    _write(folder / "config.json", json.dumps(library_config(read_hf_config(checkpoint)), indent=2).encode())
+    return folder
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Servers of one run may write into a common folder: a reader sees a whole file."""
+    with NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as partial:
+        partial.write(data)
+    os.chmod(partial.name, 0o644)
+    os.replace(partial.name, path)

@@ -1,0 +1,72 @@
+"""Published models as tiny checkpoints in their own form: loaded, served, trained with replay proved, written back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks import models
+from moe_trm.learner.hf_checkpoint import HfCheckpoint
+from moe_trm.models.tiny.published import make_published
+from tests.integration.learner_support import ranks
+from tests.integration.ranks import rank_server
+from tests.published_models import NAMES, published_config
+
+SCRIPT = Path(ranks.__file__).with_name("published.py")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> None:
+    """FP8 with blocks that do not divide, experts on two ranks, a layer behind the last that nobody reads."""
+    checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
+    out = tmp_path / "out"
+    done = rank_server().run([str(SCRIPT), str(checkpoint), str(out), "2"], 2)
+    assert done.ok, done.stderr[-3000:]
+    given, written = stored(checkpoint), stored(out / "published")
+    assert given.keys() == written.keys()
+    for name, tensor in given.items():
+        assert tensor.dtype == written[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)), name
+    assert json.loads((out / "published" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    source = HfCheckpoint(checkpoint)
+    largest = max(source.read(name).nbytes for name in source.names)
+    for rank in range(2):
+        facts = json.loads((out / f"facts-{rank}.json").read_text())
+        assert facts["layers"] == [1, 2, 3]
+        # A parameter is at most two tensors of the checkpoint, gate and up; the next is read before they are dropped.
+        assert facts["most_bytes"] <= 4 * largest
+        assert facts["read_bytes"] <= facts["own_bytes"]
+
+
+UNSERVED = {"moonlight_16b_a3b": "AssertionError"}
+"""What SGLang says on a CPU, where its rotary embedding for latent attention wants YaRN; the learners convert it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_published_model_that_the_engine_does_not_serve_is_converted(tmp_path: Path, name: str) -> None:
+    found = models.examine_release(name, tmp_path)
+    assert UNSERVED[name] in found["sglang"]["serve"]
+    for learner in models.LEARNERS:
+        assert found[learner]["convert"] == found[learner]["published form"] == "yes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSERVED])
+def test_a_published_model_is_served_trained_and_written_back(tmp_path: Path, name: str) -> None:
+    """Two steps on a real server, and both learners on what it sampled: every cell of docs/models.md is `yes`."""
+    found = models.examine_release(name, tmp_path)
+    assert {check: found["sglang"][check] for check in models.CHECKS["sglang"]} == dict.fromkeys(
+        models.CHECKS["sglang"], "yes"
+    )
+    for learner in models.LEARNERS:
+        checks = models.CHECKS["release"]
+        assert {check: found[learner].get(check) for check in checks} == dict.fromkeys(checks, "yes"), learner
