@@ -27,7 +27,7 @@ def verdict(history: Sequence[Mapping[str, float]], *, length_key: str = "respon
     |---|---|---|
     | `precision` | engine k3 above 0.05, Pearson below 0.95, or perplexities 5% apart | routes, dtype |
     | `outlier` | a token's probability differs by more than 0.8 between the engines | reject its row |
-    | `unsplit` | merged or total k3 above 0.05, and no part is known | snapshots |
+    | `unsplit` | merged or total k3 above 0.05, and no part is known | snapshots; weights, if samples are old |
     | `lag`, `staleness` | k3 above 0.05 and above the engines'; made before or within the step | age, or updates |
     | `masking` | IcePop drops over 10%, all rules over 25%, or their weights leave an ESS below 0.3 | by `escalation` |
     | `variance` | ESS below 0.5 or chi2 above 1; a band on the part with the tail | by `escalation` |
