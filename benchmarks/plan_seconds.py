@@ -43,7 +43,7 @@ SKIPPED = 3
 
 @dataclass(frozen=True)
 class Speeds:
-    """What two short synchronous runs say of a machine.
+    """Speeds of a machine, from two short synchronous runs.
 
     Attributes:
         pass_s, row_s: seconds of a decoding pass, and of each row in it.

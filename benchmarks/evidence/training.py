@@ -23,7 +23,7 @@ class Adam:
         self._second: Array | float = 0.0
 
     def step(self, ascent: Array) -> Array:
-        """What to add to the parameters."""
+        """The step to add to the parameters."""
         self._updates += 1
         self._first = BETAS[0] * self._first + (1 - BETAS[0]) * ascent
         self._second = BETAS[1] * self._second + (1 - BETAS[1]) * ascent**2

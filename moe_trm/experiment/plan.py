@@ -207,7 +207,7 @@ def _server(file: ExperimentFile, configs: Mapping[str, Config]) -> Iterator[Pro
 
 
 def _own_server(config: Config) -> str:
-    """Why runs of `config` need a server of their own, or start none; empty: one server can serve them all."""
+    """The reason why runs of `config` cannot share one server; empty where they can."""
     if not config.rollout.starts_server:
         return "they start none"
     if config.rollout.colocate:

@@ -17,7 +17,7 @@ from moe_trm.sync.rounding import DTYPES, Rounding
 
 @dataclass(frozen=True)
 class ExportForm:
-    """What an export makes of the learner's weights.
+    """The form in which an export writes the learner's weights.
 
     Attributes:
         source: the checkpoint that training started from.
@@ -31,7 +31,7 @@ class ExportForm:
     published: bool = False
 
     def stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is written for the learner's tensor `name`: itself, or values and scales."""
+        """The tensors written for the learner's tensor `name`: itself, or values and scales."""
         if not self.published:
             return {name: Rounding(self.dtype).pushed(name, tensor)}
         names, form = self.source.parts(name), self.source.quantisation

@@ -16,15 +16,15 @@ from typing import Any, Literal
 from moe_trm.errors import CheckpointError
 
 SCALE_INV = "_scale_inv"
-"""What the name of an FP8 weight's scales has behind that of the weight."""
+"""The end of the name of an FP8 weight's scales, behind that of the weight."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What the names of the two parts of an MXFP4 weight have behind that of the weight."""
+"""The ends of the names of the two parts of an MXFP4 weight, behind that of the weight."""
 _DESCRIPTION = ("quant_method", "weight_block_size", "activation_scheme", "fmt")
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's weights are held.
+    """The form in which a checkpoint holds its weights.
 
     Attributes:
         method: see the module.

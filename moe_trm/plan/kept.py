@@ -49,7 +49,7 @@ class Kept:
 
 
 def layer_kept(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels, *, is_moe: bool) -> Kept:
-    """What one decoder layer keeps.
+    """Bytes that one decoder layer keeps.
 
     Args:
         hf: config.json of the model.

@@ -47,7 +47,7 @@ def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> N
 
 
 UNSERVED = {"moonlight_16b_a3b": "AssertionError"}
-"""What SGLang says on a CPU, where its rotary embedding for latent attention wants YaRN; the learners convert it."""
+"""SGLang's words on a CPU, where its rotary embedding for latent attention wants YaRN; the learners convert it."""
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def base_checksum(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -
 
 
 class Identity:
-    """What adapters in training belong to, as counters of a checkpoint.
+    """The base and the scale of adapters in training, as counters of a checkpoint.
 
     Args:
         checksum: of the base.

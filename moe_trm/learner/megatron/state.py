@@ -163,7 +163,7 @@ class TrainingState:
             parameter.copy_(share.flat(kind, reader, parameter.numel()).view(parameter.shape))
 
     def _trained(self) -> Iterator[tuple[OptimizerShare, Tensor]]:
-        """What trains. All else is still as in the checkpoint that the run started from."""
+        """The trained tensors. All else is still as in the checkpoint that the run started from."""
         for name, parameter in global_parameters(self._chunks):
             if parameter.requires_grad:
                 yield _share(name, parameter, self._hf), parameter

@@ -97,7 +97,7 @@ def _prediction(plain: Mapping[str, Tensor], hf: Mapping[str, Any], random: torc
 
 
 def _stored(name: str, tensor: Tensor, form: Quantisation | None) -> dict[str, Tensor]:
-    """What the files hold of a tensor."""
+    """The tensors that the files hold for one tensor."""
     if form is not None and form.method == "fp8" and _QUANTISED.fullmatch(name):
         values, scales = fp8_blocks.quantize(tensor, form.block, torch.float32, powers=form.powers)
         return {name: values, name + SCALE_INV: scales}
