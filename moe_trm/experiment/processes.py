@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.errors import RunError
+from moe_trm.experiment.code import code_version
 from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
 from moe_trm.experiment.plan import Plan, PlannedRun
 from moe_trm.experiment.stages import Stage, Stages, stages
@@ -161,6 +162,7 @@ def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]
 def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
     state, (stage, *others) = states.of(run), left
     state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
+    state.code = code_version()
     states.write()
     log = log_of(plan.folder, run.name)
     log.parent.mkdir(exist_ok=True)
