@@ -156,12 +156,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     sends = config.sync.method == "distributed"
     own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
     operations = training_operations(model, hf, config, context)
-    modes = []
-    for mode in _modes(config):
-        # Stale samples need more passes, whatever the speed was measured with.
-        more = training_operations(model, hf, _with_pipeline(config, mode), context) / operations
-        simulated = simulate(batches, own_train * more, fleet, mode.schedule(sends=sends))
-        modes.append(Simulated(mode, simulated, basis))
+
+    def seconds(mode: Mode) -> tuple[float, float]:
+        """Of training a batch of the learner's own weights, and of each older version that sampled it.
+
+        Stale samples need more passes, whatever the speed was measured with.
+        """
+        own, with_older = (training_operations(model, hf, _with_pipeline(config, mode), context, n) for n in (0.0, 1.0))
+        return own_train * own / operations, own_train * (with_older - own) / operations
+
+    def simulated(mode: Mode, fleet: Fleet) -> Timeline:
+        train_s, older_s = seconds(mode)
+        return simulate(batches, train_s, fleet, mode.schedule(sends=sends), older_s)
+
+    modes = [Simulated(mode, simulated(mode, fleet), basis) for mode in _modes(config)]
     own = Mode.of(config)
     workers = provision(
         samples * lengths.mean,
@@ -169,7 +177,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         own_train,
         push_s,
         own.staleness - own.push_every + 1,
-        lambda number: simulate(batches, own_train, replace(fleet, servers=number), own.schedule(sends=sends)),
+        lambda number: simulated(own, replace(fleet, servers=number)),
     )
     return Plan(
         config,

@@ -20,7 +20,7 @@ from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
 from moe_trm.plan.layouts import Judged
 from moe_trm.plan.lengths import log_normal, recorded
-from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds
+from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds, training_operations
 from moe_trm.plan.text import as_data, page
 from moe_trm.plan.wire import rank_bits, route_bytes
 from routing import combinations
@@ -190,12 +190,22 @@ def test_measured_speeds_replace_assumed_ones() -> None:
 
 
 def test_a_measured_speed_is_that_of_the_configured_mode() -> None:
-    """Stale samples need the passes that a synchronous run does not make."""
-    step = {found.mode.mode: found.timeline.learner_busy_s for found in plan().modes}
-    passes = load(QWEN_4_NODES)
-    assert passes.pipeline.recovery == "same"
-    assert step["async"] / step["sync"] == pytest.approx(step["one_step"] / step["sync"])
-    assert step["async"] > step["sync"]
+    """Stale samples need the passes that a synchronous run does not make: one more for each older version.
+
+    The first batch is sampled by the weights that train it; with staleness 1, every other one by those before.
+    """
+    found = plan()
+    step = {each.mode.mode: each.timeline for each in found.modes}
+    config, hf = load(QWEN_4_NODES), hf_config("qwen3_30b_a3b")
+    assert config.pipeline.recovery == "same"
+    stale = load(QWEN_4_NODES, ["pipeline.mode=one_step"])
+    fresh, own, with_older = (
+        training_operations(found.model, hf, one, 100 + found.assumptions.lengths.mean / 2, older)
+        for one, older in ((config, 0.0), (stale, 0.0), (stale, 1.0))
+    )
+    ratio = step["one_step"].learner_busy_s / step["sync"].learner_busy_s
+    assert ratio == pytest.approx((own + 7 * with_older) / (8 * fresh))
+    assert step["async"].learner_busy_s >= step["one_step"].learner_busy_s > step["sync"].learner_busy_s
 
 
 def test_packs_train_faster_than_padded_rows_by_what_is_not_computed() -> None:
