@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import ConfigError
+from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
 from moe_trm.plan.figures import Basis, Figure, weakest
@@ -84,7 +85,7 @@ class Plan:
         pipeline = self.config.pipeline
         versions = pipeline.staleness_limit // pipeline.push_every + 1 if pipeline.recovery == "snapshot" else 0
         averages = 2 if pipeline.proximal == "average" else 0
-        return (versions + averages) * self.layout.memory["weights"]
+        return (versions + averages) * self.layout.trained
 
     @property
     def fits(self) -> bool:
@@ -109,18 +110,11 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters.
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters of
+            matrices that there are not.
         CheckpointError: a model that is not supported.
     """
-    if config.learner.lora.rank:
-        raise ConfigError(
-            "the memory of adapters is not planned",
-            where="learner.lora.rank",
-            got=config.learner.lora.rank,
-            expected=0,
-            fix="Plan with learner.lora.rank=0, which needs more memory and the same products.",
-        )
-    model = model_of(hf, where)
+    model = with_adapters(model_of(hf, where), hf, config.learner.lora, where)
     serve_gpus, ranks = cluster.split(config)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
     samples = config.rollout.prompts_per_step * config.rollout.group_size

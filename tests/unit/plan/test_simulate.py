@@ -202,3 +202,10 @@ def test_parts_of_a_step_have_the_versions_of_their_own_samples() -> None:
     found = simulate([[5, 5], [6, 20]], 4, workers(4), Schedule(1, interrupts=True, parts=2), 2)
     assert found.versions == ((0,), (0, 1))
     assert [*found.ends_s] == [9, 20 + 2 + 1]
+
+
+def test_each_older_version_has_a_pass_of_its_own() -> None:
+    """Steps end at 3 and 6, and each push interrupts the answer of 20, whose weights are then versions 0, 1 and 2."""
+    found = simulate([[1], [2], [20]], 2, workers(4), Schedule(2, interrupts=True), 1)
+    assert found.versions == ((0,), (0,), (0, 1, 2))
+    assert [*found.ends_s] == [3, 6, 20 + 2 + 2]
