@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from statistics import fmean
 
-SECONDS = 0.4
+SECONDS, PAUSE_S = 0.4, 0.05
 REPEATS = 5
 SIZE = 48
 """Of the products: below what a library shares among threads."""
@@ -22,15 +22,22 @@ def crowded() -> float:
     """The share, from 1 / cores to 1: the best of `REPEATS` measurements, which a busy neighbour disturbs least."""
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-        rates(pool, cores, pause_s=2.0)  # until all processes are there
+        while len({found.result() for found in [pool.submit(process, 0.2) for _ in range(cores)]}) < cores:
+            continue  # until all processes are there
         alone = max(fmean(rates(pool, 1)) for _ in range(REPEATS))
         together = max(fmean(rates(pool, cores)) for _ in range(REPEATS))
     return min(1.0, max(1 / cores, together / alone))
 
 
-def rates(pool: ProcessPoolExecutor, processes: int, pause_s: float = 0.05) -> list[float]:
-    """Rounds per second of each of so many processes that compute at the same time, `pause_s` from now."""
-    begin = time.time() + pause_s
+def process(pause_s: float) -> int:
+    """Number of a process that waits for so long."""
+    time.sleep(pause_s)
+    return os.getpid()
+
+
+def rates(pool: ProcessPoolExecutor, processes: int) -> list[float]:
+    """Rounds per second of each of so many processes that compute at the same time."""
+    begin = time.time() + PAUSE_S
     return [found.result() for found in [pool.submit(rounds_per_s, begin) for _ in range(processes)]]
 
 
