@@ -95,8 +95,8 @@ class Statement:
         return f"| {' | '.join((*cells, self.agreement, said, self.source))} |"
 
 
-ALL = Counting("all but MTP", said=False)
-NO_EMBEDDING = Counting("no embedding, no MTP", ("embedding",), said=False)
+ALL = Counting("all", said=False)
+NO_EMBEDDING = Counting("no embedding", ("embedding",), said=False)
 UNEMBEDDING = Counting("no embedding", ("embedding",))
 NO_ENDS = Counting("no ends", ENDS)
 GLM = Counting("no ends, with MTP", ENDS, prediction=True)

@@ -115,7 +115,7 @@ def test_layers_that_a_pipeline_does_not_divide_are_shared_as_evenly_as_can_be()
     """GLM-4.5-Air has 46 layers, which only pipelines of 1 and 2 of 32 ranks divide."""
     found = plan(AIR, "glm_4_5_air", 5)
     uneven = [other for other in found.others if other.parallel.pipeline_layout is not None]
-    assert {other.parallel.pipeline for other in uneven} == {4, 8, 16, 32}
+    assert {other.parallel.pipeline for other in uneven} == {4, 8, 16}
     assert all(other.parallel.pipeline_layout is None for other in found.others if other.parallel.pipeline < 4)
     for other in uneven:
         assert sum(other.layers) == 46
