@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from moe_trm.config.schema import LoraConfig
-from moe_trm.learner.lora.targets import adapted_modules
+from moe_trm.learner.lora.targets import adapted_by_config
 from moe_trm.models.family import Family, HfConfig
 from moe_trm.models.registry import family_of
-from moe_trm.models.tensors import tensor_names
 from moe_trm.plan.parameters import NO_ADAPTERS, Adapted, Merged, Model, Part, elements_of, part_of
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -36,7 +35,7 @@ def with_adapters(model: Model, hf: HfConfig, lora: LoraConfig, where: str = "co
         return model
     family = family_of(hf, where)
     names: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    for module in adapted_modules(tensor_names(family, hf), lora, hf):
+    for module in adapted_by_config(hf, lora):
         if found := _MODULE.fullmatch(module):
             names[int(found[1])][_EXPERT.sub(".experts.0.", found[2])] += 1
     known: dict[tuple[tuple[str, int], ...], Adapted] = {(): NO_ADAPTERS}

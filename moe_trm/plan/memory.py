@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
@@ -73,7 +74,12 @@ class Load:
 
 def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    return layers_by_rank(parallel, len(model.layers))
+    return list(_layers_of(parallel, len(model.layers)))
+
+
+@lru_cache(maxsize=64)
+def _layers_of(parallel: ParallelConfig, number: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(layers_by_rank(parallel, number))
 
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
