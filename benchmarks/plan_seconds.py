@@ -99,7 +99,7 @@ def repeated(checkpoint: Path, folder: Path, steps: int) -> list[Row]:
     settings = SETTINGS | {"run_dir": str(folder / "runs"), "model": {"checkpoint": str(checkpoint)}}
     settings |= {"learner": {}, "optimizer": {"lr": 0.0}, "observe": {"report": False, "transcripts": 0}}
     path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-    speeds = calibrate(path, folder, steps)
+    speeds = calibrate(path, checkpoint, folder, steps)
     return [compared(path, folder, words, steps, speeds) for words in MODES]
 
 
@@ -118,9 +118,9 @@ def settings_of(folder: Path, name: str, steps: int, words: Sequence[str]) -> li
     return [f"name={name}", f"train.steps={steps}", f"record.bundle={folder / name}", *words]
 
 
-def calibrate(path: Path, folder: Path, steps: int) -> Speeds:
+def calibrate(path: Path, checkpoint: Path, folder: Path, steps: int) -> Speeds:
     """The speeds of this machine, by a run with many requests in flight and a shorter one with few."""
-    cores = Cores(len(os.sched_getaffinity(0)), crowded())
+    cores = Cores(len(os.sched_getaffinity(0)), crowded(checkpoint))
     words = [f"rollout.concurrency={MANY}"]
     with watched() as clock:
         many = run(path, folder, "many", steps, words)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.crowded_cores import rounds_per_s
 from benchmarks.plan_seconds import MANY, SKIPPED, Speeds, busy_cores, decoding, predicted
 from benchmarks.side_cores import SideClock
 from moe_trm.config.schema import Config
@@ -93,7 +92,3 @@ def test_the_shorter_side_is_slow_all_the_time_and_the_longer_one_as_long_as_the
     assert found.sharing == pytest.approx(shared)
     expected, _ = predicted(config("one_step"), found, SKIPPED + 4)
     assert expected == pytest.approx(SAMPLING / shared + 4.4 - SAMPLING, rel=0.05)
-
-
-def test_a_process_says_how_fast_it_computes() -> None:
-    assert rounds_per_s(0.0) > 0
