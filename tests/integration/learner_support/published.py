@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,8 +28,8 @@ class Counting(HfCheckpoint):
         super().__init__(folder)
         self.read_bytes = self.alive = self.most = 0
 
-    def _plain(self, name: str, parts: list[Tensor]) -> Tensor:
-        return self._counted(super()._plain(name, parts))
+    def plain(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        return self._counted(super().plain(name, parts))
 
     def _counted(self, tensor: Tensor) -> Tensor:
         self.read_bytes += tensor.nbytes
