@@ -13,7 +13,6 @@ from torch import Tensor
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models import fp8_blocks, mxfp4
 from moe_trm.models.hf_config import plain_config, without_prediction_layers
-from moe_trm.models.quantisation import Quantisation
 from moe_trm.sync.rounding import DTYPES, Rounding
 
 
@@ -74,11 +73,12 @@ class ExportForm:
         if len(names) == 1 or form is None:
             return {name: torch.where(new == before, old[0], new.to(old[0].dtype)).contiguous()}
         if form.method == "fp8":
-            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, powers=form.powers)
+            read_in = getattr(torch, form.dtype)
+            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, read_in, powers=form.powers)
         else:
             made = mxfp4.requantize(new, before, (old[0], old[1]))
         if self.loss is not None:
-            self.loss.add(new, before, _read(made, form))
+            self.loss.add(new, before, self.source.plain(name, made))
         return dict(zip(names, (part.contiguous() for part in made), strict=True))
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,10 +99,3 @@ class ExportForm:
             return found
         found.pop("torch_dtype", None)
         return {**plain_config(found), "dtype": self.dtype}
-
-
-def _read(stored: tuple[Tensor, Tensor], form: Quantisation) -> Tensor:
-    """Values and scales as the numbers that they mean, in float32."""
-    if form.method == "fp8":
-        return fp8_blocks.dequantize(*stored, form.block, torch.float32)
-    return mxfp4.dequantize(*stored, torch.float32)

@@ -75,17 +75,31 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def requantize(
-    new_OI: Tensor, old_OI: Tensor, stored: tuple[Tensor, Tensor], block: tuple[int, int], *, powers: bool = False
+    new_OI: Tensor,
+    old_OI: Tensor,
+    stored: tuple[Tensor, Tensor],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    powers: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The nearest `q` at new scales or at those that are `stored`: for each block the nearer to `new`.
 
     Blocks without a change from `old` keep their bits. No block is further from `new` than `old` was: at its own scale
     a weight that changed too little keeps its bits, and a new scale rounds every weight anew.
+
+    Args:
+        new_OI: the trained weights.
+        old_OI: those of the start, which `stored` means.
+        stored: values and scales.
+        block: see the module.
+        dtype: in which the weights are read again; distances are of what is read.
+        powers: see `quantize`.
     """
     fresh, scale_RC = quantize(new_OI, block, stored[1].dtype, powers=powers)
     kept = nearest(new_OI, stored[1], block)
     # Not a number where a stored scale is 0.
-    better_RC = ~(_error(new_OI, kept, stored[1], block) <= _error(new_OI, fresh, scale_RC, block))
+    better_RC = ~(_error(new_OI, kept, stored[1], block, dtype) <= _error(new_OI, fresh, scale_RC, block, dtype))
     strips = torch.split(new_OI != old_OI, block[0])
     changed_RC = torch.stack([torch.stack([part.any() for part in torch.split(one, block[1], 1)]) for one in strips])
 
@@ -97,13 +111,12 @@ def requantize(
     return values, _chosen(changed_RC & better_RC, scale_RC, stored[1])
 
 
-def _error(weight_OI: Tensor, values: Tensor, scale_RC: Tensor, block: tuple[int, int]) -> Tensor:
+def _error(weight_OI: Tensor, values: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Squared distance of each block from `weight`, `[R, C]`."""
     found = list[Tensor]()
-    for index, (strip, part) in enumerate(
-        zip(torch.split(weight_OI, block[0]), torch.split(values, block[0]), strict=True)
-    ):
-        off = dequantize(part, scale_RC[index : index + 1], block, torch.float32) - strip.float()
+    back_OI = dequantize(values, scale_RC, block, dtype)
+    for strip, back in zip(torch.split(weight_OI, block[0]), torch.split(back_OI, block[0]), strict=True):
+        off = back.float() - strip.float()
         found.append(torch.stack([one.square().sum() for one in torch.split(off, block[1], 1)]))
     return torch.stack(found)
 

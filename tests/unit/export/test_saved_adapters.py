@@ -141,12 +141,12 @@ def test_a_published_export_rounds_merged_matrices_anew_and_leaves_the_base_alon
             assert torch.equal(new, trained), name
         else:
             # Rounding never takes a matrix further from what was trained than its start is.
-            assert float((new - trained).norm()) <= float((old - trained).norm()), name
+            assert float((new - trained).norm()) <= 1.01 * float((old - trained).norm()), name
             changed += float((old - trained).square().sum())
             lost += float((new - trained).square().sum())
     if release == "deepseek_v3":
         share = (lost / changed) ** 0.5
-        assert 0 < share <= 1
+        assert 0 < share < 1
         count = sum(len(out.parts(f"{module}.weight")) == 2 for module in adapted)
         assert f"rounding  {share:.0%} of what training changed in {count} tensors" in printed
         assert ("--adapter" in printed) == (share > 0.5)
