@@ -52,7 +52,8 @@ class Start:
     def factors(self, module: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """A `[R, I]` and B `[O, R]` of the matrix of `module`."""
         if self._given is not None:
-            return tuple(self._given[factor_name(module, factor)].float() for factor in (A, B))  # type: ignore[return-value]
+            a_RI, b_OR = (self._given[factor_name(module, factor)].float() for factor in (A, B))
+            return a_RI, b_OR
         digest = hashlib.sha256(f"{self._seed}/{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         a_RI = torch.rand((self._rank, inputs), generator=generator) * 2 - 1
