@@ -173,23 +173,17 @@ def page(found: Mapping[str, Any], releases: Mapping[str, Any]) -> str:
 
 
 def release_lines(found: Mapping[str, Any]) -> list[str]:
-    """The table of published models: `yes` where the engine, or both learners, passed; `-` where nothing was sampled."""
+    """The table of published models: `yes` where the engine, or both learners, passed."""
     checks = CHECKS["release"]
     lines = [f"| release | weights | serve | sync | {' | '.join(checks)} |", "|---" * (len(checks) + 4) + "|"]
     for name, engines in found.items():
         cells = [engines["sglang"]["serve"], engines["sglang"]["sync"]]
         for check in checks:
-            said = {learner: _said(engines[learner], check) for learner in LEARNERS}
-            reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason not in ("yes", "-")]
-            cells.append("; ".join(reasons) or ("yes" if "yes" in said.values() else "-"))
+            said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in LEARNERS}
+            reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
+            cells.append("; ".join(reasons) or "yes")
         lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
     return lines
-
-
-def _said(found: Mapping[str, Any], check: str) -> str:
-    """The result of a check; without one, why the conversion failed, or `-`: nothing was sampled to check it with."""
-    unchecked = "-" if found["convert"] == "yes" else str(found["convert"])
-    return str(found.get(check, unchecked))
 
 
 def _form(name: str) -> str:

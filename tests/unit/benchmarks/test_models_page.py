@@ -49,13 +49,6 @@ def test_the_learner_that_failed_is_named_in_its_cell() -> None:
     assert row == "| deepseek_v3 | fp8 + MTP | yes | yes | yes | yes | yes | yes | deepspeed: too far |"
 
 
-def test_what_needs_samples_is_not_claimed_of_a_model_that_is_not_served() -> None:
-    converted = {"convert": "yes", "published form": "yes"}
-    engines = {"sglang": dict.fromkeys(models.CHECKS["sglang"], "AssertionError"), "megatron": converted}
-    row = models.release_lines({"moonlight_16b_a3b": {**engines, "deepspeed": converted}})[-1]
-    assert row == "| moonlight_16b_a3b | bf16 | AssertionError | AssertionError | yes | yes | - | - | - |"
-
-
 def test_a_reason_is_numbered_once_and_said_below() -> None:
     cells = dict.fromkeys(models.CHECKS["learner"], "yes")
     found = {
