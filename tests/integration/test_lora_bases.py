@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.lora.adapter import A, B, factor_name
-from moe_trm.models.quantisation import SCALE_INV
 from tests.integration.learner_support.adapted_runs import Finished, Run, make_adapter, modules
 from tests.integration.learner_support.adapters_by_hand import (
     assert_adapters_by_hand,
@@ -79,14 +78,13 @@ def test_a_run_is_that_of_the_weights_that_the_published_ones_mean(
     assert_replay_and_resume(run)
 
 
-def merged(run: Run, name: str) -> Tensor:
-    """The tensor as passes have it after the first step, with adapters by hand."""
-    base, module = load_file(plain(run.start) / "model.safetensors")[name], name.removesuffix(".weight")
-    if module not in modules(run.start, run.name):
-        return base
-    factors = run.factors("stepped")
-    a, b = (factors[factor_name(module, factor)].double() for factor in (A, B))
-    return (base.double() + ALPHA / RANK * (b @ a)).float()
+def merged(run: Run) -> dict[str, Tensor]:
+    """Every tensor as passes have it after the first step, with adapters by hand."""
+    found, factors = load_file(plain(run.start) / "model.safetensors"), run.factors("stepped")
+    for module in modules(run.start, run.name):
+        a, b = (factors[factor_name(module, factor)].double() for factor in (A, B))
+        found[f"{module}.weight"] = (found[f"{module}.weight"].double() + ALPHA / RANK * (b @ a)).float()
+    return found
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
@@ -98,9 +96,8 @@ def test_the_published_form_has_the_base_bit_for_bit_and_merged_matrices_rounded
     written = run.ranks.exported(name, "published")
     adapted, read = modules(run.start, name), HfCheckpoint(run.ranks.folder / name / "published")
     assert given.keys() == written.keys()
-    after = run.ranks.exported(name, "after")
-    for tensor in read.names:
-        wanted = merged(run, tensor)
+    after, start = run.ranks.exported(name, "after"), load_file(plain(run.start) / "model.safetensors")
+    for tensor, wanted in merged(run).items():
         torch.testing.assert_close(after[tensor], wanted, rtol=1e-6, atol=1e-6)
         if tensor.removesuffix(".weight") not in adapted:
             for part in read.parts(tensor):
@@ -109,6 +106,7 @@ def test_the_published_form_has_the_base_bit_for_bit_and_merged_matrices_rounded
         elif len(read.parts(tensor)) == 1:
             torch.testing.assert_close(written[tensor], low(tensor, wanted), rtol=2**-7, atol=1e-6)
         else:
-            # Half of the last of 3 bits behind the point, or of the smallest number.
-            scale = float(written[tensor + SCALE_INV].max())
-            torch.testing.assert_close(read.read(tensor).float(), wanted, rtol=2**-4 + 2**-8, atol=2**-9 * scale)
+            # 3 bits behind the point; and rounding takes no matrix further from what was trained than its start is.
+            off = float((read.read(tensor).float() - wanted).norm())
+            assert off <= 0.05 * float(wanted.norm()), tensor
+            assert off <= 1.01 * float((start[tensor] - wanted).norm()), tensor

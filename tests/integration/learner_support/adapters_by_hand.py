@@ -15,7 +15,7 @@ from torch.func import functional_call
 from moe_trm.learner.lora.adapter import A, B, factor_name
 from moe_trm.learner.protocol import Scores
 from routing.hf import HFReplayer
-from routing.replay import Record, ReplayRecorded, ReplayRecords
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords, RouteSource
 from tests.integration.learner_support.adapted_runs import Run, modules
 from tests.integration.learner_support.lora import ALPHA, LR, RANK
 from tests.integration.learner_support.tiny import load_reference, random_routes
@@ -89,17 +89,16 @@ def exact(start: Path, factors: Mapping[str, Tensor], adapted: frozenset[str]) -
     norm = torch.cat([leaf.grad.flatten() for leaf in leaves.values() if leaf.grad is not None]).norm()
     replayer = HFReplayer(model, max_local_flip_rate=1.0)
 
-    def routed(number: int, source: Record | ReplayRecorded | ReplayRecords) -> tuple[Tensor, Any]:
+    def routed(number: int, source: RouteSource) -> tuple[Tensor, Any]:
         batch = batches[number]
         with torch.no_grad(), replayer.use(source, batch.input_ids, batch.target_ids, batch.valid) as this_pass:
             return logprobs(number), this_pass
 
     recorded = [routed(number, Record())[1].recorded() for number in range(NUM_BATCHES)]
     torch.optim.AdamW(leaves.values(), lr=LR, eps=1.0, betas=(0.9, 0.95), weight_decay=0.0).step()
-    with torch.no_grad():
-        scores |= {f"moved.{number}": logprobs(number) for number in range(NUM_BATCHES)}
     for number, batch in enumerate(batches):
         routes = ReplayRecords(random_routes(batch, replayer.layer_ids, seed=number))
+        scores[f"moved.{number}"], _ = routed(number, Native())
         scores[f"r2.{number}"], _ = routed(number, ReplayRecorded(recorded[number]))
         scores[f"r3.{number}"], _ = routed(number, routes)
     replayer.detach()
