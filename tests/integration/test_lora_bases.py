@@ -31,18 +31,18 @@ def of(form: str, *options: str) -> str:
 
 FAST = (1, of("fp8", "backend=megatron"))
 ALONE = [
-    *(of("fp8", *more) for more in (("backend=deepspeed",), ("backend=deepspeed", "layout=packed", "stage=3"))),
-    *(of("mxfp4", f"backend={backend}") for backend in ("megatron", "deepspeed")),
+    of("mxfp4", "backend=megatron"),
     of("mxfp4", "backend=megatron", "layout=packed", "recompute=full"),
+    *(of(form, "backend=deepspeed") for form in FORMS),
+    of("fp8", "backend=deepspeed", "layout=packed", "stage=3"),
 ]
 TWO = [
     of("fp8", "backend=megatron", "expert=2", "liars=1"),
     of("fp8", "backend=megatron", "tensor=2", "expert=2", "layout=packed"),
     of("fp8", "backend=megatron", "pipeline=2", "first_stage_layers=2"),
-    of("fp8", "backend=deepspeed", "stage=3"),
     of("mxfp4", "backend=megatron", "expert=2"),
     of("mxfp4", "backend=megatron", "pipeline=2", "last_stage_layers=2"),
-    of("mxfp4", "backend=deepspeed", "stage=3"),
+    *(of(form, "backend=deepspeed", "stage=3") for form in FORMS),
 ]
 GROUPS = ((1, [FAST[1]]), (1, ALONE), (2, TWO))
 """Runs that share their processes."""
