@@ -141,8 +141,10 @@ def merge_in_passes(owners: Iterable[tuple[nn.Module, str, Adapter]]) -> None:
 
 
 def _put(name: str, adapter: Adapter, module: nn.Module, _args: object) -> None:
-    # A plain attribute hides the parameter of the same name, which stays registered and as it is.
-    module.__dict__[name] = adapter(module._parameters[name])
+    weight = adapter(module._parameters[name])
+    # A plain attribute hides the parameter of the same name, which stays registered and as it is. As a parameter does,
+    # it says that it trains in passes without gradients too: Megatron-Core's layers choose their product by that.
+    module.__dict__[name] = weight if weight.requires_grad else weight.requires_grad_()
 
 
 def _remove(name: str, module: nn.Module, _args: object, _output: object) -> None:
