@@ -55,7 +55,8 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Tensor:
         if not self._lots or encoder_lens is not None or options.get("sliding_window_size") is not None:
             rows = (req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling)
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rows, **options)  # type: ignore[no-any-return]
+            found: Tensor = super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rows, **options)
+            return found
         return output.copy_(decode(query, k_cache, v_cache, self._lots, scaling))
 
     def _run_sdpa_forward_extend(
@@ -73,8 +74,10 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         scaling: Any = None,
         **options: Any,
     ) -> Tensor:
-        plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
-        if not (self._prefills and plain):
+        is_plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
+        if not (self._prefills and is_plain):
             rows = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rows, scaling, **options)  # type: ignore[no-any-return]
+            common = (query, output, k_cache, v_cache)
+            found: Tensor = super()._run_sdpa_forward_extend(*common, *rows, scaling, **options)
+            return found
         return output.copy_(prefill(query, k_cache, v_cache, self._prefills, scaling))
