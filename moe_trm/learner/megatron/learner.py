@@ -89,8 +89,7 @@ class MegatronLearner(LearnerBase):
         weights: str | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
-        for chunk in self._wrapped:
-            chunk.eval()
+        self._train(False)
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             planes, kept = self._schedule.run(batches, sources, scoring_of)
@@ -117,8 +116,7 @@ class MegatronLearner(LearnerBase):
             scores = scoring_of(batches[index]).scores(planes_PBR)
             return objective(index, replace(scores, router_shift=router_shift))
 
-        for chunk in self._wrapped:
-            chunk.train()
+        self._train(True)
         self._optimizer.zero_grad()
         with self._snapshots.computing():
             planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
@@ -132,6 +130,12 @@ class MegatronLearner(LearnerBase):
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
+
+    def _train(self, mode: bool) -> None:
+        """`Module.train` of all chunks, where it changes anything: it visits every module."""
+        for chunk in self._wrapped:
+            if chunk.training != mode:
+                chunk.train(mode)
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:
