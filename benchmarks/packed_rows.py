@@ -5,8 +5,8 @@ model, with random weights and random legal routes (R3). A step scores all micro
 Steps on packs and on padded rows of the same samples alternate in one process; ratios are medians over pairs. Lengths
 are those of a quickstart step, and log-normal with a median of 400 and a 99th percentile of 4,000 tokens. The seconds
 that a step's calls cost are those that stay with no columns at all: twice a step, less a step with every sample twice
-in as many micro-batches. Memory is what a process of its own needs at its peak for one forward and backward pass, above
-what it needed before.
+in as many micro-batches, in CPU time. Memory is what a process of its own needs at its peak for one forward and
+backward pass, above what it needed before.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def measure(learner: MegatronLearner, name: str, lengths: list[int], repeats: in
 
 
 def calls(learner: MegatronLearner, lengths: list[int], repeats: int) -> list[Row]:
-    """One row for each layout: the seconds of a step that its calls cost, and those of its columns."""
+    """One row for each layout: the CPU seconds of a step that its calls cost, and those of its columns."""
     plans: dict[tuple[str, int], list[MiniBatch]] = {}
     for layout in LAYOUTS:
         for times in (1, 2):
@@ -180,13 +180,13 @@ def calls(learner: MegatronLearner, lengths: list[int], repeats: int) -> list[Ro
     for turn in range(repeats + 1):
         for layout, times in plans:
             choose(learner, layout)
-            taken, _ = step(learner, plans[layout, times])
+            _, taken = step(learner, plans[layout, times])
             if turn:
                 seconds[layout, times].append(taken)
     found: list[Row] = []
     for layout in LAYOUTS:
         once, twice = (median(seconds[layout, times]) for times in (1, 2))
-        found.append({"layout": layout, "s of calls": 2 * once - twice, "s of columns": twice - once})
+        found.append({"layout": layout, "CPU s of calls": 2 * once - twice, "CPU s of columns": twice - once})
     return found
 
 
