@@ -4,9 +4,9 @@
 model, with random weights and random legal routes (R3). A step scores all micro-batches and makes the optimizer steps.
 Steps on packs and on padded rows of the same samples alternate in one process; ratios are medians over pairs. Lengths
 are those of a quickstart step, and log-normal with a median of 400 and a 99th percentile of 4,000 tokens. The seconds
-that a step's calls cost are those that stay with no columns at all: twice a step, less a step with every sample twice
-in as many micro-batches, in CPU time. Memory is what a process of its own needs at its peak for one forward and
-backward pass, above what it needed before.
+that a step's calls cost are those that would stay with no columns at all: twice a step with every second sample, less
+the whole step, in CPU time. Memory is what a process of its own needs at its peak for one forward and backward pass,
+above what it needed before.
 """
 
 from __future__ import annotations
@@ -166,27 +166,23 @@ def calls(learner: MegatronLearner, lengths: list[int], repeats: int) -> list[Ro
     """One row for each layout: the CPU seconds of a step that its calls cost, and those of its columns."""
     plans: dict[tuple[str, int], list[MiniBatch]] = {}
     for layout in LAYOUTS:
-        for times in (1, 2):
-            [plans[layout, times]] = plan_step(
-                rows_of(lengths * times),
-                seed=0,
-                step=1,
-                minibatches=2,
-                data_size=1,
-                micro_batch_rows=len(lengths) * times,
-                packed=layout == "packed",
+        for every in (1, 2):
+            [plans[layout, every]] = plan_step(
+                rows_of(lengths[::every]), seed=0, step=1, minibatches=2, data_size=1, packed=layout == "packed"
             )
     seconds: dict[tuple[str, int], list[float]] = {kind: [] for kind in plans}
     for turn in range(repeats + 1):
-        for layout, times in plans:
+        for layout, every in plans:
             choose(learner, layout)
-            _, taken = step(learner, plans[layout, times])
+            _, taken = step(learner, plans[layout, every])
             if turn:
-                seconds[layout, times].append(taken)
+                seconds[layout, every].append(taken)
     found: list[Row] = []
     for layout in LAYOUTS:
-        once, twice = (median(seconds[layout, times]) for times in (1, 2))
-        found.append({"layout": layout, "CPU s of calls": 2 * once - twice, "CPU s of columns": twice - once})
+        whole, half = (median(seconds[layout, every]) for every in (1, 2))
+        found.append(
+            {"layout": layout, "CPU s of calls": 2 * half - whole, "CPU s of columns and rows": 2 * (whole - half)}
+        )
     return found
 
 

@@ -79,11 +79,12 @@ def attend_within(
         kind: of the layer.
     """
     calls = _calls(tuple(lengths))
-    tensors: Sequence[Tensor] = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    query, key, value = query_TND, key_TGD, value_TGD
     together = len(calls.shapes) < len(lengths)
     if together:
-        calls = calls.on(query_TND.device)
-        tensors = [_Spread.apply(each, calls) for each in tensors]  # type: ignore[no-untyped-call]
+        calls = calls.on(query.device)
+        query, key, value = (_Spread.apply(each, calls) for each in (query, key, value))  # type: ignore[no-untyped-call]
+    tensors = (query, *for_all_heads(query.shape[1], key, value))
     # One split and one concatenation: slices would each have a gradient as long as the pack.
     sizes = [rows * columns for rows, columns in calls.shapes]
     found = []
