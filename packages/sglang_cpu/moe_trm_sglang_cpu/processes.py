@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 
 LAUNCHERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
@@ -28,8 +29,10 @@ def register() -> None:
 def fork_from_here(*_arguments: object, **_options: object) -> None:
     """Let the next processes be forks of this one, unless it has threads: a fork would lose them with what they hold.
 
-    Collections of garbage in a fork would write to every page of what was imported, and so copy it.
+    Collections of garbage in a fork would write to every page of what was imported, and so copy it. Megatron-Core is
+    hidden: SGLang imports it for one of its debugging aids, where it is installed.
     """
+    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
     if len(os.listdir("/proc/self/task")) > 1:
         multiprocessing.set_start_method("spawn", force=True)
         return
