@@ -17,9 +17,9 @@ from torch import Tensor
 
 
 def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
-    """SGLang's `RMSNorm.forward_cpu`, which is `native`, with the plain norms in fewer calls."""
+    """SGLang's `RMSNorm.forward_native`, which is `native`, with the plain norms in fewer calls."""
 
-    def forward_cpu(
+    def forward_native(
         norm: Any,
         x: Tensor,
         residual: Tensor | None = None,
@@ -42,7 +42,7 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
         wide = wide + residual
         return normed(wide, norm.weight, norm.variance_epsilon).to(x.dtype), wide.to(x.dtype)
 
-    return forward_cpu
+    return forward_native
 
 
 def normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:

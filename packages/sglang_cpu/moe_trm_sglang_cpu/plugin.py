@@ -72,7 +72,7 @@ def _fuse_norms() -> None:
 
     if layernorm._is_cpu_amx_available:
         return
-    layernorm.RMSNorm.forward_cpu = wrap(layernorm.RMSNorm.forward_cpu)
+    layernorm.RMSNorm.forward_native = wrap(layernorm.RMSNorm.forward_native)
     # A plain function under the name of the kernel: the dispatcher would take longer than the work.
     if not hasattr(torch.ops.sgl_kernel, "fused_qk_norm_rope_cpu"):
         torch.ops.sgl_kernel.fused_qk_norm_rope_cpu = norm_and_rotate
