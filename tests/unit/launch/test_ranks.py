@@ -46,7 +46,7 @@ def test_a_rank_ends_with_the_status_of_its_program(monkeypatch: pytest.MonkeyPa
 
 def test_where_cuda_is_present_ranks_import_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(preload.importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
     assert not preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}}))
 
 
