@@ -1,9 +1,10 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
 `python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does the same as
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with four
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with five
 differences:
 
+- Without CUDA the ranks are forks of this process, which has imported everything (`launch.preload`).
 - A failed rank's own message is the last word, not torchrun's traceback.
 - An error that can only repeat uses up no restart.
 - SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
@@ -13,10 +14,12 @@ differences:
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from launch.preload import preload
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config, stop = load(rest[0], rest[1:]), Stop()
     try:
-        code = run_with_restarts(int(num_ranks), rest, config.train.max_restarts, stop)
+        code = run_with_restarts(int(num_ranks), rest, config.train.max_restarts, stop, forks=preload(config))
     except SignalException as asked:
         code = 128 + asked.sigval
     if code:
@@ -66,13 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def run_with_restarts(num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop) -> int:
+def run_with_restarts(num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop, *, forks: bool) -> int:
     """Run the ranks, again when they died of something that may pass and nobody asked them to stop; the exit code."""
     for restarts in range(max_restarts + 1):
+        words = [*arguments, *(["--restarted"] if restarts else [])]
         try:
-            elastic_launch(launch_config(num_ranks), sys.executable)(
-                "-m", "launch.train", *arguments, *(["--restarted"] if restarts else [])
-            )
+            if forks:
+                sys.stdout.flush()
+                elastic_launch(launch_config(num_ranks), rank)(*words)
+            else:
+                elastic_launch(launch_config(num_ranks), sys.executable)("-m", "launch.train", *words)
         except ChildFailedError as error:
             code, what = told(error)
             if stop.number:
@@ -86,6 +93,20 @@ def run_with_restarts(num_ranks: int, arguments: Sequence[str], max_restarts: in
     return 128 + stop.number if stop.number else 0
 
 
+def rank(*arguments: str) -> None:
+    """A rank, in a fork: `python -m launch.train ARGUMENTS`, which is its name in lists of processes as well."""
+    from launch.train import main as train
+
+    sys.argv = ["launch.train", *arguments]
+    with suppress(ImportError):
+        os.environ["SPT_NOENV"] = "1"  # the new name does not reach into what shows the environment
+        from setproctitle import setproctitle
+
+        setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
+    if code := train(list(arguments)):
+        sys.exit(code)
+
+
 def launch_config(num_ranks: int) -> LaunchConfig:
     """One rendezvous, of its own, on this host."""
     return LaunchConfig(
@@ -97,6 +118,7 @@ def launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         monitor_interval=0.1,
+        start_method="fork",  # of ranks that are no programs
         signals_to_handle="SIGHUP",
         shutdown_timeout=SHUTDOWN_PATIENCE_S,
     )
