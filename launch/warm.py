@@ -46,9 +46,9 @@ Programs themselves are not in it: they run as `__main__`.
 """
 
 
-def warm_server(log: Path | None = None, further: Sequence[str] = ()) -> WarmServer:
-    """A server of warm processes, with the `further` modules imported as well; `log` is for its own output."""
-    return WarmServer("launch.warm", further, SINGLE_THREAD, log)
+def warm_server(log: Path) -> WarmServer:
+    """A server of warm processes; `log` is for its own output."""
+    return WarmServer("launch.warm", (), SINGLE_THREAD, log)
 
 
 def main(arguments: Sequence[str]) -> int:

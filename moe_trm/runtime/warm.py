@@ -57,6 +57,8 @@ class WarmServer:
         """
         path = Path(self._folder.name) / "socket"
         if self._process is None or self._process.poll() is not None:
+            if self._process is not None:
+                self._process.communicate()
             path.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(path))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.job import SINGLE_THREAD
-from launch.warm import warm_server
 from moe_trm.runtime.warm import WarmProcess, WarmServer
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +44,7 @@ class RankServer:
     """A server of warm ranks; it does one job after another and ends with this process."""
 
     def __init__(self) -> None:
-        self.warm: WarmServer = warm_server(further=FURTHER)
+        self.warm = WarmServer("launch.warm", FURTHER, {**SINGLE_THREAD, "PYTHONPATH": str(ROOT)})
         atexit.register(self.warm.close)
 
     def run(
