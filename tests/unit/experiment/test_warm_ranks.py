@@ -35,7 +35,7 @@ def test_trainings_are_forks_of_one_process_and_the_outcomes_the_same(tmp_path: 
     assert len(parents) == 1
     assert os.getpid() not in parents
 
-    assert trial.run(warmed_by=light, retry_failed=True) == 1
+    assert trial.run(warmed_by=light, retry_failed=True) == 0
     assert trial.starts("R3-seed0") == [0, 3]
     assert trial.states()["R3-seed0"]["state"] == "finished"
 
