@@ -35,7 +35,9 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
-    attach = [f"rollout.url={run.server}"] if run.server else []
+    # Its watchdog may be starting it again just when a run begins.
+    wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
+    attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
     warm = ["--warm-ranks", run.warm] if run.warm else []
     found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks, *warm])]
     for by in plan.file.evaluations:
