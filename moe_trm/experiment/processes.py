@@ -189,7 +189,7 @@ def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunSta
     """The state after a process; it stays `running` where another stage follows."""
     if running.lifeline is not None:
         running.lifeline.release()
-    state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.returncode
+    state, folder, status = states.of(running.run), plan.folder / running.run.name, running.process.wait()
     file, log = plan.file, running.text()
     if running.stage.result is None:
         outcome = ending(status, folder, log, steps=file.steps, metric=file.primary_metric)
