@@ -1,8 +1,8 @@
 """Figures of the staleness suite from what has run: JSON with every run, and a picture.
 
 `python -m benchmarks.evidence.staleness_figures [FILE] [--out FOLDER] [--json FILE] [--picture FILE]`. `FILE` is the
-experiment's, `FOLDER` where it ran. Every arm is compared with training without correction, with synchronous training and with token
-weights, by the primary metric and by greedy answers. Runs of the same seed are paired.
+experiment's, `FOLDER` where it ran. Every arm is compared with training without correction, with synchronous
+training and with token weights, by the primary metric and by greedy answers. Runs of the same seed are paired.
 """
 
 from __future__ import annotations
