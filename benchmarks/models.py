@@ -181,7 +181,8 @@ def release_lines(found: Mapping[str, Any]) -> list[str]:
         for check in checks:
             said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in LEARNERS}
             reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
-            cells.append("; ".join(reasons) or "yes")
+            alike = len(set(said.values())) == 1
+            cells.append(said[LEARNERS[0]] if alike else "; ".join(reasons))
         lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
     return lines
 

@@ -19,6 +19,7 @@ from launch.server_start import ServerStart
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
+from moe_trm.runtime.warm import WarmProcess
 
 # Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -33,6 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="YAML configuration")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides such as replay.mode=R3")
     parser.add_argument("--nproc-per-node", type=int, help="learner ranks (default: the fewest that hold the model)")
+    parser.add_argument(
+        "--warm-ranks",
+        metavar="SOCKET",
+        help="of a process that forks the ranks, as `warm_ranks` of an experiment makes",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,19 +48,20 @@ def run(args: argparse.Namespace) -> int:
     """
     for asked in (signal.SIGINT, signal.SIGTERM):
         signal.signal(asked, lambda number, _frame: sys.exit(128 + number))
-    return run_job(args.config, args.overrides, args.nproc_per_node)
+    return run_job(args.config, args.overrides, args.nproc_per_node, args.warm_ranks)
 
 
-def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
+def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = None, warm: str | None = None) -> int:
     """Start what the configuration needs on this host and wait for the learner; returns its exit code.
 
-    Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`.
+    `warm`: address of a `WarmServer` that forks the ranks. Refusals come before anything is started. Raises
+    `ConfigError`, `CheckpointError`, `EngineError`; `RunError` where that server is gone.
     """
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
     check_start(config, world_size=ranks)
     if not config.rollout.starts_server:
-        return run_learner(config_path, overrides, ranks, api_key_for(config))
+        return run_learner(config_path, overrides, ranks, api_key_for(config), warm=warm)
 
     from moe_trm.rollout.sglang.supervisor import on_cpu
     from moe_trm.rollout.sglang.watchdog import Watchdog
@@ -73,14 +80,23 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
     )
     if not on_cpu(config.rollout.server):  # a server sizes itself by the memory that is free when it starts
         with Watchdog(config, run_dir / "rollout.log", api_key):
-            return run_learner(config_path, overrides, ranks, api_key)
+            return run_learner(config_path, overrides, ranks, api_key, warm=warm)
     overrides.append(f"rollout.server.wait_s={config.rollout.server.startup_timeout_s}")
     with ServerStart(lambda given_up: Watchdog(config, run_dir / "rollout.log", api_key, given_up=given_up)) as server:
-        return run_learner(config_path, overrides, ranks, api_key, server)
+        return run_learner(config_path, overrides, ranks, api_key, server, warm)
+
+
+Learner = subprocess.Popen[bytes] | WarmProcess
+"""The process above the learner ranks, in a session of its own."""
 
 
 def run_learner(
-    config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None, server: ServerStart | None = None
+    config_path: str,
+    overrides: Sequence[str],
+    ranks: int,
+    api_key: str | None,
+    server: ServerStart | None = None,
+    warm: str | None = None,
 ) -> int:
     """The learner ranks on this host; the API key travels in the environment, never on a command line.
 
@@ -93,30 +109,48 @@ def run_learner(
         ranks: how many.
         api_key: of the rollout server.
         server: the start of the server that the ranks wait for; they are killed when it fails. None: there is one.
+        warm: address of a `WarmServer` that forks them; None: processes of their own.
     """
-    # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
-    learner = subprocess.Popen(
-        learner_command(config_path, overrides, ranks), env=learner_environment(api_key), start_new_session=True
-    )
-    lifeline = Lifeline(learner.pid)
+    learner, lifeline = _start_learner(config_path, overrides, ranks, api_key, warm)
     try:
         with passing_signals_to(learner, server):
             code = _wait(learner, server)
     except SystemExit:
-        os.killpg(learner.pid, signal.SIGKILL)
-        learner.wait()
-        lifeline.release()
+        _kill(learner)
         raise
-    lifeline.release()
+    finally:
+        if lifeline is not None and learner.returncode is not None:
+            lifeline.release()
     return code
 
 
-def _wait(learner: subprocess.Popen[bytes], server: ServerStart | None) -> int:
+def _start_learner(
+    config_path: str, overrides: Sequence[str], ranks: int, api_key: str | None, warm: str | None
+) -> tuple[Learner, Lifeline | None]:
+    """The learner, and what kills it with this process; a warm one needs nothing for that."""
+    environment = learner_environment(api_key)
+    if warm is not None:
+        return WarmProcess(warm, ["-m", "launch.ranks", str(ranks), config_path, *overrides], environment), None
+    # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
+    learner = subprocess.Popen(learner_command(config_path, overrides, ranks), env=environment, start_new_session=True)
+    return learner, Lifeline(learner.pid)
+
+
+def _kill(learner: Learner) -> None:
+    """End it and its ranks at once."""
+    if isinstance(learner, WarmProcess):
+        learner.kill()
+    else:
+        os.killpg(learner.pid, signal.SIGKILL)
+        learner.wait()
+
+
+def _wait(learner: Learner, server: ServerStart | None) -> int:
     """Exit code of the learner, which is killed when there will be no server."""
     while server is not None and learner.poll() is None and not server.over.wait(POLL_S):
         pass
     if server is not None and server.failed and learner.poll() is None:
-        os.killpg(learner.pid, signal.SIGKILL)
+        _kill(learner)
     return learner.wait()
 
 
@@ -131,7 +165,7 @@ def learner_environment(api_key: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def passing_signals_to(learner: subprocess.Popen[bytes], server: ServerStart | None = None) -> Iterator[None]:
+def passing_signals_to(learner: Learner, server: ServerStart | None = None) -> Iterator[None]:
     """SIGINT and SIGTERM of this process are for `learner`, inside the `with`.
 
     While `server` starts nothing can be saved: they raise `SystemExit` here.

@@ -14,12 +14,10 @@ differences:
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +32,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
+from moe_trm.runtime.forked_ranks import run_ranks
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
@@ -55,14 +54,35 @@ class Stop:
             rank.send_signal(signal.SIGTERM)
 
 
+Run = Callable[[int, Sequence[str]], Mapping[int, int]]
+"""Runs `python PROGRAM...` on so many ranks; by failed rank the exit code, in the order of ends."""
+
+
+def under_torchrun(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
+    """The ranks as processes that torchrun starts."""
+    # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        elastic_launch(launch_config(num_ranks), sys.executable)(*program)
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return {rank: failure.exitcode for rank, failure in failures}
+    return {}
+
+
+def as_forks(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
+    """The ranks as forks of this process."""
+    ended = run_ranks(program, num_ranks, patience_s=SHUTDOWN_PATIENCE_S)
+    return {rank: status for rank, status in ended.items() if status}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
-    # The ranks say in plain words what went wrong; torchrun's own report of it would bury them.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config, stop = load(rest[0], rest[1:]), Stop()
     try:
-        code = run_with_restarts(int(num_ranks), rest, config.train.max_restarts, stop, forks=preload(config))
+        run = as_forks if preload(config) else under_torchrun
+        code = run_with_restarts(run, int(num_ranks), rest, config.train.max_restarts, stop)
     except SignalException as asked:
         code = 128 + asked.sigval
     if code:
@@ -70,41 +90,18 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def run_with_restarts(num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop, *, forks: bool) -> int:
+def run_with_restarts(run: Run, num_ranks: int, arguments: Sequence[str], max_restarts: int, stop: Stop) -> int:
     """Run the ranks, again when they died of something that may pass and nobody asked them to stop; the exit code."""
     for restarts in range(max_restarts + 1):
-        words = [*arguments, *(["--restarted"] if restarts else [])]
-        try:
-            if forks:
-                sys.stdout.flush()
-                elastic_launch(launch_config(num_ranks), rank)(*words)
-            else:
-                elastic_launch(launch_config(num_ranks), sys.executable)("-m", "launch.train", *words)
-        except ChildFailedError as error:
-            code, what = told(error)
-            if stop.number:
-                break
-            print(what, file=sys.stderr)
-            if code == REFUSED or restarts == max_restarts:
-                return code
-            print(f"starting the learner ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr, flush=True)
-        else:
+        failed = run(num_ranks, ["-m", "launch.train", *arguments, *(["--restarted"] if restarts else [])])
+        if stop.number or not failed:
             break
+        code, what = told(failed)
+        print(what, file=sys.stderr)
+        if code == REFUSED or restarts == max_restarts:
+            return code
+        print(f"starting the learner ranks again ({restarts + 1} of {max_restarts})", file=sys.stderr, flush=True)
     return 128 + stop.number if stop.number else 0
-
-
-def rank(*arguments: str) -> None:
-    """A rank, in a fork: `python -m launch.train ARGUMENTS`, which is its name in lists of processes as well."""
-    from launch.train import main as train
-
-    sys.argv = ["launch.train", *arguments]
-    with suppress(ImportError):
-        os.environ["SPT_NOENV"] = "1"  # the new name does not reach into what shows the environment
-        from setproctitle import setproctitle
-
-        setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
-    if code := train(list(arguments)):
-        sys.exit(code)
 
 
 def launch_config(num_ranks: int) -> LaunchConfig:
@@ -118,18 +115,16 @@ def launch_config(num_ranks: int) -> LaunchConfig:
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="fork",  # of ranks that are no programs
         signals_to_handle="SIGHUP",
         shutdown_timeout=SHUTDOWN_PATIENCE_S,
     )
 
 
-def told(error: ChildFailedError) -> tuple[int, str]:
+def told(failed: Mapping[int, int]) -> tuple[int, str]:
     """Exit code of a failed group, and which rank ended how. A refusal on any rank is why the others failed."""
-    _, failure = error.get_first_failure()
-    failure = next((other for other in error.failures.values() if other.exitcode == REFUSED), failure)
-    code = failure.exitcode if failure.exitcode > 0 else 1
-    return code, f"learner rank {failure.local_rank} ended with exit code {failure.exitcode}"
+    first = next((rank for rank, code in failed.items() if code == REFUSED), next(iter(failed)))
+    code = failed[first] if failed[first] > 0 else 1
+    return code, f"learner rank {first} ended with exit code {failed[first]}"
 
 
 def leave_report(config: Config) -> None:

@@ -149,8 +149,8 @@ def idle_settings(config: Config) -> Iterator[str]:
     for section, key, idle_now, reason in idle:
         if idle_now and key in getattr(config, section).model_fields_set:
             yield f"{section}.{key} has no effect: {reason}"
-    # The dtype of an attached server still matters: weights are pushed in it.
-    started = rollout.server.model_fields_set - {"dtype", "deterministic"}
+    # The dtype of an attached server still matters: weights are pushed in it. It may start again, too.
+    started = rollout.server.model_fields_set - {"dtype", "deterministic", "wait_s"}
     if started and not rollout.starts_server:
         reason = (
             f"rollout.url={', '.join(rollout.addresses)} points at a running server"

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-from moe_trm import __version__
 from moe_trm.config.flat import as_yaml
 from moe_trm.errors import ConfigError, RunError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
+from moe_trm.experiment.code import code_version
 from moe_trm.experiment.comparison import LEAST_PAIRS
 from moe_trm.experiment.plan import Check, Plan, PlannedRun, check_run, make_plan
 from moe_trm.experiment.processes import alone, left_to_run, run_all
-from moe_trm.experiment.shared_server import Serve, SharedServer, serve
+from moe_trm.experiment.shared_server import Serve, serve
 from moe_trm.experiment.stages import Stages, stages
 from moe_trm.experiment.states import STATES, States
+from moe_trm.experiment.warm_ranks import Warm, forked, warm
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +60,9 @@ def run_experiment(
     check: Check = check_run,
     made_of: Stages = stages,
     served_by: Serve = serve,
+    warmed_by: Warm = warm,
 ) -> int:
-    """As the command; `check` and `made_of` are of each run, `served_by` of a server that all share. Same errors."""
+    """As the command; `check` and `made_of` are of each run, `served_by` and `warmed_by` of all. Same errors."""
     if jobs < 1:
         raise ConfigError("at least one run at a time", where="--jobs", got=jobs, expected="1 or more")
     plan = make_plan(file, out, (lambda _config, _ranks: None) if only_report else check)
@@ -100,20 +101,32 @@ def run_experiment(
         states = States(plan)
         states.begin(plan)
         left = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
-        asked = _run(plan, states, left, jobs, made_of, served_by) if left else 0
+        asked = _run(plan, states, left, jobs, made_of, served_by, warmed_by) if left else 0
         arms = read_arms(plan, states)
-        written = page.write(plan, arms, about(plan, states))
+        written = page.write(plan, arms, about(plan, states), states.fixed.changes)
     print("\n".join(page.summary(plan, arms)))
     print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
     return 128 + asked if asked else int(any(arm.failed for arm in arms))
 
 
-def _run(plan: Plan, states: States, left: Sequence[PlannedRun], jobs: int, made_of: Stages, served_by: Serve) -> int:
-    """`run_all` beside the server that the runs share, if they do."""
-    lent: AbstractContextManager[SharedServer | None] = served_by(plan) if plan.file.shared_server else nullcontext()
-    with lent as server:
-        made = made_of if server is None else server.attached(made_of)
-        return run_all(plan, states, left, jobs=jobs, made_of=made)
+def _run(
+    plan: Plan,
+    states: States,
+    left: Sequence[PlannedRun],
+    jobs: int,
+    made_of: Stages,
+    served_by: Serve,
+    warmed_by: Warm,
+) -> int:
+    """`run_all` beside what the runs share, if they do."""
+    with ExitStack() as stack:
+        if plan.file.warm_ranks:
+            server = stack.enter_context(warmed_by(plan))
+            server.address()  # it imports while the rollout server starts
+            made_of = forked(made_of, server)
+        if plan.file.shared_server:
+            made_of = stack.enter_context(served_by(plan)).attached(made_of)
+        return run_all(plan, states, left, jobs=jobs, made_of=made_of)
 
 
 def described(plan: Plan, states: States, jobs: int) -> list[str]:
@@ -141,20 +154,7 @@ def about(plan: Plan, states: States) -> list[str]:
     return [
         f"{len(plan.file.arms)} arms x {len(plan.file.seeds)} seeds, {plan.file.steps} steps each",
         f"primary metric {plan.file.primary_metric}, against {plan.file.against}",
-        f"moe-trm {__version__}{_commit()}",
+        f"page by {code_version()}",
         f"{platform.machine()}, {os.cpu_count()} cores",
         last,
     ]
-
-
-def _commit() -> str:
-    """The commit of the checkout that the code is in; nothing for an installed package."""
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():
-        return ""
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return f" at {done.stdout.strip()}" if done.returncode == 0 else ""

@@ -17,12 +17,14 @@ class Stage:
     Attributes:
         result: the file that an evaluation leaves; None for the training, whose end the books keep.
         environment: variables beside those of this process.
+        warm: address of a process that forks this one; None: it starts and imports by itself.
     """
 
     name: str
     command: Sequence[str]
     result: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    warm: str | None = None
 
 
 Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
@@ -33,8 +35,11 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
-    attach = [f"rollout.url={run.server}"] if run.server else []
-    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks])]
+    # Its watchdog may be starting it again just when a run begins.
+    wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
+    attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
+    warm = ["--warm-ranks", run.warm] if run.warm else []
+    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks, *warm])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
         command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]

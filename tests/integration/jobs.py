@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 
 from launch import job
-from moe_trm.errors import REFUSED
 from moe_trm.quickstart.warmup import WarmupRecipe
 from tests.integration.ranks import rank_server
 
@@ -53,23 +50,8 @@ def write_config(folder: Path, checkpoint: Path) -> Path:
 
 
 def run_job(config: Path | str, overrides: Sequence[str], num_ranks: int | None = None) -> int:
-    """`launch.job.run_job` with its server, but with forks of the rank server in place of torchrun and its ranks."""
-    with patch.object(job, "run_learner", _forked_learner):
-        return job.run_job(str(config), overrides, num_ranks)
-
-
-def _forked_learner(
-    config: str, overrides: Sequence[str], ranks: int, api_key: str | None, _server: object = None
-) -> int:
-    """The exit code that `launch.ranks` gives, with the ranks' output printed here too.
-
-    A refusal on any rank is why the others failed.
-    """
-    done = rank_server().run(["-m", "launch.train", config, *overrides], ranks, job.learner_environment(api_key))
-    for number, text in ((1, done.stdout), (2, done.stderr)):
-        os.write(number, text.encode())
-    failed = [status for status in done.statuses if status]
-    return REFUSED if REFUSED in failed else 1 if failed else 0
+    """`launch.job.run_job` with its server, but with forks in place of torchrun and its ranks."""
+    return job.run_job(str(config), overrides, num_ranks, rank_server().warm.address())
 
 
 def still_running(processes: Sequence[psutil.Process], patience_s: float) -> list[psutil.Process]:

@@ -8,21 +8,23 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from launch.job import SINGLE_THREAD
+from moe_trm.runtime.warm import WarmProcess, WarmServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 10.0
 """Seconds in which ranks may end by themselves once one has failed: they may have the better message."""
+FURTHER = (
+    "moe_trm.learner.megatron.cpu_shim",
+    "moe_trm.models.tiny.checkpoint",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+"""Imports of ranks in tests beside those of ranks in runs."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,11 @@ class Ended:
 
 
 class RankServer:
-    """A running `rank_server`; it does one job after another and ends with this process."""
+    """A server of warm ranks; it does one job after another and ends with this process."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, **SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.rank_server"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._answer() == "ready"
-        atexit.register(self.kill)
+        self.warm = WarmServer("launch.warm", FURTHER, {**SINGLE_THREAD, "PYTHONPATH": str(ROOT)})
+        atexit.register(self.warm.close)
 
     def run(
         self,
@@ -70,65 +62,27 @@ class RankServer:
             environment: instead of this process's.
             patience_s: for the other ranks to end by themselves once one has failed.
         """
-        # Its own port, which the system chooses while it is bound: nobody else can get it in between.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        meeting = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": f"forked-{store.port}",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "GROUP_RANK": "0",
-            "PYTHONPATH": str(ROOT),
-        }
+        own = {**(os.environ if environment is None else environment), **SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
         with tempfile.TemporaryDirectory(prefix="moe-trm-ranks-") as folder:
-            job = {
-                "program": [str(word) for word in program],
-                "num_ranks": num_ranks,
-                "folder": folder,
-                "patience_s": patience_s,
-                "environment": {**(os.environ if environment is None else environment), **SINGLE_THREAD, **meeting},
-            }
-            try:
-                statuses = json.loads(self._ask(json.dumps(job)))
-            except BaseException:  # a test that ran out of time: its ranks are still there
-                self.kill()
-                raise
+            group = ["-m", "tests.integration.rank_group", str(num_ranks), str(patience_s), folder]
+            # Where a test runs out of time, its ranks are ended.
+            with WarmProcess(self.warm.address(), [*group, *map(str, program)], own) as running:
+                status = running.wait()
+            if status:
+                raise RuntimeError(f"the ranks could not be run: exit status {status}")
+            statuses = json.loads((Path(folder) / "statuses").read_text())
             said = [
                 "".join((Path(folder) / f"{name}-{rank}").read_text(errors="replace") for rank in range(num_ranks))
                 for name in ("stdout", "stderr")
             ]
         return Ended(statuses, *said)
 
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):  # it is gone, as the missing answer will tell
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = "" if self._process.stdout.closed else self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the rank server ended with exit status {self._process.wait()}")
-        return line.strip()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End it and its ranks at once. Safe to call twice."""
-        self._process.kill()
-        self._process.communicate()
-
 
 _servers: list[RankServer] = []
 
 
 def rank_server() -> RankServer:
-    """This process's server, started when it is first asked for, and again where it was killed."""
-    if not _servers or not _servers[-1].alive:
+    """This process's server, started when it is first asked for."""
+    if not _servers:
         _servers.append(RankServer())
     return _servers[-1]

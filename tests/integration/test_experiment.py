@@ -1,4 +1,4 @@
-"""The shipped experiment with real engines, cut down to 2 arms x 2 seeds x 2 steps, and killed in the middle."""
+"""The shipped experiment with real engines, cut down to 2 arms x 2 seeds x 2 steps: killed, and with shared parts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,9 @@ PATIENCE_S = 600
 
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
-def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_path: Path) -> None:
-    content = yaml.safe_load((REPOSITORY / "examples" / "experiments" / "replay_modes.yaml").read_text())
-    content |= {"seeds": [0, 1], "steps": 2, "run_dir": str(tmp_path)}
-    content["overrides"] += [*SMALL, f"model.checkpoint={brief_checkpoint}"]
-    file, out = tmp_path / "small.yaml", tmp_path / "replay_modes"
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "one-server-and-warm-ranks"])
+def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_path: Path, shared: bool) -> None:
+    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0, 1], shared_server=shared, warm_ranks=shared)
     command = [sys.executable, "-m", "moe_trm", "experiment", str(file)]
 
     begun = subprocess.Popen(command, cwd=REPOSITORY, start_new_session=True)
@@ -72,6 +69,37 @@ def test_killed_in_the_middle_an_experiment_goes_on(brief_checkpoint: Path, tmp_
     assert "no claim is possible with 2 seeds" in table
     assert "before: the experiment ended while it ran" in table
     assert (out / "report.html").is_file()
+    for run in states:
+        assert (out / run / "rollout.log").exists() is not shared
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_runs_share_one_server_and_one_process_of_warm_ranks(brief_checkpoint: Path, tmp_path: Path) -> None:
+    """Each run begins with the weights of the start, whatever the run before left in the server."""
+    file, out = small_experiment(brief_checkpoint, tmp_path, seeds=[0], shared_server=True, warm_ranks=True)
+    command = [sys.executable, "-m", "moe_trm", "experiment", str(file)]
+    done = subprocess.run(command, cwd=REPOSITORY, timeout=2 * PATIENCE_S, check=False)
+    assert done.returncode == 0
+    assert [state["state"] for state in states_of(out)] == ["finished", "finished"]
+    assert not list(out.glob("*/rollout.log")), "a run started a server of its own"
+    assert (out / "warm.log").read_text() == ""
+    for run in ("none-seed0", "R3-seed0"):
+        rows = metrics_of(out / run)
+        assert [row["step"] for row in rows] == [0, 1, 2]
+        assert "1 learner ranks" in (out / "logs" / f"{run}.log").read_text()
+    first, second = (metrics_of(out / run)[0] for run in ("none-seed0", "R3-seed0"))
+    assert first["eval/accuracy"] == second["eval/accuracy"]
+
+
+def small_experiment(checkpoint: Path, folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """The file of the shipped experiment, cut down, and the folder of its results."""
+    content = yaml.safe_load((REPOSITORY / "examples" / "experiments" / "replay_modes.yaml").read_text())
+    content |= {"steps": 2, "run_dir": str(folder), **changes}
+    content["overrides"] += [*SMALL, f"model.checkpoint={checkpoint}"]
+    file = folder / "small.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file, folder / "replay_modes"
 
 
 def states_of(out: Path) -> list[dict[str, Any]]:

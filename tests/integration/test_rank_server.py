@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.integration.ranks import RankServer, rank_server
+from moe_trm.runtime.warm import WarmProcess
+from tests.integration.jobs import still_running
+from tests.integration.ranks import rank_server
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
@@ -40,8 +46,64 @@ def test_an_error_is_told_and_ranks_that_wait_for_the_failed_one_are_ended(tmp_p
     assert "KeyError: 'rank one'" in done.stderr
 
 
-def test_a_server_that_was_ended_says_so(tmp_path: Path) -> None:
-    server = RankServer()
-    server.kill()
-    with pytest.raises(RuntimeError, match="the rank server ended"):
-        server.run([str(tmp_path / "program.py")], 1)
+IMPORTS = """
+import json, sys
+before = set(sys.modules)
+import launch.train, moe_trm.learner.megatron.build
+mine = {name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "megatron", "transformers")}
+print(json.dumps(sorted(mine)))
+"""
+
+
+def test_a_rank_has_nothing_heavy_left_to_import(tmp_path: Path) -> None:
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    assert json.loads(rank_server().run([str(tmp_path / "imports.py")], 1).stdout) == []
+
+
+GROUP = """
+import sys
+from moe_trm.runtime.forked_ranks import run_ranks
+print(run_ranks([sys.argv[1], sys.argv[2]], 2, patience_s=600), flush=True)
+"""
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+(pathlib.Path(sys.argv[1]) / os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    while not (pathlib.Path(sys.argv[1]) / "fail").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+time.sleep(600)
+"""
+
+
+def started(folder: Path) -> tuple[WarmProcess, list[int]]:
+    """A group of two ranks of which one fails when the file `fail` is there, and their process ids."""
+    (folder / "group.py").write_text(GROUP)
+    (folder / "rank.py").write_text(RANK)
+    with (folder / "output").open("w") as output:
+        program = [str(folder / "group.py"), str(folder / "rank.py"), str(folder)]
+        group = WarmProcess(rank_server().warm.address(), program, descriptors=(0, output.fileno(), 2))
+    paths = [folder / str(rank) for rank in range(2)]
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert group.poll() is None
+        time.sleep(0.01)
+    return group, [int(path.read_text()) for path in paths]
+
+
+def test_when_one_fails_the_others_are_asked_to_end(tmp_path: Path) -> None:
+    """In the order of ends, so that the first one tells why."""
+    group, _ = started(tmp_path)
+    with group:
+        (tmp_path / "fail").touch()
+        assert group.wait() == 0
+    assert (tmp_path / "output").read_text() == "{1: 3, 0: 5}\n"
+
+
+def test_killed_a_group_leaves_no_rank(tmp_path: Path) -> None:
+    group, pids = started(tmp_path)
+    family = psutil.Process(group.pid).children(recursive=True)
+    assert {process.pid for process in family} > set(pids), "the ranks, and the store where they meet"
+    psutil.Process(group.pid).send_signal(signal.SIGKILL)
+    assert group.wait() == -signal.SIGKILL
+    assert not still_running(family, 60)

@@ -43,7 +43,7 @@ class ServerConfig(Section):
     """Seconds to wait until the server answers."""
     wait_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds for which the learner waits for a server that takes no connection yet. `moe-trm train` sets it on a CPU,
-    where it starts server and learner at the same time."""
+    where it starts server and learner at the same time, and an experiment where runs share a server."""
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0

@@ -71,8 +71,10 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         scaling: Any = None,
         **options: Any,
     ) -> Tensor:
-        plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
-        if not (self._prefills and plain):
+        is_plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
+        if not (self._prefills and is_plain):
             rows = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rows, scaling, **options)  # type: ignore[no-any-return]
+            common = (query, output, k_cache, v_cache)
+            found: Tensor = super()._run_sdpa_forward_extend(*common, *rows, scaling, **options)
+            return found
         return output.copy_(prefill(query, k_cache, v_cache, self._prefills, scaling))

@@ -32,6 +32,8 @@ with (folder / "started").open("a") as started:
     started.write(f"{done}\\n")
 with (folder / "servers").open("a") as servers:
     servers.write(f"{set_to.get('rollout.url')} {os.environ.get('MOE_TRM_API_KEY')}\\n")
+with (folder / "parents").open("a") as parents:
+    parents.write(f"{os.getppid()}\\n")
 tries = len((folder / "started").read_text().splitlines())
 print("begins at", done, flush=True)
 for step in range(done, steps + 1):
@@ -50,11 +52,14 @@ for step in range(done, steps + 1):
         file.write(json.dumps(row) + "\\n")
     if step == told.get("killed_at") and tries == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if step == told.get("kills_parent_at") and tries == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
     if step == told.get("fails_at") and tries <= told.get("times", 99):
         print("error: the loss is not finite\\n  got:      nan", file=sys.stderr)
         sys.exit(2)
     if step == told.get("stops_all_at") and tries == 1:
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(told.get("experiment", os.getppid()), signal.SIGTERM)
         while not asked:
             signal.pause()
     if step == told.get("ends_early_at"):
@@ -124,8 +129,13 @@ class Scripted:
         """Address and key of the server at each start of a run."""
         return (self.out / run / "servers").read_text().splitlines()
 
+    def parents(self, run: str) -> list[int]:
+        """Process ids of the parents of a run at each start."""
+        return [int(line) for line in (self.out / run / "parents").read_text().splitlines()]
+
     def _stages(self, plan: Plan, run: PlannedRun) -> Sequence[Stage]:
-        python, program = [sys.executable, "-I", "-S"], str(self.folder / "program.py")
+        python = [sys.executable] if run.warm else [sys.executable, "-I", "-S"]
+        program = str(self.folder / "program.py")
         attach = [f"rollout.url={run.server}"] if run.server else []
         found = [Stage("training", [*python, program, str(self._script), *run.overrides, *attach])]
         for by in plan.file.evaluations:

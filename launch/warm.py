@@ -1,0 +1,47 @@
+"""A process with everything imported that a run imports: it forks runs and their ranks.
+
+A rank that imports torch, Megatron-Core and transformers itself needs seconds of a core before its first line of work.
+`python -m launch.warm DESCRIPTOR [MODULE ...]` is that process (`moe_trm.runtime.warm`); further modules are imported
+too. A CPU only: a context of CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.job import SINGLE_THREAD
+from launch.preload import LEARNERS, RANK, import_all
+from moe_trm.runtime.fork_server import serve
+from moe_trm.runtime.forks import check_one_thread
+from moe_trm.runtime.warm import WarmServer
+
+JOB = (
+    "launch.ranks",
+    "moe_trm.cli",
+    "moe_trm.doctor.preflight",
+    "moe_trm.doctor.trial",
+    "moe_trm.rollout.sglang.watchdog",
+)
+"""Imports of `moe-trm train` and of `launch.ranks`; programs themselves run as `__main__`."""
+
+
+def warm_server(log: Path) -> WarmServer:
+    """A server of warm processes; `log` is for its own output."""
+    return WarmServer("launch.warm", (), SINGLE_THREAD, log)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Import, then fork for others until standard input ends."""
+    descriptor, *further = arguments
+    import_all((*JOB, *RANK, LEARNERS["megatron"], *further))
+    check_one_thread()
+    with socket.socket(fileno=int(descriptor)) as listener:
+        serve(listener, sys.stdin.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
