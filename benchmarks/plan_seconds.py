@@ -180,6 +180,13 @@ def busy_cores(clock: SideClock, rows: Sequence[Mapping[str, float]]) -> tuple[f
         sampling, training = sampling + turn - begun, training + end - turn
         server += clock.between("server", begun, turn)
         learner += clock.between("learner", turn, end)
+    if not server or not learner:
+        raise MoeTrmError(
+            "the processes of one side were not seen",
+            got=f"{server:.2f} CPU seconds of the servers, {learner:.2f} of the learner",
+            expected="some of each",
+            fix="Look at ROLES of benchmarks/processes.py.",
+        )
     return server / sampling, learner / training
 
 

@@ -94,7 +94,8 @@ def look(process: psutil.Process, step: int) -> Look:
 
 
 def role(words: Sequence[str]) -> str:
-    """Short name of the process with this command line."""
+    """Short name of the process with this command line; a fork that took a name has it in one word."""
+    words = [each for word in words for each in word.split()]
     line = " ".join(words)
     if found := next((name for module, name in ROLES.items() if module in words), None):
         return found
