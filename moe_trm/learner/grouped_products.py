@@ -27,17 +27,19 @@ def grouped_products(inputs_PI: Tensor, counts: Sequence[int], weights: Sequence
         counts: places of each of the E experts, P in all.
         weights: `[O, I]` of each expert, of the dtype of the inputs.
     """
-    outputs: Tensor = _Products.apply(inputs_PI, tuple(counts), *weights)  # type: ignore[no-untyped-call]
+    outputs: Tensor = _Products.apply(inputs_PI, list(counts), *weights)  # type: ignore[no-untyped-call]
     return outputs
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs_PI: Tensor, counts: tuple[int, ...], *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs_PI: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         ctx.counts = counts
         ctx.save_for_backward(inputs_PI, *weights)
         outputs_PO = inputs_PI.new_empty(len(inputs_PI), len(weights[0]))
-        for inputs, weight, outputs in zip(inputs_PI.split(counts), weights, outputs_PO.split(counts), strict=True):
+        for inputs, weight, outputs in zip(
+            torch.split(inputs_PI, counts), weights, torch.split(outputs_PO, counts), strict=True
+        ):
             torch.mm(inputs, weight.t(), out=outputs)
         return outputs_PO
 
@@ -46,7 +48,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, gradient_PO: Tensor) -> tuple[Tensor | None, ...]:
         inputs_PI, *weights = ctx.saved_tensors
         wants_inputs, _, *wants = ctx.needs_input_grad
-        inputs, gradients = inputs_PI.split(ctx.counts), gradient_PO.split(ctx.counts)
+        inputs, gradients = torch.split(inputs_PI, ctx.counts), torch.split(gradient_PO, ctx.counts)
         found: list[Tensor | None] = [
             gradient.t().mm(own) if wanted else None
             for gradient, own, wanted in zip(gradients, inputs, wants, strict=True)
@@ -54,6 +56,6 @@ class _Products(torch.autograd.Function):
         if not wants_inputs:
             return (None, None, *found)
         to_inputs_PI = torch.empty_like(inputs_PI)
-        for gradient, weight, part in zip(gradients, weights, to_inputs_PI.split(ctx.counts), strict=True):
+        for gradient, weight, part in zip(gradients, weights, torch.split(to_inputs_PI, ctx.counts), strict=True):
             torch.mm(gradient, weight, out=part)
         return (to_inputs_PI, None, *found)

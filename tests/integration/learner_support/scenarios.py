@@ -63,7 +63,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
         for chunk in learner._chunks:
             for module in chunk.modules():
                 if isinstance(module, GroupedExperts):
-                    module.forward = partial(SequentialMLP.forward, module)
+                    module.forward = partial(SequentialMLP.forward, module)  # type: ignore[method-assign]
     return learner
 
 

@@ -15,7 +15,6 @@ from moe_trm.runtime.warm import WarmServer
 from tests.unit.experiment.scripted import Scripted, passes
 from tests.unit.experiment.test_shared_server import KEY, URL, Lent
 
-
 ROOT = Path(__file__).parents[3]
 
 
