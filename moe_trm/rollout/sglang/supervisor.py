@@ -205,6 +205,8 @@ def child_environment(parent: Mapping[str, str], cpu: bool) -> dict[str, str]:
     if cpu:
         child |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         child["TORCHDYNAMO_DISABLE"] = "1"
+        # Calls of torch without the bookkeeping of autograd, by SGLang's own switch.
+        child["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"
     return child
 
 

@@ -173,7 +173,8 @@ def test_the_command_line_of_each_device(tmp_path: Path) -> None:
     assert not {"torch_native", "--sleep-on-idle", "--skip-server-warmup", "--disable-overlap-schedule"} & set(cuda)
     assert "--enable-memory-saver" not in cuda
     assert child_environment({"A": "1"}, cpu=False) == {"A": "1"}
-    assert child_environment({"A": "1"}, cpu=True)["TORCHDYNAMO_DISABLE"] == "1"
+    on_cpu = child_environment({"A": "1"}, cpu=True)
+    assert on_cpu["TORCHDYNAMO_DISABLE"] == on_cpu["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] == "1"
 
 
 def test_attention_with_sinks_has_a_backend_of_its_own_on_a_cpu(tmp_path: Path) -> None:
