@@ -95,6 +95,9 @@ def add_adapters(causal: Any, wanted: Wanted) -> Adapters:
             shape if modules is None else _factors(modules, shape, base, wanted.start) for modules in place.matrices
         ]
         found.add(place, causal.get_submodule(place.owner), Adapter(parts, wanted.lora.scale, _rows_together))
+    # ZeRO-3 takes a block of experts as one, and gathers it for the backward pass by the gradients of its inputs. Below
+    # the first adapter there would be none.
+    causal.enable_input_require_grads()
     return found
 
 

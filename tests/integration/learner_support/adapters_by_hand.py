@@ -156,8 +156,8 @@ def assert_replay_and_resume(run: Run) -> None:
         for mode in ("r2", "replay", "held"):
             assert facts[f"{mode}_applied"] == 1.0, mode
             assert facts[f"{mode}_replayed"] > 0, mode
-        # Routers have moved since, so that routes of their own would be others.
-        assert facts["held_flips"] > 0
+        # Routers that moved would choose others by now.
+        assert facts["held_flips"] > 0 or "router" not in run.name
         assert facts["held_same"]
         assert facts["second_norm"] > 0
         assert facts["held_norm"] > 0
