@@ -90,7 +90,6 @@ CASES: Mapping[str, Case] = {
     "PP2": Case(2, {"parallel": {"pipeline": 2}}, micro_batches=4),
     "PP2 in four": Case(2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, micro_batches=4),
     "PP2, computed again": Case(2, {"parallel": {"pipeline": 2}, "recompute": "full"}, micro_batches=4),
-    "EP2, adapters": Case(2, {"parallel": {"expert": 2}, "lora": {"rank": 8}}),
     "PP2, adapters": Case(2, {"parallel": {"pipeline": 2}, "lora": {"rank": 8}}, micro_batches=4),
 }
 

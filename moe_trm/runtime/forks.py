@@ -124,7 +124,10 @@ def run_program(program: Sequence[str]) -> int:
 def _take_name(program: Sequence[str]) -> None:
     """Be called `python PROGRAM...`, where the package for it is installed."""
     with suppress(ImportError):
-        os.environ["SPT_NOENV"] = "1"  # the name does not reach into what shows the environment
         from setproctitle import setproctitle
 
+        before = os.environ.get("SPT_NOENV")
+        os.environ["SPT_NOENV"] = "1"  # the name does not reach into what shows the environment
         setproctitle(" ".join([sys.executable, *program]))
+        if before is None:
+            del os.environ["SPT_NOENV"]

@@ -76,8 +76,10 @@ def test_what_stopped_a_run_is_the_reason_in_its_cells(
 ) -> None:
     said = STOPPED if sampled else "\n".join(f"[rank0]: {line}" for line in STOPPED.splitlines())
     monkeypatch.setattr(models, "_run", lambda command: subprocess.CompletedProcess(command, 2, "", said))
+    # The folder is there before the server is.
+    (tmp_path / "bundle").mkdir()
     if sampled:
-        (tmp_path / "bundle").mkdir()
+        (tmp_path / "bundle" / "step-000001.safetensors").touch()
     reason = "ReplayProofError: layer 2: 58% of the sets differ / bound 30%"
     found = models._live(tmp_path / "config.yaml", tmp_path)
     assert found == {"serve": "yes" if sampled else reason, "replay R3": reason, "mask": reason, "sync": reason}

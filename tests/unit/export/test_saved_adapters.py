@@ -113,8 +113,15 @@ def test_the_command_writes_the_adapter(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-@pytest.mark.parametrize(("release", "targets"), [("deepseek_v3", LORA["targets"]), ("gpt_oss_20b", ["attention"])])
-@pytest.mark.parametrize("backend", ["megatron", "deepspeed"])
+@pytest.mark.parametrize(
+    ("release", "targets", "backend"),
+    [
+        ("deepseek_v3", LORA["targets"], "megatron"),
+        ("gpt_oss_20b", ["attention"], "deepspeed"),
+        pytest.param("deepseek_v3", LORA["targets"], "deepspeed", marks=pytest.mark.slow),
+        pytest.param("gpt_oss_20b", ["attention"], "megatron", marks=pytest.mark.slow),
+    ],
+)
 def test_a_published_export_rounds_merged_matrices_anew_and_leaves_the_base_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], release: str, targets: list[str], backend: str
 ) -> None:

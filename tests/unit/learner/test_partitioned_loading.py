@@ -47,20 +47,18 @@ def assert_same_model(checkpoint: HfCheckpoint, dtype: str) -> None:
 @pytest.mark.parametrize("name", MOE_FAMILIES)
 def test_every_family_is_read_as_transformers_loads_it(tmp_path: Path, name: str) -> None:
     checkpoint = HfCheckpoint(make_family(name, tmp_path / "start", num_hidden_layers=2))
-    for dtype in ("float32", "bfloat16"):
-        assert_same_model(checkpoint, dtype)
+    assert_same_model(checkpoint, "bfloat16")
 
 
-@pytest.mark.parametrize("release", ["deepseek_v3", "gpt_oss_20b"])
+@pytest.mark.parametrize("release", ["deepseek_v3", pytest.param("gpt_oss_20b", marks=pytest.mark.slow)])
 def test_published_forms_are_read_dequantised(tmp_path: Path, release: str) -> None:
-    assert_same_model(HfCheckpoint(make_published(published_config(release), tmp_path / "start")), "bfloat16")
+    assert_same_model(HfCheckpoint(make_published(published_config(release), tmp_path / "start")), "float32")
 
 
 def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
     checkpoint = HfCheckpoint(make_family("qwen3_moe", tmp_path / "start", tie_word_embeddings=True))
     causal = read_one_by_one(checkpoint, "float32")
     assert causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
-    assert_same_model(checkpoint, "float32")
 
 
 def test_tensors_of_another_shape_are_refused_before_any_is_read(tmp_path: Path) -> None:
