@@ -93,7 +93,10 @@ def _live(config: Path, folder: Path) -> dict[str, Any]:
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][1:] if metrics.is_file() else []
     if done.returncode or len(steps) < 2:
         reason = _reason(done.stderr)
-        return {**dict.fromkeys(CHECKS["sglang"], reason), **({"serve": "yes"} if (folder / "bundle").is_dir() else {})}
+        return {
+            **dict.fromkeys(CHECKS["sglang"], reason),
+            **({"serve": "yes"} if any((folder / "bundle").glob("step-*")) else {}),
+        }
     applied = min(step["replay/applied_fraction"] for step in steps)
     after_push = steps[1]["engine/k3_kl"]
     return {
@@ -181,7 +184,8 @@ def release_lines(found: Mapping[str, Any]) -> list[str]:
         for check in checks:
             said = {learner: engines[learner].get(check, engines[learner]["convert"]) for learner in LEARNERS}
             reasons = [f"{learner}: {reason}" for learner, reason in said.items() if reason != "yes"]
-            cells.append("; ".join(reasons) or "yes")
+            alike = len(set(said.values())) == 1
+            cells.append(said[LEARNERS[0]] if alike else "; ".join(reasons))
         lines.append(f"| {name} | {_form(name)} | " + " | ".join(cells) + " |")
     return lines
 

@@ -24,6 +24,7 @@ from benchmarks.table import Row, report
 from launch.job import SINGLE_THREAD
 from moe_trm.config.schema import Config
 from moe_trm.models.hf_config import read_hf_config
+from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.memory import Load, stage_memory
 from moe_trm.plan.parameters import model_of
 
@@ -34,7 +35,7 @@ SIZES: Mapping[str, Any] = {
 ROWS, COLUMNS, PROMPT = 16, 64, 8
 """Of a micro-batch: rows of equal length, their forwarded tokens, and those of them that are not scored."""
 RESIDENT = ("weights", "gradients", "optimizer")
-PASSING = ("activations", "replay", "logits head", "backward")
+PASSING = ("merged", "activations", "replay", "logits head", "backward")
 """Kinds of the planner that a step allocates and gives back."""
 
 
@@ -77,6 +78,10 @@ CASES: Mapping[str, Case] = {
     "one process, experts computed again": Case(learner={"recompute": "selective"}),
     "one process, bfloat16": Case(learner={"dtype": "bfloat16"}),
     "one process, glm4_moe": Case(family="glm4_moe"),
+    "one process, adapters": Case(learner={"lora": {"rank": 8}}),
+    "one process, adapters of attention": Case(learner={"lora": {"rank": 8, "targets": ["attention"]}}),
+    "one process, adapters, computed again": Case(learner={"lora": {"rank": 8}, "recompute": "full"}),
+    "one process, adapters, bfloat16": Case(learner={"lora": {"rank": 8}, "dtype": "bfloat16"}),
     "EP2": Case(2, {"parallel": {"expert": 2}}),
     "DP2": Case(2, {"distributed_optimizer": False}),
     "TP2": Case(2, {"parallel": {"tensor": 2, "expert_tensor": 2}}),
@@ -85,6 +90,7 @@ CASES: Mapping[str, Case] = {
     "PP2": Case(2, {"parallel": {"pipeline": 2}}, micro_batches=4),
     "PP2 in four": Case(2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}, micro_batches=4),
     "PP2, computed again": Case(2, {"parallel": {"pipeline": 2}, "recompute": "full"}, micro_batches=4),
+    "PP2, adapters": Case(2, {"parallel": {"pipeline": 2}, "lora": {"rank": 8}}, micro_batches=4),
 }
 
 
@@ -130,7 +136,7 @@ def compared(name: str, checkpoint: Path, folder: Path) -> list[Row]:
         measured = json.loads((folder / result_file(name, rank)).read_text(encoding="utf-8"))
         predicted = prediction(name, checkpoint, measured["stage"])
         pairs = {kind: (predicted[kind], measured[kind]) for kind in RESIDENT}
-        pairs["a step"] = sum(predicted[kind] for kind in PASSING), measured["step"]
+        pairs["a step"] = sum(predicted.get(kind, 0.0) for kind in PASSING), measured["step"]
         pairs["all"] = (sum(one for one, _ in pairs.values()), sum(two for _, two in pairs.values()))
         for kind, (expected, got) in pairs.items():
             rows.append(
@@ -161,7 +167,8 @@ def prediction(name: str, checkpoint: Path, stage: int) -> dict[str, float]:
         micro_batches=case.micro_batches,
         kept_ids=case.masks,
     )
-    return stage_memory(model_of(hf), hf, config.learner, load, stage, "plain packed" if case.packed else "plain")
+    model = with_adapters(model_of(hf), hf, config.learner.lora)
+    return stage_memory(model, hf, config.learner, load, stage, "plain packed" if case.packed else "plain")
 
 
 def result_file(name: str, rank: int) -> str:

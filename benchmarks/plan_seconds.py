@@ -1,12 +1,14 @@
 """Seconds of a step that the planner's simulation predicts, against real runs in three pipeline modes.
 
-`python -m benchmarks.plan_seconds [--steps N] [--repeats N] [--json FILE]`. Two short synchronous runs measure what the
+`python -m benchmarks.plan_seconds [--steps N] [--repeats N] [--json FILE]`. Two synchronous runs measure what the
 simulation needs: with many and with few requests in flight, the seconds of a decoding pass and of each row in it; the
-seconds of training, of handing over and of a push; the cores that each side keeps busy. Then runs of the real SGLang
-server and the real learner, one rank each, are measured in each mode. Nothing of these runs is used by the prediction.
+seconds of a pass of log-probs, of all other training, of handing over and of a push; the share of time in which each
+side computes. Then runs of the real SGLang server and the real learner, one rank each, are measured in each mode.
+Nothing of these runs is used by the prediction.
 
-Servers and learner share the cores of one machine here. While both compute, each gets min(1, cores / cores that both
-ask for) of its speed. The learning rate is 0, so that answers keep their lengths.
+Servers and learner share the cores of one machine here (`moe_trm/plan/sharing.py`). The speed of a core while all
+compute is measured apart (`benchmarks/crowded_cores.py`). A step lasts from one line of metrics to the next. The
+learning rate is 0, so that answers keep their lengths.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
+from benchmarks.crowded_cores import crowded
 from benchmarks.options import command_line
 from benchmarks.short_run import SETTINGS, starting_checkpoint
 from benchmarks.side_cores import SideClock, watched
@@ -30,6 +34,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.plan.lengths import Lengths, recorded
 from moe_trm.plan.modes import Mode
+from moe_trm.plan.sharing import Cores
 from moe_trm.plan.simulate import Fleet, Schedule, simulate
 from moe_trm.plan.speed import anchor_passes
 from moe_trm.recording.bundle import BundleReader
@@ -39,16 +44,19 @@ MANY, FEW = 128, 16
 """Requests in flight, in the measured runs and in the second run that measures speeds."""
 SKIPPED = 3
 """First steps, in which nothing has been sampled ahead and caches are cold."""
+WALL = "wall_s"
+"""Seconds from the line of the step before to that of this one: what comes between two steps is in it."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds of a machine, from two short synchronous runs.
+    """Speeds of a machine, from two synchronous runs.
 
     Attributes:
         pass_s, row_s: seconds of a decoding pass, and of each row in it.
-        score_s: of the log-prob passes of a step; `train_s` of all else that the learner does, `push_s` of loading.
-        server_cores, learner_cores: that each side keeps busy while it computes.
+        score_s: of a pass of log-probs over a step; `train_s` of all else that the learner does, `push_s` of loading.
+        server_cores, learner_cores: that each side keeps busy while it has work and the other one has none.
+        cores: of the machine.
         lengths: of answers.
     """
 
@@ -59,12 +67,13 @@ class Speeds:
     push_s: float
     server_cores: float
     learner_cores: float
+    cores: Cores
     lengths: Lengths
 
     @property
     def sharing(self) -> float:
-        """Speed of each side while both compute on the cores that this process may use."""
-        return min(1.0, len(os.sched_getaffinity(0)) / (self.server_cores + self.learner_cores))
+        """Speed of each side while both compute."""
+        return self.cores.sharing(self.server_cores, self.learner_cores)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,36 +99,41 @@ def repeated(checkpoint: Path, folder: Path, steps: int) -> list[Row]:
     settings = SETTINGS | {"run_dir": str(folder / "runs"), "model": {"checkpoint": str(checkpoint)}}
     settings |= {"learner": {}, "optimizer": {"lr": 0.0}, "observe": {"report": False, "transcripts": 0}}
     path.write_text(json.dumps(settings), encoding="utf-8")  # JSON is YAML
-    speeds = calibrate(path, folder, max(SKIPPED + 2, steps // 2))
+    speeds = calibrate(path, checkpoint, folder, steps)
     return [compared(path, folder, words, steps, speeds) for words in MODES]
 
 
 def run(path: Path, folder: Path, name: str, steps: int, words: Sequence[str]) -> list[dict[str, float]]:
-    """Metrics of the training steps of one run."""
-    overrides = [f"name={name}", f"train.steps={steps}", f"record.bundle={folder / name}", *words]
-    code = run_job(str(path), overrides, 1)
+    """Metrics of the counted steps of one run, and `WALL` of each."""
+    code = run_job(str(path), settings_of(folder, name, steps, words), 1)
     if code:
         raise MoeTrmError(f"run {name} ended with exit code {code}", where=str(folder))
     lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, float]] = [json.loads(line) for line in lines]
-    return [row for row in rows if "time/step_s" in row][SKIPPED:]
+    rows: list[dict[str, float]] = [row for row in map(json.loads, lines) if "time/step_s" in row]
+    return [row | {WALL: row["time/unix_s"] - before["time/unix_s"]} for before, row in pairwise(rows[SKIPPED - 1 :])]
 
 
-def calibrate(path: Path, folder: Path, steps: int) -> Speeds:
-    """The speeds of this machine, by a run with many requests in flight and one with few."""
+def settings_of(folder: Path, name: str, steps: int, words: Sequence[str]) -> list[str]:
+    """Overrides of one run. Its rollouts are recorded, for their lengths."""
+    return [f"name={name}", f"train.steps={steps}", f"record.bundle={folder / name}", *words]
+
+
+def calibrate(path: Path, checkpoint: Path, folder: Path, steps: int) -> Speeds:
+    """The speeds of this machine, by a run with many requests in flight and a shorter one with few."""
+    cores = Cores(len(os.sched_getaffinity(0)), crowded(checkpoint))
+    words = [f"rollout.concurrency={MANY}"]
     with watched() as clock:
-        many = run(path, folder, "many", steps, [f"rollout.concurrency={MANY}"])
-    few = run(path, folder, "few", steps, [f"rollout.concurrency={FEW}"])
+        many = run(path, folder, "many", steps, words)
+    few = run(path, folder, "few", max(SKIPPED + 2, steps // 2), [f"rollout.concurrency={FEW}"])
     pass_s, row_s = decoding(
         [(sampling_s(many), *decoded(folder / "many", MANY)), (sampling_s(few), *decoded(folder / "few", FEW))]
     )
     lengths = recorded(str(folder / "many"))
-    # What the learner waits beyond the sampling is the way of the batch to it.
-    handed = max(0.0, mean(many, "wait") - mean(many, "rollout"))
     push_s = min(mean(many, "push"), mean(many, "sync"))
-    others = mean(many, "step") - mean(many, "wait") - mean(many, "score") - push_s
-    server, learner = cores(clock, many)
-    return Speeds(pass_s, row_s, mean(many, "score"), others + handed, push_s, server, learner, lengths)
+    # What the learner waits beyond the sampling is the way of the batch to it, and counts as the learner's.
+    others = fmean(row[WALL] for row in many) - min(sampling_s(many), mean(many, "wait")) - mean(many, "score") - push_s
+    score_s = mean(many, "score") / anchor_passes(load(str(path), settings_of(folder, "many", steps, words)))
+    return Speeds(pass_s, row_s, score_s, others, push_s, *busy_cores(clock, many), cores, lengths)
 
 
 def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
@@ -156,7 +170,7 @@ def decoding(runs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return (pass_s, row_s) if row_s >= 0 else (first_s / passes, 0.0)
 
 
-def cores(clock: SideClock, rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+def busy_cores(clock: SideClock, rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Cores that the servers keep busy while samples are in flight, and the learner while it does not wait."""
     sampling = training = server = learner = 0.0
     for row in rows:
@@ -181,26 +195,20 @@ def predicted(config: Config, speeds: Speeds, steps: int) -> tuple[float, float]
         in_flight=float(config.rollout.concurrency),
         sharing=speeds.sharing,
     )
-    base = anchor_passes(load_sync(config))
-    train_s = speeds.train_s + speeds.score_s * anchor_passes(config) / base
+    own, with_older = anchor_passes(config, 0.0), anchor_passes(config, 1.0)
+    train_s, older_s = speeds.train_s + speeds.score_s * own, speeds.score_s * (with_older - own)
     schedule = Mode.of(config).schedule(sends=config.sync.method == "distributed")
-    found = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule)
+    found = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule, older_s)
     return (found.ends_s[-1] - found.ends_s[SKIPPED - 1]) / (steps - SKIPPED), found.learner_idle_later
-
-
-def load_sync(config: Config) -> Config:
-    """The same run in the mode whose seconds were measured."""
-    pipeline = config.pipeline.model_copy(update={"mode": "sync", "max_staleness": None})
-    return config.model_copy(update={"pipeline": pipeline})
 
 
 def compared(path: Path, folder: Path, words: Sequence[str], steps: int, speeds: Speeds) -> Row:
     """The row of one mode. The interval is that of the measured mean, two standard errors wide on each side."""
     mode, *others = words
     overrides = [f"pipeline.mode={mode}", f"rollout.concurrency={MANY}", *others]
-    expected, idle = predicted(load(str(path), overrides), speeds, steps)
+    expected, idle = predicted(load(str(path), settings_of(folder, mode, steps, overrides)), speeds, steps)
     rows = run(path, folder, mode, steps, overrides)
-    seconds = [row["time/step_s"] for row in rows]
+    seconds = [row[WALL] for row in rows]
     measured, error = fmean(seconds), stdev(seconds) / len(seconds) ** 0.5
     return {
         "mode": mode,
@@ -213,8 +221,13 @@ def compared(path: Path, folder: Path, words: Sequence[str], steps: int, speeds:
         "learner waits, measured": mean(rows, "wait") / measured,
         "cores, servers": speeds.server_cores,
         "cores, learner": speeds.learner_cores,
+        "crowded": speeds.cores.crowded,
+        "sharing": speeds.sharing,
         "pass ms": 1000 * speeds.pass_s,
         "row ms": 1000 * speeds.row_s,
+        "score s": speeds.score_s,
+        "other training s": speeds.train_s,
+        "push s": speeds.push_s,
     }
 
 

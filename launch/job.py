@@ -130,7 +130,7 @@ def _start_learner(
     """The learner, and what kills it with this process; a warm one needs nothing for that."""
     environment = learner_environment(api_key)
     if warm is not None:
-        return WarmProcess(warm, ["-m", "launch.forked", str(ranks), config_path, *overrides], environment), None
+        return WarmProcess(warm, ["-m", "launch.ranks", str(ranks), config_path, *overrides], environment), None
     # A session of its own: the terminal's Ctrl-C comes to us alone, and reaches the ranks once.
     learner = subprocess.Popen(learner_command(config_path, overrides, ranks), env=environment, start_new_session=True)
     return learner, Lifeline(learner.pid)

@@ -1,9 +1,10 @@
 """torchrun for the ranks of this host, as `moe-trm train` uses it.
 
 `python -m launch.ranks NUM_RANKS CONFIG [key=value ...]` does the same as
-`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with four
+`torchrun --standalone --nproc-per-node NUM_RANKS --max-restarts R -m launch.train CONFIG [key=value ...]`, with five
 differences:
 
+- Without CUDA the ranks are forks of this process, which has imported everything (`launch.preload`).
 - A failed rank's own message is the last word, not torchrun's traceback.
 - An error that can only repeat uses up no restart.
 - SIGINT or SIGTERM lets the ranks finish their step and save, however long that takes; a second one ends them.
@@ -25,11 +26,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from launch.preload import preload
 from moe_trm.config import load
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 from moe_trm.observe.report_page import ReportPage
 from moe_trm.observe.sinks import Guarded
+from moe_trm.runtime.forked_ranks import run_ranks
 
 SHUTDOWN_PATIENCE_S = 10
 """Ranks that must go, because one of them died or a second signal came, get this long before they are killed."""
@@ -67,11 +70,18 @@ def under_torchrun(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
     return {}
 
 
-def main(arguments: Sequence[str], run: Run = under_torchrun) -> int:
+def as_forks(num_ranks: int, program: Sequence[str]) -> Mapping[int, int]:
+    """The ranks as forks of this process."""
+    ended = run_ranks(program, num_ranks, patience_s=SHUTDOWN_PATIENCE_S)
+    return {rank: status for rank, status in ended.items() if status}
+
+
+def main(arguments: Sequence[str]) -> int:
     """Exit code: of the rank that failed first, 128 + signal when stopped, 0 when every rank did all its steps."""
     num_ranks, *rest = arguments
     config, stop = load(rest[0], rest[1:]), Stop()
     try:
+        run = as_forks if preload(config) else under_torchrun
         code = run_with_restarts(run, int(num_ranks), rest, config.train.max_restarts, stop)
     except SignalException as asked:
         code = 128 + asked.sigval

@@ -126,8 +126,12 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
             print(f"run {run_dir}: {world_size} learner ranks, replay {mode}", flush=True)
             for choice in choices:
                 print(f"  {choice.key}: {choice}", flush=True)
+        # It imports for some seconds, and waits for the servers, while the learner is built.
+        process = start_controller(config, store, run_dir, host) if rank == 0 else None
+        if process is not None:
+            stack.callback(process.wait, 0.0)
         learner = build_learner(config)
-        rollouts = stack.enter_context(connect(config, store, (rank, world_size), learner, run_dir, host, sinks))
+        rollouts = stack.enter_context(connect(store, (rank, world_size), learner, process, sinks))
         pusher = build_pusher(config, store, rank, learner, rollouts, run_dir, host)
         stack.callback(pusher.close)
         stack.callback(checkpoints.close)
@@ -137,24 +141,21 @@ def run(config: Config, interruption: Interruption, choices: Sequence[Choice] = 
     dist.destroy_process_group()
 
 
-def connect(
-    config: Config,
-    store: Store,
-    ranks: tuple[int, int],
-    learner: Learner,
-    run_dir: Path,
-    host: Host,
-    sinks: Sequence[Sink],
-) -> RolloutClient:
-    """Start the controller on the first rank and tell the others its address.
+def start_controller(config: Config, store: Store, run_dir: Path, host: Host) -> ControllerProcess:
+    """Start the controller, on the first rank, and tell the others its address.
 
     The address goes through the rendezvous store, as bytes, never as pickle.
     """
-    process = None
-    if ranks[0] == 0:
-        key, address = secrets.token_hex(16), None if host.alone else host.address
-        process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log", address=address)
-        store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
+    key, address = secrets.token_hex(16), None if host.alone else host.address
+    process = ControllerProcess(config, key, api_key_for(config), run_dir / "controller.log", address=address)
+    store.set("moe-trm/controller", f"{key} {process.endpoint} {process.public_key}")
+    return process
+
+
+def connect(
+    store: Store, ranks: tuple[int, int], learner: Learner, process: ControllerProcess | None, sinks: Sequence[Sink]
+) -> RolloutClient:
+    """This rank's client of the controller, which `process` is on the first rank."""
     key, endpoint, public_key = store.get("moe-trm/controller").decode().split(" ")
     data = (learner.data_rank, learner.data_size)
 

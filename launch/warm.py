@@ -7,43 +7,25 @@ too. A CPU only: a context of CUDA does not survive a fork.
 
 from __future__ import annotations
 
-import gc
-import importlib
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from launch.job import SINGLE_THREAD
+from launch.preload import LEARNERS, RANK, import_all
 from moe_trm.runtime.fork_server import serve
 from moe_trm.runtime.forks import check_one_thread
 from moe_trm.runtime.warm import WarmServer
 
-IMPORTED = (
-    "launch.hosts",
+JOB = (
     "launch.ranks",
-    "moe_trm.checkpoint.checkpoints",
     "moe_trm.cli",
     "moe_trm.doctor.preflight",
     "moe_trm.doctor.trial",
-    "moe_trm.learner.build",
-    "moe_trm.learner.megatron.build",
-    "moe_trm.loop",
-    "moe_trm.observe.build",
-    "moe_trm.rollout.build",
-    "moe_trm.rollout.client",
-    "moe_trm.rollout.service",
     "moe_trm.rollout.sglang.watchdog",
-    "moe_trm.runtime.forked_ranks",
-    "moe_trm.runtime.gloo",
-    "moe_trm.runtime.interruption",
-    "moe_trm.step.push",
-    "safetensors.torch",
 )
-"""Imports of `moe-trm train`, `launch.ranks` and `launch.train`. What is missing here is imported by whoever needs it.
-
-Programs themselves are not in it: they run as `__main__`.
-"""
+"""Imports of `moe-trm train` and of `launch.ranks`; programs themselves run as `__main__`."""
 
 
 def warm_server(log: Path) -> WarmServer:
@@ -54,15 +36,8 @@ def warm_server(log: Path) -> WarmServer:
 def main(arguments: Sequence[str]) -> int:
     """Import, then fork for others until standard input ends."""
     descriptor, *further = arguments
-    from moe_trm.learner.megatron.notices import silence_known_notices
-
-    silence_known_notices()
-    for name in (*IMPORTED, *further):
-        importlib.import_module(name)
+    import_all((*JOB, *RANK, LEARNERS["megatron"], *further))
     check_one_thread()
-    # Collections in a fork would otherwise write to, and so copy, every page of what was imported.
-    gc.collect()
-    gc.freeze()
     with socket.socket(fileno=int(descriptor)) as listener:
         serve(listener, sys.stdin.fileno())
     return 0

@@ -184,10 +184,10 @@ class PackedLayout:
     @cached_property
     def _source(self) -> Tensor:
         """`[T]` int64: for each place its place in the flattened `[B * R]` micro-batch, -1 on alignment columns."""
-        source_T = torch.full((self.num_places,), -1)
-        for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            source_T[start : start + length] = torch.arange(row * self.length, row * self.length + length)
-        return source_T
+        row_T = np.repeat(np.arange(self.batch), self.places)
+        column_T = np.arange(self.num_places) - np.repeat(self.starts, self.places)
+        is_token_T = column_T < np.asarray(self.lengths)[row_T]
+        return torch.from_numpy(np.where(is_token_T, row_T * self.length + column_T, -1))
 
     def _taken(self, values: Tensor, source: Tensor) -> Tensor:
         taken = values.flatten(0, 1).index_select(0, source.clamp(min=0).to(values.device))

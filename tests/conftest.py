@@ -28,6 +28,7 @@ GROUPS = {
     "integration/test_agent_sessions.py": "tiny server",
     # Ranks that are forked from one process.
     "integration/test_lora.py": "tests/integration/test_learner_optimizer.py",
+    "integration/test_lora_bases.py": "tests/integration/test_learner_optimizer.py",
     "integration/test_replay_columns.py": "tests/integration/test_replay_layouts.py",
     "integration/test_replay_fsdp.py": "tests/integration/test_replay_layouts.py",
     "integration/test_published_models.py": "tests/integration/test_replay_layouts.py",

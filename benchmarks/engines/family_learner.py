@@ -45,7 +45,7 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     if config.train.export_form == "published":
         found["published form"] = _same_files(learner, config, scratch / "published")
     found["sync"] = found["convert"]
-    if not bundle.is_dir():
+    if not any(bundle.glob("step-*")):
         unknown = "no samples: the engine does not serve it"
         return {**found, **dict.fromkeys(("replay R2", "replay R3", "mask"), unknown)}
     records = BundleReader(str(bundle)).read(1)

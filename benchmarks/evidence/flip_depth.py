@@ -15,17 +15,16 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.evidence.pictured import axis, run, with_interval
 from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
-from benchmarks.table import Row, report
+from benchmarks.table import Row
 from moe_trm.models.tiny.checkpoint import TinyShape, tiny_model
-from moe_trm.report.intervals import around_mean
 from routing.flips import Flips, flips
 
 BASE = TinyShape(layers=8, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=16, top_k=2, expert_ffn=32)
@@ -52,14 +51,8 @@ class Point:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--seeds", type=int, default=4, help="random models (default: 4)")
-    parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rows = list(measure(args.seeds))
-    report("Flips between float32 and a lower precision at the same weights: means over models", rows, args.json)
-    if args.picture:
-        args.picture.write_text(draw(rows), encoding="utf-8")
-    return 0
+    title = "Flips between float32 and a lower precision at the same weights: means over models"
+    return run(parser, argv, title, lambda args: measure(args.seeds), draw)
 
 
 def settings() -> Iterator[tuple[str, str, TinyShape, str]]:
@@ -80,9 +73,7 @@ def measure(seeds: int) -> Iterator[Row]:
         points = [point(shape, precision, seed) for seed in range(seeds)]
         row: Row = {"sweep": sweep, "value": value}
         for name in ("any_layer", "independent", "token_layers"):
-            values = [getattr(one, name) for one in points]
-            low, high = around_mean(values) or (float("nan"), float("nan"))
-            row |= {name: statistics.fmean(values), f"{name}_low": low, f"{name}_high": high}
+            row |= with_interval(name, [getattr(one, name) for one in points], f"{name}_")
         yield {
             **row,
             "first_layer": statistics.fmean(one.first_layer for one in points),
@@ -151,8 +142,7 @@ def draw(rows: Sequence[Row]) -> str:
         parts += panel.frame(
             f"Flips by {sweep}", [(highest * part / 4, f"{highest * part / 4:.1%}") for part in range(5)]
         )
-        parts += [panel.below(panel.x(place), str(row["value"])) for place, row in enumerate(here, start=1)]
-        parts.append(panel.below((panel.left + panel.right) / 2, sweep, line=1))
+        parts += axis(panel, [row["value"] for row in here], sweep)
         parts += lines(panel, {name: [float(row[key]) for row in here] for name, key in series.items()})
     return document(parts, 60 + 400 * len(panels), 360)
 

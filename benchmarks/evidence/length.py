@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.evidence.pictured import axis, run, with_interval
 from benchmarks.figure import Panel, document, lines
 from benchmarks.options import command_line
-from benchmarks.table import Row, report
+from benchmarks.table import Row
 from moe_trm import corrections
 from moe_trm.corrections import Evidence
 from moe_trm.ratios import LogRatios
-from moe_trm.report.intervals import around_mean
 
 LENGTHS = (8, 16, 32, 64, 128, 256, 512)
 TOKEN_KL = 1e-3
@@ -61,14 +59,8 @@ SHOWN = ("trm_max", "trm_avg", "trm_max_avg", "ln_trm", "ser", "geometric_mask",
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--rows", type=int, default=1000, help="rows of each length and seed (default: 1000)")
-    parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    rows = list(measure(args.rows))
-    report("Kept share by length, thresholds that reject 10% of a mixture of lengths", rows, args.json)
-    if args.picture:
-        args.picture.write_text(draw(rows), encoding="utf-8")
-    return 0
+    title = "Kept share by length, thresholds that reject 10% of a mixture of lengths"
+    return run(parser, argv, title, lambda args: measure(args.rows), draw)
 
 
 def measure(num_rows: int, seeds: int = SEEDS) -> Iterator[Row]:
@@ -76,10 +68,8 @@ def measure(num_rows: int, seeds: int = SEEDS) -> Iterator[Row]:
     for (shape, made), (rule, fixed) in itertools.product(SHAPES.items(), RULES.items()):
         kept = [kept_by_length(rule, fixed, made, num_rows, seed) for seed in range(seeds)]
         for place, length in enumerate(LENGTHS):
-            values = [of_seed[place] for of_seed in kept]
-            low, high = around_mean(values) or (float("nan"), float("nan"))
-            yield {"shape": shape, "rule": rule, "tokens": length, "kept": statistics.fmean(values), "low": low,
-                   "high": high}  # fmt: skip
+            own = with_interval("kept", [of_seed[place] for of_seed in kept])
+            yield {"shape": shape, "rule": rule, "tokens": length, **own}
 
 
 def kept_by_length(
@@ -131,8 +121,7 @@ def draw(rows: Sequence[Row]) -> str:
         panel = Panel(left, left + 300, len(LENGTHS) + 0.5, 0, 1)
         title = "every token a little off" if shape == "spread" else f"{FLIPPED:.0%} of tokens far off"
         parts += panel.frame(f"Rows kept, {title}", [(share / 4, f"{25 * share}%") for share in range(5)])
-        parts += [panel.below(panel.x(place), str(length)) for place, length in enumerate(LENGTHS, start=1)]
-        parts.append(panel.below((panel.left + panel.right) / 2, "tokens of an answer", line=1))
+        parts += axis(panel, LENGTHS, "tokens of an answer")
         here = [row for row in rows if row["shape"] == shape]
         parts += lines(panel, {name: [float(row["kept"]) for row in here if row["rule"] == name] for name in SHOWN})
     return document(parts, 60 + 500 * len(SHAPES), 360)

@@ -1,8 +1,8 @@
 """Figures of the staleness suite from what has run: JSON with every run, and a picture.
 
 `python -m benchmarks.evidence.staleness_figures [FILE] [--out FOLDER] [--json FILE] [--picture FILE]`. `FILE` is the
-experiment's, `FOLDER` where it ran. Every arm is compared with training without correction and with synchronous
-training, by the primary metric and by greedy answers. Runs of the same seed are paired.
+experiment's, `FOLDER` where it ran. Every arm is compared with training without correction, with synchronous
+training and with token weights, by the primary metric and by greedy answers. Runs of the same seed are paired.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_trm.experiment.states import States
 from moe_trm.report.intervals import around_mean
 
 FILE = Path("benchmarks/evidence/staleness.yaml")
-AGAINST = ("none", "sync_R3")
+AGAINST = ("none", "sync_R3", "TIS")
 METRICS = ("eval/avg_at_1", "eval/accuracy")
 LATE = 12
 """First step of the means over late steps, which see samples of nearly the full age."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ def attached(config: Config) -> Iterator[Check]:
     if not (config.rollout.traits.has_servers and config.rollout.attached):
         return
     for url in config.rollout.addresses:
-        yield attempt(f"tokenizer of {url}", lambda url=url: asyncio.run(_with(config, url, _tokenizer)))  # type: ignore[misc]
-        yield attempt(f"model of {url}", lambda url=url: asyncio.run(_with(config, url, _geometry)))  # type: ignore[misc]
+        for what, look in (("tokenizer", _tokenizer), ("model", _geometry)):
+            yield attempt(f"{what} of {url}", partial(_looked, config, url, look))
+
+
+def _looked(config: Config, url: str, look: Any) -> Check:
+    return asyncio.run(_with(config, url, look))
 
 
 async def _with(config: Config, url: str, look: Any) -> Check:

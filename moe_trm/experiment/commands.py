@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-from moe_trm import __version__
 from moe_trm.config.flat import as_yaml
 from moe_trm.errors import ConfigError, RunError
 from moe_trm.experiment import page
 from moe_trm.experiment.arms import read_arms
+from moe_trm.experiment.code import code_version
 from moe_trm.experiment.comparison import LEAST_PAIRS
 from moe_trm.experiment.plan import Check, Plan, PlannedRun, check_run, make_plan
 from moe_trm.experiment.processes import alone, left_to_run, run_all
@@ -104,7 +103,7 @@ def run_experiment(
         left = [] if only_report else left_to_run(plan, states, retry_failed=retry_failed, only=only)
         asked = _run(plan, states, left, jobs, made_of, served_by, warmed_by) if left else 0
         arms = read_arms(plan, states)
-        written = page.write(plan, arms, about(plan, states))
+        written = page.write(plan, arms, about(plan, states), states.fixed.changes)
     print("\n".join(page.summary(plan, arms)))
     print(f"page: {written[0]}\ntable: {written[1]}", flush=True)
     return 128 + asked if asked else int(any(arm.failed for arm in arms))
@@ -155,20 +154,7 @@ def about(plan: Plan, states: States) -> list[str]:
     return [
         f"{len(plan.file.arms)} arms x {len(plan.file.seeds)} seeds, {plan.file.steps} steps each",
         f"primary metric {plan.file.primary_metric}, against {plan.file.against}",
-        f"moe-trm {__version__}{_commit()}",
+        f"page by {code_version()}",
         f"{platform.machine()}, {os.cpu_count()} cores",
         last,
     ]
-
-
-def _commit() -> str:
-    """The commit of the checkout that the code is in; nothing for an installed package."""
-    here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():
-        return ""
-    asked = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return f" at {done.stdout.strip()}" if done.returncode == 0 else ""

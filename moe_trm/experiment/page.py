@@ -11,7 +11,7 @@ from typing import Any
 from moe_trm.experiment.arms import Arm
 from moe_trm.experiment.comparison import LEAST_PAIRS, conclusions
 from moe_trm.experiment.plan import Plan
-from moe_trm.experiment.tables import tables
+from moe_trm.experiment.tables import Table, tables
 from moe_trm.report import draw
 from moe_trm.report.cards import COLOURS, Cards
 from moe_trm.report.draw import Series
@@ -44,11 +44,20 @@ CURVES = (
 )
 
 
-def write(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> tuple[Path, Path]:
-    """Write `report.html` and `table.md` in the experiment's folder; `about` says when and where it ran."""
+def write(
+    plan: Plan, arms: Sequence[Arm], about: Sequence[str], changes: Sequence[Mapping[str, Any]] = ()
+) -> tuple[Path, Path]:
+    """Write `report.html` and `table.md` in the experiment's folder.
+
+    Args:
+        plan, arms: what ran.
+        about: when and where.
+        changes: of arms, after the first run (`Fixed.changes`).
+    """
+    made = tables(plan, arms, changes)
     page, table = plan.folder / PAGE, plan.folder / TABLE
-    page.write_text(render(plan, arms, about), encoding="utf-8")
-    table.write_text(markdown(plan, arms, about), encoding="utf-8")
+    page.write_text(render(plan, arms, about, made), encoding="utf-8")
+    table.write_text(markdown(plan, arms, about, made), encoding="utf-8")
     return page, table
 
 
@@ -61,20 +70,19 @@ def summary(plan: Plan, arms: Sequence[Arm]) -> list[str]:
     return [*said, *(f"{arm.name}: {arm.told}." for arm in arms)]
 
 
-def markdown(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> str:
+def markdown(plan: Plan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """The conclusion and every table."""
     lines = [f"# {plan.file.name}", "", " · ".join(about), ""]
     lines += [f"- {sentence}" for sentence in summary(plan, arms)]
-    return "\n".join([*lines, "", "\n\n".join(table.markdown() for table in tables(plan, arms)), ""])
+    return "\n".join([*lines, "", "\n\n".join(table.markdown() for table in made), ""])
 
 
-def render(plan: Plan, arms: Sequence[Arm], about: Sequence[str]) -> str:
+def render(plan: Plan, arms: Sequence[Arm], about: Sequence[str], made: Sequence[Table]) -> str:
     """One self-contained page."""
     name = escape(plan.file.name)
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in summary(plan, arms))
     means = [run for arm in arms if (run := arm.mean_run()) is not None]
     drawn, cards = _curves(plan, arms, means), Cards(means) if means else None
-    made = tables(plan, arms)
     body = [
         f'<header><h1>{name}</h1><p class="about">{escape(" · ".join(about))}</p></header>',
         f'<section class="conclusion"><h2>Conclusion</h2>{said}</section>',

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from moe_trm.errors import RunError
+from moe_trm.experiment.code import code_version
 from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
 from moe_trm.experiment.plan import Plan, PlannedRun
 from moe_trm.experiment.stages import Stage, Stages, stages
@@ -164,6 +165,7 @@ def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]
 def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
     state, (stage, *others) = states.of(run), left
     state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
+    state.code = code_version()
     states.write()
     log = log_of(plan.folder, run.name)
     log.parent.mkdir(exist_ok=True)

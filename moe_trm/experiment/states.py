@@ -5,23 +5,18 @@ Both files are written whole or not at all. A run that failed stays in them as a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from moe_trm import __version__
-from moe_trm.config.flat import as_yaml, different_keys
-from moe_trm.errors import ConfigError, RunError
+from moe_trm.errors import RunError
+from moe_trm.experiment.fixed import Fixed
 from moe_trm.experiment.plan import Plan, PlannedRun
 
-FORMAT, VERSION = "moe-trm-experiment", 1
 SETTINGS, STATES = "experiment.json", "states.jsonl"
-MOST_CHANGES = 12
-"""Changed settings that a refusal lists."""
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -38,6 +33,7 @@ class RunState(msgspec.Struct, kw_only=True):
         seconds: of all attempts, wall clock; of one that was killed with its experiment, until its last word.
         steps: in its `metrics.jsonl`.
         started_unix_s: begin of the last attempt.
+        code: version and commit of this package in the last attempt; empty where an older one did not say.
         earlier: reasons of earlier ends.
     """
 
@@ -53,15 +49,18 @@ class RunState(msgspec.Struct, kw_only=True):
     steps: int = 0
     started_unix_s: float | None = None
     ended_unix_s: float | None = None
+    code: str = ""
     earlier: list[str] = msgspec.field(default_factory=list)
 
 
 class States:
     """The states of a plan's runs in its folder.
 
-    A folder of other settings is refused with what changed. A run that the files call running was killed together with
-    its experiment.
+    A folder of other settings is refused with what changed (`Fixed`). A run that the files call running was killed
+    together with its experiment.
 
+    Attributes:
+        fixed: the settings, and what changed in arms that had not begun.
     Raises:
         ConfigError: the folder holds other settings, another experiment or files of another version.
         RunError: the files are damaged.
@@ -70,8 +69,12 @@ class States:
     def __init__(self, plan: Plan) -> None:
         self._path = plan.folder / STATES
         self._states = {run.name: RunState(run=run.name, arm=run.arm, seed=run.seed) for run in plan.runs}
-        if _same_settings(plan):
+        settings = plan.folder / SETTINGS
+        saved = settings.read_bytes() if settings.is_file() else None
+        if saved is not None:
             self._states |= {state.run: state for state in _read(self._path)}
+        begun = {state.arm for state in self if state.attempts}
+        self.fixed = Fixed(plan.settings(), saved, begun, plan.folder)
         for state in self._states.values():
             if state.state == "running":
                 state.state, state.reason = "stopped", "the experiment ended while it ran"
@@ -86,52 +89,12 @@ class States:
     def begin(self, plan: Plan) -> None:
         """Make the folder and write both files."""
         plan.folder.mkdir(parents=True, exist_ok=True)
-        document = {"format": FORMAT, "version": VERSION, "moe_trm": __version__, "settings": plan.settings()}
-        _replace(plan.folder / SETTINGS, json.dumps(document, indent=1).encode() + b"\n")
+        _replace(plan.folder / SETTINGS, self.fixed.document())
         self.write()
 
     def write(self) -> None:
         """The states as they are now, whole or not at all."""
         _replace(self._path, b"".join(msgspec.json.encode(state) + b"\n" for state in self._states.values()))
-
-
-def _same_settings(plan: Plan) -> bool:
-    """True where the folder holds this experiment already, False where it holds none."""
-    path = plan.folder / SETTINGS
-    if not path.is_file():
-        return False
-    try:
-        document: Any = json.loads(path.read_bytes())
-        saved = document["settings"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise RunError(
-            "the settings of this experiment cannot be read",
-            where=str(path),
-            got=repr(error),
-            expected="what `moe-trm experiment` wrote",
-            fix="Give --out another folder; what ran is in the run folders beside it.",
-        ) from error
-    if (document.get("format"), document.get("version")) != (FORMAT, VERSION):
-        raise ConfigError(
-            "this folder holds an experiment of another format",
-            where=str(path),
-            got=f"{document.get('format')} {document.get('version')}",
-            expected=f"{FORMAT} {VERSION}",
-            fix="Give --out another folder.",
-        )
-    now = json.loads(json.dumps(plan.settings()))
-    changed = different_keys(saved, now)
-    if changed:
-        shown = [f"{key}: {_shown(saved, key)} -> {_shown(now, key)}" for key in changed[:MOST_CHANGES]]
-        more = [f"and {len(changed) - MOST_CHANGES} more"] if len(changed) > MOST_CHANGES else []
-        raise ConfigError(
-            "the experiment in this folder was begun with other settings",
-            where=str(plan.folder),
-            got="\n".join([*shown, *more]),
-            expected="the settings that it was begun with: they are fixed before the first run",
-            fix="Restore the file, or give --out another folder to begin anew.",
-        )
-    return True
 
 
 def log_of(folder: Path, run: str) -> Path:
@@ -143,10 +106,6 @@ def _seconds_until_its_last_word(state: RunState, log: Path) -> float:
     if state.started_unix_s is None or not log.is_file():
         return 0.0
     return max(0.0, log.stat().st_mtime - state.started_unix_s)
-
-
-def _shown(flat: dict[str, Any], key: str) -> str:
-    return as_yaml(flat[key]) if key in flat else "(absent)"
 
 
 def _read(path: Path) -> list[RunState]:

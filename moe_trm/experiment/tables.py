@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from statistics import mean
+from typing import Any
 
 from moe_trm.config.flat import as_yaml
 from moe_trm.experiment.arms import Arm
 from moe_trm.experiment.comparison import comparisons
+from moe_trm.experiment.fixed import changed_later
 from moe_trm.experiment.plan import Plan
 from moe_trm.report.charts import matching
 from moe_trm.report.intervals import around_mean
@@ -70,7 +73,7 @@ class Table:
         return f'<section><h2>{escape(self.title)}</h2><p class="note">{escape(self.note)}</p>{body}</section>'
 
 
-def tables(plan: Plan, arms: Sequence[Arm]) -> list[Table]:
+def tables(plan: Plan, arms: Sequence[Arm], changes: Sequence[Mapping[str, Any]] = ()) -> list[Table]:
     """All tables, the most important first. Those of figures are of finished runs; the last one has every run."""
     return [
         _differences(plan, arms),
@@ -79,6 +82,7 @@ def tables(plan: Plan, arms: Sequence[Arm]) -> list[Table]:
         _figures("Kept shares", arms, KEPT),
         _cost(arms),
         _settings(plan),
+        *([_changed(changes)] if changes else []),
         _runs(arms),
     ]
 
@@ -166,6 +170,19 @@ def _settings(plan: Plan) -> Table:
     )
 
 
+def _changed(changes: Sequence[Mapping[str, Any]]) -> Table:
+    rows = tuple(
+        (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M}", arms, setting, before, after)
+        for at, arms, setting, before, after in changed_later(changes)
+    )
+    return Table(
+        "What changed after the first run",
+        "Settings of arms of which no run had begun, and settings that a newer version added, at their default.",
+        ("UTC", "arms", "setting", "before", "after"),
+        rows,
+    )
+
+
 def _runs(arms: Sequence[Arm]) -> Table:
     rows = tuple(
         (
@@ -174,6 +191,7 @@ def _runs(arms: Sequence[Arm]) -> Table:
             str(state.steps),
             str(state.attempts),
             f"{state.seconds:.0f}",
+            state.code or "not recorded",
             "; ".join([*([state.reason] if state.reason else []), *(f"before: {why}" for why in state.earlier)]),
         )
         for arm in arms
@@ -182,7 +200,7 @@ def _runs(arms: Sequence[Arm]) -> Table:
     return Table(
         "Every run",
         "A run that failed is an outcome: it is counted here and beside every conclusion, and is in no mean.",
-        ("run", "state", "steps", "attempts", "seconds", "reason"),
+        ("run", "state", "steps", "attempts", "seconds", "code", "reason"),
         rows,
     )
 

@@ -16,7 +16,7 @@ from moe_trm.errors import CheckpointError
 from moe_trm.export.adapter import lora_of, merged_tensors, saved_factors
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_export import SHARD_BYTES, write_companions, write_files, write_index
-from moe_trm.learner.hf_form import ExportForm
+from moe_trm.learner.hf_form import ChangeLoss, ExportForm
 from moe_trm.learner.parameter_groups import is_frozen
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
@@ -31,6 +31,7 @@ def export_checkpoint(
     *,
     model: Path | None = None,
     published: bool = False,
+    loss: ChangeLoss | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write the weights of `checkpoint` as a Hugging Face folder, and return the folder.
@@ -45,6 +46,7 @@ def export_checkpoint(
         out: the folder to write, which must not exist; it appears when it is complete.
         model: where the start checkpoint lies now; None: where the run found it.
         published: write tensors in the form of the start checkpoint; else in the learner's dtype (`ExportForm`).
+        loss: counts what a published form loses of the training.
         shard_bytes: of one file at most, apart from a larger tensor; they are held until it is written.
 
     Raises:
@@ -70,16 +72,17 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write(checkpoint, manifest, start, partial, published, shard_bytes)
+        form = ExportForm(HfCheckpoint(start), _learner(manifest).dtype, published, loss)
+        _write(checkpoint, manifest, form, partial, shard_bytes)
     except BaseException:
         shutil.rmtree(partial)
         raise
     return partial.rename(out)
 
 
-def _write(checkpoint: Path, manifest: Manifest, start: Path, folder: Path, published: bool, shard_bytes: int) -> None:
-    hf, learner = read_hf_config(start), _learner(manifest)
-    form = ExportForm(HfCheckpoint(start), learner.dtype, published)
+def _write(checkpoint: Path, manifest: Manifest, form: ExportForm, folder: Path, shard_bytes: int) -> None:
+    start, learner = form.source.folder, _learner(manifest)
+    hf = read_hf_config(start)
     reader = PieceReader(checkpoint / name for name in sorted(manifest.files) if name != STATE_FILE)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,10 @@ from moe_trm.errors import RunError
 from moe_trm.export.adapter import export_adapter
 from moe_trm.export.checkpoint import export_checkpoint
 from moe_trm.export.run_folder import open_run, run_around
+from moe_trm.learner.hf_form import ChangeLoss
+
+MOST_LOST = 0.5
+"""Of the change that training made, by norm: an export that loses more says so."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +50,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"{export_adapter(checkpoint, place, model=args.model)}: the adapter after step {step}, for peft")
         return 0
     out = args.out or checkpoint.parent / f"hf-{step:06d}"
-    folder = export_checkpoint(checkpoint, out, model=args.model, published=args.published)
+    loss = ChangeLoss()
+    folder = export_checkpoint(checkpoint, out, model=args.model, published=args.published, loss=loss)
     print(f"{folder}: the weights after step {step}")
+    print("".join(f"  {line}\n" for line in rounding_lines(loss)), end="")
     print(f"  load      AutoModelForCausalLM.from_pretrained({str(folder)!r})")
     print(f"  serve     python -m launch.rollout CONFIG model.checkpoint={folder}")
     print(f"  evaluate  moe-trm eval {folder}" + ("" if run_around(folder) else " --config CONFIG"))
     return 0
+
+
+def rounding_lines(loss: ChangeLoss) -> list[str]:
+    """The share of the training that the published form lost; nothing where it rounded no trained weight."""
+    if not loss.tensors:
+        return []
+    told = [f"rounding  {loss.share:.0%} of what training changed in {loss.tensors} tensors of 8 or 4 bits is lost"]
+    if loss.share > MOST_LOST:
+        told.append("          without --published, or with --adapter where adapters were trained, nothing is")
+    return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class HfCheckpoint:
     def read(self, name: str) -> Tensor:
         """The tensor `name` on CPU: in the checkpoint's dtype, or dequantised."""
         parts = [self._handle(part).get_tensor(part) for part in self.parts(name)]
-        return self._plain(name, parts)
+        return self.plain(name, parts)
 
     def read_row(self, name: str, row: int, num_rows: int) -> Tensor:
         """Row `row` alone of the tensor `name`, which must have `num_rows` of them.
@@ -63,7 +64,7 @@ class HfCheckpoint:
                 expected=num_rows,
                 fix="Use the config.json that belongs to these weights.",
             )
-        return self._plain(name, [one[row] for one in slices])
+        return self.plain(name, [one[row] for one in slices])
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Names in the files of what the tensor `name` is made of: itself, or values and scales."""
@@ -87,7 +88,11 @@ class HfCheckpoint:
         *outer, outputs, groups, _ = shape
         return *outer, groups * mxfp4.GROUP, outputs
 
-    def _plain(self, name: str, parts: list[Tensor]) -> Tensor:
+    def plain(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The tensor `name` of what its `parts` hold: the tensor itself, or values and scales dequantised.
+
+        Raises `CheckpointError` where they do not fit together.
+        """
         form, where = self.quantisation, f"{self.folder}, {name}"
         if len(parts) == 1:
             if parts[0].dtype.itemsize == 1 and parts[0].dtype.is_floating_point:

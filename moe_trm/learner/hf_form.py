@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,34 @@ from moe_trm.models.hf_config import plain_config, without_prediction_layers
 from moe_trm.sync.rounding import DTYPES, Rounding
 
 
+@dataclass
+class ChangeLoss:
+    """The change that training made to weights of 8 or 4 bits, and what their form cannot hold of it.
+
+    Attributes:
+        tensors: that changed.
+        changed: squared norm of trained - start.
+        lost: squared norm of written - trained.
+    """
+
+    tensors: int = 0
+    changed: float = 0.0
+    lost: float = 0.0
+
+    def add(self, trained: Tensor, start: Tensor, written: Tensor) -> None:
+        """Count one tensor; one that did not change counts nothing."""
+        if torch.equal(trained, start):
+            return
+        self.tensors += 1
+        self.changed += float((trained.float() - start.float()).square().sum(dtype=torch.float64))
+        self.lost += float((written.float() - trained.float()).square().sum(dtype=torch.float64))
+
+    @property
+    def share(self) -> float:
+        """|written - trained| / |trained - start|; 0 where nothing changed."""
+        return math.sqrt(self.lost / self.changed) if self.changed else 0.0
+
+
 @dataclass(frozen=True)
 class ExportForm:
     """The form in which an export writes the learner's weights.
@@ -24,11 +53,13 @@ class ExportForm:
         dtype: of the learner's weights.
         published: every tensor is written in the form that `source` has it in: its dtype, FP8 or MXFP4. Blocks of
             weights that did not change keep their bits. False: plain tensors in `dtype`.
+        loss: counts what the published form loses of the training; None: nothing is counted.
     """
 
     source: HfCheckpoint
     dtype: str
     published: bool = False
+    loss: ChangeLoss | None = None
 
     def stored(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors written for the learner's tensor `name`: itself, or values and scales."""
@@ -40,11 +71,14 @@ class ExportForm:
         dtype = DTYPES[Rounding(self.dtype).dtype_of(name)]
         new, before = tensor.detach().cpu().to(dtype), self.source.read(name).to(dtype)
         if len(names) == 1 or form is None:
-            made: tuple[Tensor, ...] = (torch.where(new == before, old[0], new.to(old[0].dtype)),)
-        elif form.method == "fp8":
-            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, powers=form.powers)
+            return {name: torch.where(new == before, old[0], new.to(old[0].dtype)).contiguous()}
+        if form.method == "fp8":
+            read_in = getattr(torch, form.dtype)
+            made = fp8_blocks.requantize(new, before, (old[0], old[1]), form.block, read_in, powers=form.powers)
         else:
             made = mxfp4.requantize(new, before, (old[0], old[1]))
+        if self.loss is not None:
+            self.loss.add(new, before, self.source.plain(name, made))
         return dict(zip(names, (part.contiguous() for part in made), strict=True))
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:

@@ -110,7 +110,8 @@ def cut_scoring(scoring: Scoring, layout: AnyLayout) -> Scoring:
         return scoring
     mask = layout.cut_tokens(scoring.mask)
     own = replace(scoring, target_ids=layout.cut_tokens(scoring.target_ids), mask=mask)
-    if scoring.kept_ids is None or scoring.kept_offsets is None:
+    if scoring.kept_ids is None or scoring.kept_offsets is None or layout.cp_size == 1:
+        # A whole pack has its tokens in the order of the rows, and so their kept ids.
         return own
     number = torch.zeros(scoring.mask.shape, dtype=torch.int64, device=mask.device)
     number[scoring.mask] = torch.arange(len(scoring.kept_offsets) - 1, device=mask.device)

@@ -1,7 +1,7 @@
 """Causal attention inside each sequence of a pack, in plain torch. Nothing is as large as the pack squared.
 
-Short sequences of like lengths are rows of one call, padded on the right: one call for each would cost more than what
-it computes. Long ones have a call each.
+Short sequences are rows of a few calls, padded on the right: one call for each would cost more than what it computes.
+Long ones have a call each.
 
 Shape letters: T tokens of a pack, P places of all calls, B rows of a call, C columns that ask, S columns that are seen,
 N query heads, G key/value heads, D head dimension.
@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 TOGETHER = 256
-"""Tokens of the longest sequences that share a call, with those of the same octave of length.
+"""Tokens of the longest sequences that share a call, with those of the same octave of length."""
 
-So calls compute less than twice as many columns as there are tokens, and of these sequences alone.
+CALL = 2**15
+"""Pairs of columns that cost as much as a call more: until fillers have so many, shorter sequences join a call, too.
+
+So a call computes less than twice as many columns as it has tokens, and `CALL` over its longest sequence more.
 """
 
 
@@ -50,11 +55,17 @@ class _Calls:
         shapes: rows and columns of each.
         tokens: `[P]` the token of the pack at each place of all calls; the last one of a sequence fills its row.
         places: `[T]` the place of each token.
+        fillers: the places behind the tokens of their sequence.
     """
 
     shapes: tuple[tuple[int, int], ...]
-    tokens: np.ndarray
-    places: np.ndarray
+    tokens: Tensor
+    places: Tensor
+    fillers: Tensor
+
+    def on(self, device: torch.device) -> _Calls:
+        """The same with tensors on `device`."""
+        return _Calls(self.shapes, self.tokens.to(device), self.places.to(device), self.fillers.to(device))
 
 
 def attend_within(
@@ -68,21 +79,22 @@ def attend_within(
         kind: of the layer.
     """
     calls = _calls(tuple(lengths))
-    tensors: Sequence[Tensor] = (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
+    query, key, value = query_TND, key_TGD, value_TGD
     together = len(calls.shapes) < len(lengths)
     if together:
-        tokens_P = torch.from_numpy(calls.tokens).to(query_TND.device)
-        tensors = [each.index_select(0, tokens_P) for each in tensors]
+        calls = calls.on(query.device)
+        query, key, value = (_Spread.apply(each, calls) for each in (query, key, value))  # type: ignore[no-untyped-call]
+    tensors = (query, *for_all_heads(query.shape[1], key, value))
     # One split and one concatenation: slices would each have a gradient as long as the pack.
     sizes = [rows * columns for rows, columns in calls.shapes]
     found = []
     for shape, *parts in zip(calls.shapes, *(torch.split(each, sizes) for each in tensors), strict=True):
         query, key, value = (each.reshape(*shape, *each.shape[1:]) for each in parts)
         found.append(attend(query, key, value, kind).flatten(0, 1))
-    context_PND = torch.cat(found)
-    if not together:
-        return context_PND
-    return context_PND.index_select(0, torch.from_numpy(calls.places).to(context_PND.device))
+    context_PND = torch.cat(found) if len(found) > 1 else found[0]
+    if together:
+        return _Collected.apply(context_PND, calls)  # type: ignore[no-untyped-call, no-any-return]
+    return context_PND
 
 
 def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,20 +166,67 @@ def _with_sinks(
     return weights_BNCS @ value_BNSD
 
 
+class _Spread(torch.autograd.Function):
+    """The tokens of a pack at the places of its calls: `[T, ...]` -> `[P, ...]`.
+
+    No token sees a filler, and what fillers ask for is dropped, so their gradient is zero and is not added up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, calls: _Calls) -> Tensor:
+        ctx.calls = calls
+        return values.index_select(0, calls.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.calls.places), None
+
+
+class _Collected(torch.autograd.Function):
+    """Inverse of `_Spread`: `[P, ...]` -> `[T, ...]`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, calls: _Calls) -> Tensor:
+        ctx.calls = calls
+        return values.index_select(0, calls.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        spread = gradient.index_select(0, ctx.calls.tokens)
+        return spread.index_fill_(0, ctx.calls.fillers, 0.0), None
+
+
 @lru_cache(maxsize=32)
 def _calls(lengths: tuple[int, ...]) -> _Calls:
     starts = np.cumsum(lengths) - np.asarray(lengths)
-    calls: dict[tuple[str, int], list[int]] = {}
-    for number, length in enumerate(lengths):
-        call = ("octave", length.bit_length()) if length <= TOGETHER else ("alone", number)
-        calls.setdefault(call, []).append(number)
     shapes, tokens, places_T, first = [], list[np.ndarray](), np.zeros(sum(lengths), np.int64), 0
-    for members in calls.values():
-        columns = max(lengths[number] for number in members)
+    fillers = list[np.ndarray]()
+    for members in _grouped(lengths):
+        columns = lengths[members[0]]
         shapes.append((len(members), columns))
         for number in members:
             start, length = int(starts[number]), lengths[number]
             tokens.append(start + np.minimum(np.arange(columns), length - 1))
             places_T[start : start + length] = first + np.arange(length)
+            fillers.append(np.arange(first + length, first + columns))
             first += columns
-    return _Calls(tuple(shapes), np.concatenate(tokens), places_T)
+    found = (torch.from_numpy(each) for each in (np.concatenate(tokens), places_T, np.concatenate(fillers)))
+    return _Calls(tuple(shapes), *found)
+
+
+def _grouped(lengths: Sequence[int]) -> list[list[int]]:
+    """The sequences of each call, by their numbers, the longest first. Calls of one sequence each are in order."""
+    calls: list[list[int]] = []
+    longest = wasted = 0
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        length = lengths[number]
+        wasted += longest**2 - length**2
+        alike = length.bit_length() == longest.bit_length() or wasted <= CALL
+        if calls and longest <= TOGETHER and alike:
+            calls[-1].append(number)
+        else:
+            calls.append([number])
+            longest, wasted = length, 0
+    return sorted(calls, key=min)

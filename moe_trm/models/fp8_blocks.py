@@ -48,19 +48,26 @@ def quantize(
         scale_dtype: in which scales are kept.
         powers: scales are rounded up to powers of two.
     """
-    rows, columns = weight_OI.shape
-    quantized = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales = list[Tensor]()
-    for first in range(0, rows, block[0]):
-        strip = weight_OI[first : first + block[0]].float()
-        largest_C = torch.stack([part.abs().amax() for part in torch.split(strip, block[1], 1)])
+    for strip in torch.split(weight_OI, block[0]):
+        largest_C = torch.stack([part.float().abs().amax() for part in torch.split(strip, block[1], 1)])
         scale_C = torch.where(largest_C > 0, largest_C / LARGEST, 1.0)
         if powers:
             scale_C = scale_C.log2().ceil().exp2()
         scales.append(_stored(scale_C, scale_dtype))
-        divisor = scales_of(scales[-1]).repeat_interleave(block[1])[:columns]
-        quantized[first : first + block[0]] = (strip / divisor).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return quantized, torch.stack(scales)
+    scale_RC = torch.stack(scales)
+    return nearest(weight_OI, scale_RC, block), scale_RC
+
+
+def nearest(weight_OI: Tensor, scale_RC: Tensor, block: tuple[int, int]) -> Tensor:
+    """The nearest `q` at these scales; what they cannot hold becomes the largest number."""
+    rows, columns = weight_OI.shape
+    found = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for index, scale_C in enumerate(scales_of(scale_RC)):
+        strip = slice(index * block[0], (index + 1) * block[0])
+        ratio = weight_OI[strip].float() / scale_C.repeat_interleave(block[1])[:columns]
+        found[strip] = ratio.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return found
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,15 +75,50 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def requantize(
-    new_OI: Tensor, old_OI: Tensor, stored: tuple[Tensor, Tensor], block: tuple[int, int], *, powers: bool = False
+    new_OI: Tensor,
+    old_OI: Tensor,
+    stored: tuple[Tensor, Tensor],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    powers: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`quantize(new)`, but blocks without a change from `old` keep the bits that are `stored` for it."""
+    """The nearest `q` at new scales or at those that are `stored`: for each block the nearer to `new`.
+
+    Blocks without a change from `old` keep their bits. No block is further from `new` than `old` was: at its own scale
+    a weight that changed too little keeps its bits, and a new scale rounds every weight anew.
+
+    Args:
+        new_OI: the trained weights.
+        old_OI: those of the start, which `stored` means.
+        stored: values and scales.
+        block: see the module.
+        dtype: in which the weights are read again; distances are of what is read.
+        powers: see `quantize`.
+    """
     fresh, scale_RC = quantize(new_OI, block, stored[1].dtype, powers=powers)
+    kept = nearest(new_OI, stored[1], block)
+    # Not a number where a stored scale is 0.
+    better_RC = ~(_error(new_OI, kept, stored[1], block, dtype) <= _error(new_OI, fresh, scale_RC, block, dtype))
     strips = torch.split(new_OI != old_OI, block[0])
     changed_RC = torch.stack([torch.stack([part.any() for part in torch.split(one, block[1], 1)]) for one in strips])
-    rows = changed_RC.repeat_interleave(block[0], 0)[: len(fresh)]
-    changed_OI = rows.repeat_interleave(block[1], 1)[:, : fresh.shape[1]]
-    return _chosen(changed_OI, fresh, stored[0]), _chosen(changed_RC, scale_RC, stored[1])
+
+    def wide(blocks_RC: Tensor) -> Tensor:
+        rows = blocks_RC.repeat_interleave(block[0], 0)[: len(fresh)]
+        return rows.repeat_interleave(block[1], 1)[:, : fresh.shape[1]]
+
+    values = _chosen(wide(changed_RC), _chosen(wide(better_RC), fresh, kept), stored[0])
+    return values, _chosen(changed_RC & better_RC, scale_RC, stored[1])
+
+
+def _error(weight_OI: Tensor, values: Tensor, scale_RC: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Squared distance of each block from `weight`, `[R, C]`."""
+    found = list[Tensor]()
+    back_OI = dequantize(values, scale_RC, block, dtype)
+    for strip, back in zip(torch.split(weight_OI, block[0]), torch.split(back_OI, block[0]), strict=True):
+        off = back.float() - strip.float()
+        found.append(torch.stack([one.square().sum() for one in torch.split(off, block[1], 1)]))
+    return torch.stack(found)
 
 
 def _chosen(where: Tensor, yes: Tensor, no: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`[..., I, O]` -> bytes and exponents.
 
     The exponent is the smallest with which the largest of the 32 does not exceed 6, and each number the nearest of
-    `VALUES`, the even one of two. `downcast_to_mxfp` of triton_kernels, gpt-oss's own, chooses the same exponent.
+    `VALUES`. `downcast_to_mxfp` of triton_kernels, gpt-oss's own, chooses the same exponent.
     """
     if weight.dim() > 2:
         return _stacked([quantize(one) for one in weight])
@@ -41,22 +41,44 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = rows.reshape(len(rows), -1, GROUP)
     largest = groups.abs().amax(-1)
     exponents = torch.where(largest > 0, (largest / 6.0).log2().ceil(), 0.0).clamp(-127, 127)
-    magnitudes = torch.ldexp(groups.abs(), -exponents.int().unsqueeze(-1))
+    scales = (exponents + 127).to(torch.uint8)
+    return nearest(groups, scales), scales
+
+
+def nearest(groups: Tensor, scales: Tensor) -> Tensor:
+    """`[O, G, 32]` -> bytes: the nearest numbers at these exponents, at most 6 of them, the even one of two."""
+    magnitudes = torch.ldexp(groups.abs(), 127 - scales.int().unsqueeze(-1))
     codes = torch.zeros_like(groups, dtype=torch.uint8)
     for middle, up in _MIDDLES:
         codes += (magnitudes >= middle) if up else (magnitudes > middle)
     codes += (groups < 0).to(torch.uint8) * 8
-    return codes[..., ::2] | (codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def requantize(new: Tensor, old: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """`quantize(new)`, but groups without a change from `old` keep the bits that are `stored` for it."""
+    """The nearest numbers at new exponents or at those that are `stored`: for each group the nearer to `new`.
+
+    Groups without a change from `old` keep their bits. No group is further from `new` than `old` was.
+    """
     if new.dim() > 2:
         rows = zip(new, old, *stored, strict=True)
         return _stacked([requantize(one, before, (bits, exponents)) for one, before, bits, exponents in rows])
     blocks, scales = quantize(new)
+    groups = new.float().mT.reshape(*scales.shape, GROUP)
+    kept = nearest(groups, stored[1])
+    better = ~(_error(groups, kept, stored[1]) <= _error(groups, blocks, scales))
     changed = (new != old).mT.reshape(*scales.shape, GROUP).any(-1)
-    return torch.where(changed.unsqueeze(-1), blocks, stored[0]), torch.where(changed, scales, stored[1])
+    values = torch.where(better.unsqueeze(-1), blocks, kept)
+    return (
+        torch.where(changed.unsqueeze(-1), values, stored[0]),
+        torch.where(changed & better, scales, stored[1]),
+    )
+
+
+def _error(groups: Tensor, blocks: Tensor, scales: Tensor) -> Tensor:
+    """Squared distance of each group from `groups`, `[O, G]`."""
+    back = dequantize(blocks, scales, torch.float32).mT.reshape(groups.shape)
+    return (back - groups).square().sum(-1)
 
 
 def _stacked(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import ConfigError
+from moe_trm.plan.adapters import with_adapters
 from moe_trm.plan.cluster import Cluster, Serving, serving
 from moe_trm.plan.columns import columns_per_token
 from moe_trm.plan.figures import Basis, Figure, weakest
@@ -84,7 +85,7 @@ class Plan:
         pipeline = self.config.pipeline
         versions = pipeline.staleness_limit // pipeline.push_every + 1 if pipeline.recovery == "snapshot" else 0
         averages = 2 if pipeline.proximal == "average" else 0
-        return (versions + averages) * self.layout.memory["weights"]
+        return (versions + averages) * self.layout.trained
 
     @property
     def fits(self) -> bool:
@@ -109,18 +110,11 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         where: config.json's place, for messages.
 
     Raises:
-        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters.
+        ConfigError: a layout that cannot be, with the reason and one that can; no GPUs for one side; adapters of
+            matrices that there are not.
         CheckpointError: a model that is not supported.
     """
-    if config.learner.lora.rank:
-        raise ConfigError(
-            "the memory of adapters is not planned",
-            where="learner.lora.rank",
-            got=config.learner.lora.rank,
-            expected=0,
-            fix="Plan with learner.lora.rank=0, which needs more memory and the same products.",
-        )
-    model = model_of(hf, where)
+    model = with_adapters(model_of(hf, where), hf, config.learner.lora, where)
     serve_gpus, ranks = cluster.split(config)
     lengths, efficiency = assumptions.lengths, assumptions.efficiency
     samples = config.rollout.prompts_per_step * config.rollout.group_size
@@ -156,12 +150,20 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
     sends = config.sync.method == "distributed"
     own_train = train_seconds(model, hf, config, cluster.gpu, ranks, trained_tokens, context, efficiency, columns)
     operations = training_operations(model, hf, config, context)
-    modes = []
-    for mode in _modes(config):
-        # Stale samples need more passes, whatever the speed was measured with.
-        more = training_operations(model, hf, _with_pipeline(config, mode), context) / operations
-        simulated = simulate(batches, own_train * more, fleet, mode.schedule(sends=sends))
-        modes.append(Simulated(mode, simulated, basis))
+
+    def seconds(mode: Mode) -> tuple[float, float]:
+        """Of training a batch of the learner's own weights, and of each older version that sampled it.
+
+        Stale samples need more passes, whatever the speed was measured with.
+        """
+        own, with_older = (training_operations(model, hf, _with_pipeline(config, mode), context, n) for n in (0.0, 1.0))
+        return own_train * own / operations, own_train * (with_older - own) / operations
+
+    def simulated(mode: Mode, fleet: Fleet) -> Timeline:
+        train_s, older_s = seconds(mode)
+        return simulate(batches, train_s, fleet, mode.schedule(sends=sends), older_s)
+
+    modes = [Simulated(mode, simulated(mode, fleet), basis) for mode in _modes(config)]
     own = Mode.of(config)
     workers = provision(
         samples * lengths.mean,
@@ -169,7 +171,7 @@ def build(config: Config, hf: Mapping[str, Any], cluster: Cluster, assumptions: 
         own_train,
         push_s,
         own.staleness - own.push_every + 1,
-        lambda number: simulate(batches, own_train, replace(fleet, servers=number), own.schedule(sends=sends)),
+        lambda number: simulated(own, replace(fleet, servers=number)),
     )
     return Plan(
         config,

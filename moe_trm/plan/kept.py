@@ -18,6 +18,7 @@ from typing import Any, Literal
 from moe_trm.config.schema import LearnerConfig
 from moe_trm.models.hf_config import expert_width, num_experts
 from moe_trm.models.registry import family_of
+from moe_trm.plan.parameters import NO_ADAPTERS, Adapted
 
 Kernels = Literal["fused", "plain", "plain packed"]
 """Layers of the learner: `plain packed` are those of a CPU that are given packs, whose attention runs by length."""
@@ -34,6 +35,7 @@ class Kept:
         inside: of the feed-forward part.
         columns: of rotary angles, for each column of a row. Rows share them.
         gradients: in flight while a layer runs backward: three of its width, and its rows twice.
+        scores: of attention, for each column of its row. Only Megatron's own layers on a GPU keep them.
     """
 
     entry: float
@@ -41,6 +43,7 @@ class Kept:
     inside: float
     columns: float
     gradients: float
+    scores: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -48,49 +51,73 @@ class Kept:
         return self.outside + self.inside
 
 
-def layer_kept(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels, *, is_moe: bool) -> Kept:
+def layer_kept(
+    hf: Mapping[str, Any],
+    learner: LearnerConfig,
+    kernels: Kernels,
+    *,
+    is_moe: bool,
+    adapted: Adapted = NO_ADAPTERS,
+) -> Kept:
     """Bytes that one decoder layer keeps.
+
+    With adapters norms are frozen, and a product by a frozen matrix does not keep what it multiplies. They are
+    merged into Megatron's own layers, whose attention keeps its scores on a GPU: the softmax in float32, what dropout
+    kept, and the weights as they are multiplied.
 
     Args:
         hf: config.json of the model.
         learner: dtype and layout.
         kernels: the layers' kind.
         is_moe: the layer is a mixture of experts.
+        adapted: its adapters.
     """
     size, t, hidden = BYTES[learner.dtype], learner.parallel.tensor, int(hf["hidden_size"])
-    norms = 2 * (norm_kept(hidden, size, kernels) + size * hidden) / t
+    frozen = learner.lora.rank > 0
+    # A router keeps its input, whether it trains or not.
+    read = (not frozen or "attention" in adapted.kinds) + (not frozen or is_moe or "dense" in adapted.kinds)
+    norms = (2 * norm_kept(hidden, size, kernels, frozen=frozen) + read * size * hidden) / t
     attention, columns = _attention(hf, learner, kernels)
+    own_layers = kernels == "fused" and keeps_scores(learner)
+    scores = int(hf["num_attention_heads"]) / t * (5 + size) if own_layers else 0.0
     if not is_moe:
         width = int(hf["intermediate_size"]) / t
-        return Kept(
-            size * hidden / t, norms + attention, size * _PLANES * width, columns, size * (3 * hidden / t + 2 * width)
-        )
+        planes = _PLANES - (frozen and "dense" not in adapted.kinds)
+        inside, gradients = size * planes * width, size * (3 * hidden / t + 2 * width)
+        return Kept(size * hidden / t, norms + attention, inside, columns, gradients, scores)
     rows = int(hf["num_experts_per_tok"]) * learner.parallel.expert_tensor / t
-    inside = _experts(hf, learner, size, rows)
-    return Kept(size * hidden / t, norms + attention, inside, columns, size * hidden * (3 / t + 2 * rows))
+    inside = _experts(hf, learner, size, rows, adapted)
+    gradients = size * hidden * (3 / t + 2 * rows)
+    return Kept(size * hidden / t, norms + attention, inside, columns, gradients, scores)
+
+
+def keeps_scores(learner: LearnerConfig) -> bool:
+    """True where attention on a GPU keeps a score for each pair of tokens: in Megatron's own layers."""
+    return learner.backend == "megatron" and (learner.lora.rank > 0 or learner.transformer_engine == "off")
 
 
 _PLANES = 5
 """Of a gated product: gate and up in one tensor (2), the activated gate, up again after its offset, their product."""
 
 
-def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1) -> float:
+def norm_kept(columns: float, size: int, kernels: Kernels, norms: float = 1, *, frozen: bool = False) -> float:
     """Of `norms` RMS norms over `columns` in all, without their outputs: inputs, and the root of each.
 
-    `plain` computes in float32 and keeps the normed values, too.
+    `plain` computes in float32 and keeps the normed values, too, unless the weight is frozen.
     """
-    return (8 if kernels != "fused" else size) * columns + 4 * norms
+    return ((4 if frozen else 8) if kernels != "fused" else size) * columns + 4 * norms
 
 
-def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: float) -> float:
+def _experts(hf: Mapping[str, Any], learner: LearnerConfig, size: int, rows: float, adapted: Adapted) -> float:
     """Of `rows` dispatched rows a token: the rows, their products, the scaled product; routing; shared experts."""
     t, experts, top_k = learner.parallel.tensor, num_experts(hf), int(hf["num_experts_per_tok"])
     width = expert_width(hf) / learner.parallel.expert_tensor
-    routed = rows * (size * (int(hf["hidden_size"]) + (_PLANES + 1) * width) + 4)
+    trains, trains_shared = (learner.lora.rank == 0 or kind in adapted.kinds for kind in ("experts", "shared experts"))
+    routed = rows * (size * (trains * int(hf["hidden_size"]) + (_PLANES + trains) * width) + 4)
     # Weights as the dispatcher holds them and transposed in float32, the map as bytes and transposed, ids as int64.
     routing = (10 * experts + 28 * top_k) / t
     shared = int(hf.get("n_shared_experts") or 0) * expert_width(hf) / t
-    return routed + routing + size * _PLANES * shared
+    return routed + routing + size * (_PLANES - (not trains_shared)) * shared
 
 
 def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) -> tuple[float, float]:
@@ -112,7 +139,9 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     if kernels == "plain packed":
         found += size * heads * dim  # weighted values once more, in the order of the pack
     if normed:
-        found += norm_kept(heads * dim, size, kernels, heads) + _view_norm(groups * dim, size, kernels, groups)
+        frozen = learner.lora.rank > 0
+        found += norm_kept(heads * dim, size, kernels, heads, frozen=frozen)
+        found += _view_norm(groups * dim, size, kernels, groups, frozen=frozen)
     if normed or not copies:
         found += projected
     rope = hf.get("rope_parameters") or {}
@@ -121,10 +150,10 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
     return found, 4 * size * rotated
 
 
-def _view_norm(columns: float, size: int, kernels: Kernels, norms: float) -> float:
+def _view_norm(columns: float, size: int, kernels: Kernels, norms: float, *, frozen: bool) -> float:
     """As `norm_kept`, where the input is a view of what is kept anyway."""
     own_input = size * columns if kernels == "fused" or size == 4 else 0
-    return norm_kept(columns, size, kernels, norms) - own_input
+    return norm_kept(columns, size, kernels, norms, frozen=frozen) - own_input
 
 
 def _latent(hf: Mapping[str, Any], size: int, heads: float) -> float:

@@ -14,11 +14,15 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import CheckpointError, ConfigError
 from moe_trm.learner.dense import check_routes
 from moe_trm.learner.megatron.layout import check_layout
+from moe_trm.learner.megatron.stages import balanced, layers_by_rank
 from moe_trm.models.hf_config import moe_layers, num_experts
+from moe_trm.plan.kept import BYTES, keeps_scores
 from moe_trm.plan.memory import Load, MemoryKind, deepspeed_memory, megatron_memory
 from moe_trm.plan.parameters import Model
 from moe_trm.plan.speed import bubble, micro_batches
 
+DEEPEST = 32
+"""Pipeline ranks of a candidate, at most."""
 PINNED_MEGATRON = "0.16.1"
 """The Megatron-Core that the rules judge where none is installed."""
 
@@ -33,6 +37,8 @@ class Judged:
         stage: the pipeline stage whose ranks need most memory.
         memory: bytes by kind, on a rank of that stage.
         waiting: share of a minibatch in which pipeline ranks wait for each other.
+        layers: of each pipeline rank.
+        trained: bytes of the weights of such a rank that train: adapters alone, where there are any.
     """
 
     parallel: ParallelConfig
@@ -40,6 +46,13 @@ class Judged:
     stage: int
     memory: Mapping[MemoryKind, float]
     waiting: float
+    layers: tuple[int, ...] = ()
+    trained: float = 0.0
+
+    @property
+    def spread(self) -> str:
+        """Layers of a pipeline rank: `12`, or `11-12` where they differ."""
+        return "-".join(str(number) for number in sorted({min(self.layers), max(self.layers)}))
 
     @property
     def total(self) -> float:
@@ -58,7 +71,10 @@ def judge(config: Config, model: Model, hf: Mapping[str, Any], load: Load, step_
         check_layout(config, megatron_version(), hf, world_size=load.world)
         stage, memory = megatron_memory(model, hf, learner, load)
     waiting = bubble(config, len(model.layers), step_tokens, load.world)
-    return Judged(learner.parallel, learner.recompute, stage, memory, waiting)
+    layers = tuple(len(own) for own in layers_by_rank(learner.parallel, len(model.layers)))
+    # Gradients have 4 bytes for each number that trains, shared as these are at stages 2 and 3 of ZeRO.
+    trained = BYTES[learner.dtype] * memory["gradients"] / 4 if learner.lora.rank else memory["weights"]
+    return Judged(learner.parallel, learner.recompute, stage, memory, waiting, layers, trained)
 
 
 def alternatives(
@@ -91,11 +107,22 @@ def alternatives(
 def _candidates(config: Config, hf: Mapping[str, Any], world: int, node_gpus: int) -> Iterator[Config]:
     powers = [2**power for power in range(10)]
     tensors = [size for size in powers if size <= node_gpus and world % size == 0]
-    depths = [size for size in range(1, 33) if world % size == 0 and int(hf["num_hidden_layers"]) % size == 0]
     experts = [size for size in powers if size <= world and num_experts(hf) % size == 0] if moe_layers(hf) else [1]
-    for tensor, pipeline, context, expert in product(tensors, depths, (1, 2, 4), experts):
-        sizes = ParallelConfig(tensor=tensor, pipeline=pipeline, context=context, expert=expert)
-        yield with_parallel(config, sizes)
+    pipelines = _pipelines(int(hf["num_hidden_layers"]), world)
+    # Sharing sequences on GPUs needs the layers of Transformer Engine.
+    contexts = (1,) if keeps_scores(config.learner) else (1, 2, 4)
+    for tensor, pipeline, context, expert in product(tensors, pipelines, contexts, experts):
+        yield with_parallel(config, ParallelConfig(tensor=tensor, context=context, expert=expert, **pipeline))
+
+
+def _pipelines(num_layers: int, world: int) -> list[dict[str, Any]]:
+    """Settings of pipelines of `world` ranks; with a layout as even as can be where the layers do not divide."""
+    found: list[dict[str, Any]] = []
+    for size in range(1, min(DEEPEST, num_layers) + 1):
+        if world % size == 0:
+            uneven = {"pipeline_layout": balanced(num_layers, size)} if num_layers % size else {}
+            found.append({"pipeline": size, **uneven})
+    return found
 
 
 def with_parallel(config: Config, parallel: ParallelConfig) -> Config:

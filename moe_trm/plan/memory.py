@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from moe_trm.config.schema import LearnerConfig, ParallelConfig
@@ -14,7 +15,8 @@ from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import moe_layers
 from moe_trm.plan.figures import Basis
 from moe_trm.plan.kept import BYTES, Kept, Kernels, layer_kept, norm_kept
-from moe_trm.plan.parameters import Model, Part
+from moe_trm.plan.merged import merged_bytes
+from moe_trm.plan.parameters import NO_ADAPTERS, Adapted, Model, Part
 
 TILE_BYTES: Mapping[Kernels, int] = {"fused": 4 * 2**27, "plain": 4 * 2**21, "plain packed": 4 * 2**21}
 """The tile of logits on CUDA and on a CPU (`moe_trm/sampling_mask/dense.py`)."""
@@ -30,6 +32,7 @@ BUCKET_ELEMENTS = 500_000_000
 MemoryKind = str
 BASES: Mapping[MemoryKind, Basis] = {
     "weights": "given",
+    "merged": "given",
     "gradients": "given",
     "optimizer": "given",
     "activations": "assumed",
@@ -71,7 +74,12 @@ class Load:
 
 def stage_layers(model: Model, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """Numbers of the layers of each pipeline rank; virtual stages take turns."""
-    return layers_by_rank(parallel, len(model.layers))
+    return list(_layers_of(parallel, len(model.layers)))
+
+
+@lru_cache(maxsize=64)
+def _layers_of(parallel: ParallelConfig, number: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(layers_by_rank(parallel, number))
 
 
 def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -83,12 +91,26 @@ def rank_elements(model: Model, parallel: ParallelConfig, stage: int) -> tuple[i
     if stage == last:
         # A tied output layer is a copy of the embedding wherever the two are on different ranks.
         parts += [model.final_norm, *([] if model.tied and last == 0 else [model.output])]
-    return _sum(parts, parallel, experts=False), _sum(parts, parallel, experts=True)
+    return _sums(parts, parallel)
 
 
-def _sum(parts: Sequence[Part], parallel: ParallelConfig, *, experts: bool) -> int:
+def rank_factors(model: Model, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Parameters of adapters of a rank of this pipeline stage: outside the experts, and of experts."""
+    layers = stage_layers(model, parallel)[stage]
+    return _sums([part for layer in layers for part in model.adapter(layer).factors], parallel)
+
+
+def _sums(parts: Sequence[Part], parallel: ParallelConfig) -> tuple[int, int]:
+    dense, experts = (
+        sum(_held(part, parallel) for part in parts if (part.share == "expert") == of_experts)
+        for of_experts in (False, True)
+    )
+    return dense, experts
+
+
+def _held(part: Part, parallel: ParallelConfig) -> int:
     sizes = {"whole": 1, "tensor": parallel.tensor, "expert": parallel.expert * parallel.expert_tensor}
-    return sum(part.elements // sizes[part.share] for part in parts if (part.share == "expert") == experts)
+    return part.elements // sizes[part.share]
 
 
 def megatron_memory(
@@ -108,10 +130,13 @@ def stage_memory(
     Weights d, gradients 4 (summed in float32), optimizer 8 for the two moments and 4 more for master weights below
     float32. `learner.distributed_optimizer` shares the last over the ranks that hold the same parameters. Gradients are
     reduced within their own buffer, so buckets take nothing more. Backward begins with the head; where a layer needs
-    more than the head, `backward` is what it needs more.
+    more than the head, `backward` is what it needs more. With adapters their factors alone have gradients and
+    optimizer, and `merged` are the weights that passes compute with.
     """
     parallel, size = learner.parallel, BYTES[learner.dtype]
-    dense, experts = rank_elements(model, parallel, stage)
+    factors = rank_factors(model, parallel, stage)
+    elements = rank_elements(model, parallel, stage)
+    dense, experts = factors if learner.lora.rank else elements
     state = 8 if size == 4 else 12
     sharers = (1, 1)
     if learner.distributed_optimizer:
@@ -124,20 +149,23 @@ def stage_memory(
     flight = in_flight(parallel, stage, load.micro_batches)
     is_last = stage == parallel.pipeline - 1
     head = head_bytes(hf, learner, load, kernels) if is_last else 0.0
-    kept = activations(hf, learner, layers, local, flight, load.rows, kernels)
+    kept = activations(hf, learner, layers, local, flight, load.rows, kernels, model.adapters)
+    merged = merged_bytes([model.adapter(layer) for layer in layers], learner, lambda part: _held(part, parallel))
+    work = layer_work(hf, learner, layers, local, load.rows, kernels, model.adapters) + merged.work
     sent = (virtual_stages(parallel) or 1) - is_last if parallel.pipeline > 1 else 0
     kept += sent * flight * size * local * int(hf["hidden_size"]) / parallel.tensor
     if kernels != "fused" and parallel.tensor > 1:
         # Megatron's own buffer for gathered columns, which it never gives back.
         kept += size * local * int(hf["hidden_size"])
     return {
-        "weights": size * (dense + experts),
+        "weights": size * (sum(elements) + sum(factors)),
+        **({"merged": flight * merged.kept} if learner.lora.rank else {}),
         "gradients": 4 * (dense + experts),
         "optimizer": state * (dense / sharers[0] + experts / sharers[1]),
         "activations": kept,
         "replay": replay_bytes(hf, layers, local / parallel.tensor) * flight if load.replays else 0,
         "logits head": head,
-        "backward": max(0.0, layer_work(hf, learner, layers, local, load.rows, kernels) - head),
+        "backward": max(0.0, work - head),
         "buckets": 0,
         "other": load.other_gb * 1e9,
     }
@@ -160,23 +188,29 @@ def deepspeed_memory(
     """As `megatron_memory` for ZeRO: stage 1 shares optimizer state, 2 also gradients, 3 also weights.
 
     At stage 3 the parameters of the largest layer are gathered, and the output weight for scoring. Activations are
-    counted as Megatron's, although the layers are those of transformers.
+    counted as Megatron's, although the layers are those of transformers. Merged weights are whole at every stage.
     """
     size, zero, total = BYTES[learner.dtype], learner.deepspeed.zero_stage, model.total()
+    trained = model.adapter_total if learner.lora.rank else total
     shares = [load.world if zero >= level else 1 for level in (3, 2, 1)]
     gathered = max(sum(part.elements for part in layer) for layer in model.layers) + model.output.elements
-    state = 0 if learner.deepspeed.offload_optimizer else (8 if size == 4 else 12) * total / shares[2]
+    state = 0 if learner.deepspeed.offload_optimizer else (8 if size == 4 else 12) * trained / shares[2]
     layers = tuple(range(len(model.layers)))
     head = head_bytes(hf, learner, load)
+    merged = merged_bytes(model.adapters, learner, lambda part: part.elements, stacked=True)
+    kept = activations(hf, learner, layers, load.tokens, 1, load.rows, adapters=model.adapters)
+    work = layer_work(hf, learner, layers, load.tokens, load.rows, adapters=model.adapters) + merged.work
     return 0, {
-        "weights": size * (total / shares[0] + (gathered if zero == 3 and load.world > 1 else 0)),
-        "gradients": 4 * total / shares[1],
+        "weights": size
+        * ((total + model.adapter_total) / shares[0] + (gathered if zero == 3 and load.world > 1 else 0)),
+        **({"merged": merged.kept} if learner.lora.rank else {}),
+        "gradients": 4 * trained / shares[1],
         "optimizer": state,
-        "activations": activations(hf, learner, layers, load.tokens, 1, load.rows),
+        "activations": kept,
         "replay": replay_bytes(hf, layers, load.tokens) if load.replays else 0,
         "logits head": head,
-        "backward": max(0.0, layer_work(hf, learner, layers, load.tokens, load.rows) - head),
-        "buckets": 4 * min(BUCKET_ELEMENTS, total) if load.world > 1 else 0,
+        "backward": max(0.0, work - head),
+        "buckets": 4 * min(BUCKET_ELEMENTS, trained) if load.world > 1 else 0,
         "other": load.other_gb * 1e9,
     }
 
@@ -189,14 +223,18 @@ def activations(
     in_flight: float,
     rows: int = 1,
     kernels: Kernels = "fused",
+    adapters: Sequence[Adapted] = (),
 ) -> float:
     """Bytes kept for backward by these layers, for `in_flight` micro-batches of `tokens` tokens in `rows` rows.
 
     `full` keeps a layer's input. `selective` keeps all but the inside of MLP and MoE layers.
     """
     kept = 0.0
-    for found in _layers(hf, learner, layers, kernels):
-        a_token = {"none": found.whole, "selective": found.outside, "full": found.entry}[learner.recompute]
+    for found in _layers(hf, learner, layers, kernels, adapters):
+        scores = found.scores * tokens / rows
+        a_token = {"none": found.whole + scores, "selective": found.outside + scores, "full": found.entry}[
+            learner.recompute
+        ]
         kept += a_token * tokens + (0 if learner.recompute == "full" else found.columns * tokens / rows)
     return kept * in_flight
 
@@ -208,9 +246,10 @@ def layer_work(
     tokens: float,
     rows: int = 1,
     kernels: Kernels = "fused",
+    adapters: Sequence[Adapted] = (),
 ) -> float:
     """Bytes while one layer runs backward, beside what was kept: what it computes again, and gradients on their way."""
-    found = _layers(hf, learner, layers, kernels)
+    found = _layers(hf, learner, layers, kernels, adapters)
     if not found:
         return 0.0
     if learner.recompute == "none":
@@ -218,13 +257,23 @@ def layer_work(
         return found[-1].gradients * tokens
     if learner.recompute == "selective":
         return tokens * max(layer.inside + layer.gradients for layer in found)
-    return max(tokens * (layer.whole + layer.gradients) + layer.columns * tokens / rows for layer in found)
+    return max(
+        tokens * (layer.whole + layer.gradients + layer.scores * tokens / rows) + layer.columns * tokens / rows
+        for layer in found
+    )
 
 
-def _layers(hf: Mapping[str, Any], learner: LearnerConfig, layers: Sequence[int], kernels: Kernels) -> list[Kept]:
+def _layers(
+    hf: Mapping[str, Any],
+    learner: LearnerConfig,
+    layers: Sequence[int],
+    kernels: Kernels,
+    adapters: Sequence[Adapted],
+) -> list[Kept]:
     moe = frozenset(moe_layers(hf))
-    kinds = {is_moe: layer_kept(hf, learner, kernels, is_moe=is_moe) for is_moe in {layer in moe for layer in layers}}
-    return [kinds[layer in moe] for layer in layers]
+    own = [(layer in moe, adapters[layer] if adapters else NO_ADAPTERS) for layer in layers]
+    kinds = {key: layer_kept(hf, learner, kernels, is_moe=key[0], adapted=key[1]) for key in set(own)}
+    return [kinds[key] for key in own]
 
 
 def replay_bytes(hf: Mapping[str, Any], layers: Sequence[int], tokens: float) -> float:
@@ -238,14 +287,14 @@ def head_bytes(hf: Mapping[str, Any], learner: LearnerConfig, load: Load, kernel
 
     There never are full logits. There are the hidden states of scored tokens and their float32 gradient, the float32
     gradient of the output weight, and one tile of logits or the gathered rows of kept ids. Below float32 both gradients
-    are there once more in `learner.dtype`.
+    are there once more in `learner.dtype`. With adapters the output weight has no gradient.
     """
     size, hidden, context = BYTES[learner.dtype], int(hf["hidden_size"]), learner.parallel.context
     t = learner.parallel.tensor
     vocabulary = -(-int(hf["vocab_size"]) // t)
-    gradient = 4 if size == 4 else 4 + size
+    gradient, frozen = 4 if size == 4 else 4 + size, learner.lora.rank > 0
     scored = load.sampled / context
-    norm = load.tokens / context * norm_kept(hidden, size, kernels) / t
+    norm = load.tokens / context * norm_kept(hidden, size, kernels, frozen=frozen) / t
     states = scored * hidden * (size + gradient)
     if not load.keeps_masks:
         tile = min(TILE_BYTES[kernels], 4 * min(scored, TILE_TOKENS) * vocabulary)
@@ -253,4 +302,4 @@ def head_bytes(hf: Mapping[str, Any], learner: LearnerConfig, load: Load, kernel
         tile = 4 * min(GATHERED_ROWS * hidden, scored * vocabulary)
     else:
         tile = 8 * hidden * min(GATHERED_ROWS, scored * load.kept_ids)
-    return norm + states + gradient * vocabulary * hidden + tile
+    return norm + states + (0 if frozen else gradient * vocabulary * hidden) + tile

@@ -40,11 +40,40 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A parameter that passes compute merged with its adapters; `number` of them, one for each expert, in `part`."""
+
+    part: Part
+    number: int
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """Adapters of one decoder layer.
+
+    Attributes:
+        factors: A and B, by the ranks that share them.
+        merged: the parameters that they change, each with all of its matrices.
+    """
+
+    factors: tuple[Part, ...] = ()
+    merged: tuple[Merged, ...] = ()
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Kinds of matrices with adapters."""
+        return frozenset(each.part.kind for each in self.merged)
+
+
+NO_ADAPTERS = Adapted()
+
+
+@dataclass(frozen=True)
 class Model:
     """The parts of every decoder layer and of both ends, and of all layers for predicting several tokens (MTP).
 
     MTP layers are apart: no learner here trains them. Of their tensors those are counted that the model does not share
-    with them.
+    with them. `adapters`: of every decoder layer; empty where the weights themselves train.
     """
 
     layers: tuple[tuple[Part, ...], ...]
@@ -53,6 +82,7 @@ class Model:
     final_norm: Part
     tied: bool
     prediction: tuple[Part, ...]
+    adapters: tuple[Adapted, ...] = ()
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -67,6 +97,15 @@ class Model:
     def active(self, without: Iterable[Kind] = ()) -> int:
         """Parameters that one token meets. The embedding counts whole, as most publishers count."""
         return sum(part.active for part in self.parts if part.kind not in without)
+
+    def adapter(self, layer: int) -> Adapted:
+        """Adapters of a decoder layer."""
+        return self.adapters[layer] if self.adapters else NO_ADAPTERS
+
+    @property
+    def adapter_total(self) -> int:
+        """Parameters of all adapters."""
+        return sum(part.elements for layer in self.adapters for part in layer.factors)
 
     @property
     def prediction_total(self) -> int:
@@ -127,12 +166,12 @@ def model_of(hf: HfConfig, where: str = "config.json") -> Model:
 
 def layer_parts(family: Family, hf: HfConfig, *, is_moe: bool) -> tuple[Part, ...]:
     """The parts of one decoder layer. The tensors are those that the family names."""
-    found = [_part(name, _elements(name, family, hf)) for name in _names(family.attention(hf))]
+    found = [part_of(name, elements_of(name, family, hf)) for name in _names(family.attention(hf))]
     if not is_moe:
-        return (*found, *(_part(name, _elements(name, family, hf)) for name in _names(DENSE)))
+        return (*found, *(part_of(name, elements_of(name, family, hf)) for name in _names(DENSE)))
     experts, top_k = num_experts(hf), int(hf["num_experts_per_tok"])
-    found += [_part(name, _elements(name, family, hf)) for name in _names(family.router(hf))]
-    one = sum(_elements(name, family, hf) for name in _names(family.expert(0)))
+    found += [part_of(name, elements_of(name, family, hf)) for name in _names(family.router(hf))]
+    one = sum(elements_of(name, family, hf) for name in _names(family.expert(0)))
     return (*found, Part("experts", "expert", experts * one, top_k * one))
 
 
@@ -140,7 +179,7 @@ def _names(links: Mapping[str, Link]) -> list[str]:
     return [name for link in links.values() for name in link.hf_names]
 
 
-def _part(name: str, elements: int) -> Part:
+def part_of(name: str, elements: int) -> Part:
     owner, kind = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1], _kind(name)
     divided = kind in ("dense", "shared experts") or owner in _DIVIDED
     # Every rank adds the bias of a row-parallel matrix to the whole sum.
@@ -163,7 +202,7 @@ def _kind(name: str) -> Kind:
     return "router" if ".gate." in name or ".router." in name else "dense"
 
 
-def _elements(name: str, family: Family, hf: HfConfig) -> int:
+def elements_of(name: str, family: Family, hf: HfConfig) -> int:
     """Elements of a tensor of a layer; for a tensor that holds all experts, those of one."""
     hidden, owner = int(hf["hidden_size"]), name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     kind = _kind(name)

@@ -105,9 +105,14 @@ class Timeline:
         return self.slot_s / (self.fleet.servers * self.fleet.slots * self.ends_s[-1])
 
 
-def simulate(batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> Timeline:
-    """Train every batch of answer lengths, `train_s` seconds each, and say when each ended."""
-    return _Run(batches, train_s, fleet, schedule).timeline()
+def simulate(
+    batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule, older_s: float = 0.0
+) -> Timeline:
+    """Train every batch of answer lengths and say when each ended.
+
+    A batch takes `train_s` seconds, and `older_s` more for each version before the learner's that sampled it.
+    """
+    return _Run(batches, train_s, older_s, fleet, schedule).timeline()
 
 
 @dataclass
@@ -173,8 +178,16 @@ class _Server:
 
 
 class _Run:
-    def __init__(self, batches: Sequence[Sequence[int]], train_s: float, fleet: Fleet, schedule: Schedule) -> None:
-        self._batches, self._train_s, self._schedule = batches, train_s, schedule
+    def __init__(
+        self,
+        batches: Sequence[Sequence[int]],
+        train_s: float,
+        older_s: float,
+        fleet: Fleet,
+        schedule: Schedule,
+    ) -> None:
+        self._batches, self._schedule = batches, schedule
+        self._train_s, self._older_s = train_s / schedule.parts, older_s / schedule.parts
         self._samples = [(step, tokens) for step, batch in enumerate(batches) for tokens in batch]
         self._part_of = [place * schedule.parts // len(batch) for batch in batches for place in range(len(batch))]
         self._left = [[0] * schedule.parts for _ in batches]
@@ -185,10 +198,10 @@ class _Run:
         self._fleet, self._now, self._issued, self._flying = fleet, 0.0, 0, 0
         self._version, self._newest, self._pushing = 0, 0, False
         self._turns: list[_Server] = []
-        self._used: list[set[int]] = [set() for _ in batches]
+        self._used: list[list[set[int]]] = [[set() for _ in range(schedule.parts)] for _ in batches]
         self._trained = 0
         self._training_until: float | None = None
-        self._speed, self._shared_s = 1.0, 0.0
+        self._speed, self._busy_s = 1.0, 0.0
         self._ends: list[float] = []
 
     def timeline(self) -> Timeline:
@@ -198,11 +211,11 @@ class _Run:
             self._settle()
         return Timeline(
             tuple(self._ends),
-            self._train_s * len(self._ends) + self._shared_s,
+            self._busy_s,
             sum(server.busy_s for server in self._servers),
             sum(server.slot_s for server in self._servers),
             self._fleet,
-            tuple(tuple(sorted(used)) for used in self._used),
+            tuple(tuple(sorted(set().union(*parts))) for parts in self._used),
         )
 
     def _next_event(self) -> float:
@@ -220,7 +233,7 @@ class _Run:
 
     def _advance(self, to: float) -> None:
         if self._computes:
-            self._shared_s += (to - self._now) * (1 - self._speed)
+            self._busy_s += to - self._now
         self._now = to
         for server in self._servers:
             server.advance(to)
@@ -239,9 +252,18 @@ class _Run:
         sends = self._pushing and self._schedule.learner_sends
         ready = self._trained < len(self._batches) and not self._left[self._trained][self._part]
         if self._training_until is None and ready and not sends:
-            self._training_until = self._now + self._train_s / self._schedule.parts / self._speed
+            self._training_until = self._now + self._work_s() / self._speed
         self._issue()
         self._share()
+
+    def _work_s(self) -> float:
+        """Seconds of training the part that is there, on a machine of the learner's own."""
+        older = self._used[self._trained][self._part] - {self._trained}
+        return self._train_s + self._older_s * len(older)
+
+    def _sampled_by(self, server: _Server, sample: int) -> None:
+        step, part = self._samples[sample][0], self._part_of[sample]
+        self._used[step][part].add(server.version)
 
     def _share(self) -> None:
         """Slow both sides down while both compute; what is left of the training takes longer by as much."""
@@ -286,7 +308,7 @@ class _Run:
             if server.owes_push and (self._schedule.interrupts or not server.running):
                 server.load(self._newest)
                 for _, sample, _ in server.running:
-                    self._used[self._samples[sample][0]].add(server.version)
+                    self._sampled_by(server, sample)
         if any(server.owes_push or server.is_loading for server in self._servers):
             return
         if self._turns:
@@ -304,6 +326,6 @@ class _Run:
                 return
             chosen = min(free, key=lambda server: len(server.running))
             chosen.start(self._issued, tokens)
-            self._used[step].add(chosen.version)
+            self._sampled_by(chosen, self._issued)
             self._issued += 1
             self._flying += 1

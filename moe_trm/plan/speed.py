@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import Config
 from moe_trm.learner.megatron.stages import layers_by_rank, virtual_stages
 from moe_trm.models.hf_config import num_experts
@@ -84,19 +85,32 @@ def decode_rate(
     return lambda n: scale * roofline(n)
 
 
-def anchor_passes(config: Config) -> float:
+def anchor_passes(config: Config, older: float = 1.0) -> float:
     """Passes of log-probs alone over a batch (`moe_trm/step/anchors.py`).
 
-    One under the weights of the step's start, but not over the first minibatch where nothing is stale. With
-    `pipeline.behavior=snapshot` stale batches need one more, under the weights that sampled.
+    One under the weights of the step's start, but not over the first minibatch where nothing is stale and nobody needs
+    it. With `pipeline.behavior=snapshot` stale batches need one more for each version that sampled them.
+
+    Args:
+        config: of the run.
+        older: versions before the learner's that sampled a stale batch, in the mean.
     """
-    if config.pipeline.recovery == "same":
-        return 1 - 1 / config.learner.minibatches if config.learner.epochs == 1 else 1.0
-    return {"snapshot": 2.0, "merged": 1.0}.get(config.pipeline.recovery, 0.0)
+    pipeline, learner = config.pipeline, config.learner
+    if pipeline.recovery == "same":
+        if pipeline.proximal == "average":
+            return 2.0
+        own_forward = config.replay.mode != "R2" and not scores_every_minibatch(config)
+        return 1 - 1 / learner.minibatches if own_forward else 1.0
+    return {"snapshot": 1.0 + older, "merged": 1.0}.get(pipeline.recovery, 0.0)
 
 
-def training_operations(model: Model, hf: Mapping[str, Any], config: Config, context: float) -> float:
-    """Operations per token of a training step, with attention over half of `context` tokens in the mean."""
+def training_operations(
+    model: Model, hf: Mapping[str, Any], config: Config, context: float, older: float = 1.0
+) -> float:
+    """Operations per token of a training step, with attention over half of `context` tokens in the mean.
+
+    `older`: as of `anchor_passes`.
+    """
     learner = config.learner
     if "kv_lora_rank" in hf:
         columns = int(hf["qk_nope_head_dim"]) + int(hf["qk_rope_head_dim"]) + int(hf["v_head_dim"])
@@ -104,7 +118,7 @@ def training_operations(model: Model, hf: Mapping[str, Any], config: Config, con
         columns = 2 * int(hf.get("head_dim") or int(hf["hidden_size"]) // int(hf["num_attention_heads"]))
     attention = 2 * int(hf["num_hidden_layers"]) * int(hf["num_attention_heads"]) * columns * context / 2
     forward = 2 * model.active(("embedding",)) + attention
-    return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config))
+    return forward * (learner.epochs * (3 + (learner.recompute == "full")) + anchor_passes(config, older))
 
 
 def micro_batches(config: Config, tokens: float, world: int) -> float:

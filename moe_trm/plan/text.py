@@ -10,6 +10,7 @@ from typing import Any
 from moe_trm.plan.build import Plan, Simulated, lines
 from moe_trm.plan.cluster import SERVER_SHARE
 from moe_trm.plan.figures import Basis
+from moe_trm.plan.kept import keeps_scores
 from moe_trm.plan.layouts import Judged
 from moe_trm.plan.memory import BASES
 
@@ -54,6 +55,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "total": plan.model.total(),
             "active": plan.model.active(),
             "prediction_layers": plan.model.prediction_total,
+            "adapters": plan.model.adapter_total,
             "kinds": kinds,
         },
         "layout": _layout_data(plan.layout),
@@ -109,6 +111,8 @@ def _parameters(plan: Plan) -> Iterator[str]:
     for kind, (total, active) in model.by_kind().items():
         yield f"  {kind:<14}{_count(total):>10}{_count(active):>12}"
     yield f"  {'all':<14}{_count(model.total()):>10}{_count(model.active()):>12}"
+    if model.adapters:
+        yield f"  {'adapters':<14}{_count(model.adapter_total):>10}{'':>12}   train in place of these"
     if model.prediction:
         yield f"  {'MTP layers':<14}{_count(model.prediction_total):>10}{'':>12}   not trained, not in `all`"
 
@@ -132,12 +136,13 @@ def _others(plan: Plan) -> Iterator[str]:
         yield "other layouts: learner.deepspeed.zero_stage=1, 2 or 3"
         return
     yield f"other layouts that fit ({len(plan.others)}); memory assumed"
-    yield f"  {'tensor':>6}{'pipeline':>9}{'context':>8}{'expert':>7}{'memory':>11}{'waiting':>9}"
+    yield f"  {'tensor':>6}{'pipeline':>9}{'layers':>8}{'context':>8}{'expert':>7}{'memory':>11}{'waiting':>9}"
     for other in plan.others[:SHOWN]:
         sizes = other.parallel
         waits = f"{other.waiting:.0%}"
         yield (
-            f"  {sizes.tensor:>6}{sizes.pipeline:>9}{sizes.context:>8}{sizes.expert:>7}{_gb(other.total):>11}{waits:>9}"
+            f"  {sizes.tensor:>6}{sizes.pipeline:>9}{other.spread:>8}{sizes.context:>8}{sizes.expert:>7}"
+            f"{_gb(other.total):>11}{waits:>9}"
         )
 
 
@@ -277,9 +282,10 @@ def _assumptions(plan: Plan) -> Sequence[str]:
     found = ["assumed, and the option that replaces it:"]
     for option, value, meaning in assumed(plan):
         found += textwrap.wrap(f"  {option:<19}{value}: {meaning}", WIDTH, subsequent_indent=" " * 21)
+    scores = "its" if keeps_scores(plan.config.learner) else "no"
     fixed = (
-        "also: attention keeps no scores; experts are chosen evenly; prefixes are computed again ten times as fast "
-        "as tokens are decoded; rewards take no time"
+        f"also: attention keeps {scores} scores; experts are chosen evenly; prefixes are computed again ten times as "
+        "fast as tokens are decoded; rewards take no time"
     )
     return [*found, *textwrap.wrap(f"  {fixed}", WIDTH, subsequent_indent="  ")]
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 from launch.job import run_job
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape
+from moe_trm.quickstart import warmup
 from moe_trm.quickstart.figure import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
+from moe_trm.runtime.lifeline import end_with_parent
 
 NUM_RANKS = 2
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
@@ -102,10 +104,18 @@ def prepare_checkpoint(folder: Path) -> Path:
     print(
         "warming up a tiny Qwen3-MoE by supervised steps: first sums with working, then mostly bare answers", flush=True
     )
-    command = [sys.executable, "-m", "moe_trm.quickstart.warmup", "--out", str(folder)]
-    if subprocess.run(command, check=False).returncode:
+    # A fork: everything that it needs is imported.
+    process = get_context("fork").Process(target=_warm_up, args=(folder,))
+    process.start()
+    process.join()
+    if process.exitcode:
         raise MoeTrmError("the warm-up failed", where=str(folder), fix="Its own message above says why.")
     return folder
+
+
+def _warm_up(folder: Path) -> None:
+    end_with_parent()
+    sys.exit(warmup.main(["--out", str(folder)]))
 
 
 def run_trial(trial: Trial, config: str, checkpoint: Path, run_dir: str, extra: Sequence[str]) -> Outcome:

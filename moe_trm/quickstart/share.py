@@ -1,7 +1,11 @@
-"""Processes that share the work of the warm-up: each computes its part of every batch, all make the same steps."""
+"""Processes that share the work of the warm-up: each computes its part of every batch, all make the same steps.
+
+Shape letters: S processes, N numbers.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +18,8 @@ from torch import Tensor
 from moe_trm.runtime.lifeline import end_with_parent
 
 T = TypeVar("T")
+ROOM = 1 << 22
+"""Numbers of a process that the shared memory has room for."""
 
 
 class Share:
@@ -24,20 +30,31 @@ class Share:
         size: processes.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, room: mmap.mmap | None = None) -> None:
         self.rank, self.size = rank, size
+        # Two places for each process: while one is read, the next sum is written to the other.
+        self._places = None if room is None else torch.frombuffer(room, dtype=torch.float32).view(2, size, ROOM)
+        self._turn = 0
 
     def of(self, items: Sequence[T]) -> Sequence[T]:
         """The items that this process computes."""
         return items[self.rank :: self.size]
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over all processes, in place and in one message."""
+        """Sum over all processes, in place: through shared memory where there is room, or else in one message."""
         if self.size == 1:
             return
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat)
-        for tensor, total in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        sizes = [tensor.numel() for tensor in tensors]
+        if self._places is None or sum(sizes) > ROOM or any(tensor.dtype != torch.float32 for tensor in tensors):
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat)
+        else:
+            places_SN = self._places[self._turn, :, : sum(sizes)]
+            self._turn = 1 - self._turn
+            torch.cat([tensor.flatten() for tensor in tensors], out=places_SN[self.rank])
+            dist.barrier()
+            flat = places_SN.sum(0)
+        for tensor, total in zip(tensors, torch.split(flat, sizes), strict=True):
             tensor.copy_(total.view_as(tensor))
 
     def total(self, number: float) -> float:
@@ -56,6 +73,7 @@ def forked(size: int) -> Share:
     if size == 1:
         return Share()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    room = mmap.mmap(-1, 2 * size * ROOM * torch.float32.itemsize)
     rank = 0
     sys.stdout.flush()
     for other in range(1, size):
@@ -65,4 +83,4 @@ def forked(size: int) -> Share:
             store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
             break
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return Share(rank, size)
+    return Share(rank, size, room)

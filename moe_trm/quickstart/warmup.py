@@ -189,9 +189,8 @@ class Warmup:
         self.step += 1
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        input_ids, targets = self._batch(direct_share)
+        input_ids, targets, count = self._batch(direct_share)
         logits = self.model(input_ids=input_ids, use_cache=False).logits
-        count = self._share.total(int((targets != _IGNORED).sum()))
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum") / count
         self.optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -200,11 +199,12 @@ class Warmup:
         self.optimizer.step()
         return self._share.total(float(loss.detach()))
 
-    def _batch(self, direct_share: float) -> tuple[Tensor, Tensor]:
-        """Input ids `[B, T]` and targets `[B, T]`, the latter only on the answer."""
+    def _batch(self, direct_share: float) -> tuple[Tensor, Tensor, int]:
+        """Input ids `[B, T]` and targets `[B, T]`, the latter only on the answer; targets of all processes together."""
         if not self._pool:
             self._pool = self._draw_pool(direct_share)
-        rows = self._share.of(self._pool.pop())
+        every = self._pool.pop()
+        rows = self._share.of(every)
         width = max(len(prompt) + len(answer) for prompt, answer in rows)
         ids = torch.full((len(rows), width), PAD)
         targets = torch.full((len(rows), width), _IGNORED)
@@ -212,7 +212,7 @@ class Warmup:
             end = len(prompt) + len(answer)
             ids[row, :end] = torch.tensor(prompt + answer)
             targets[row, len(prompt) : end] = ids[row, len(prompt) : end]
-        return ids[:, :-1], targets[:, 1:]
+        return ids[:, :-1], targets[:, 1:], sum(len(answer) for _, answer in every)
 
     def _draw_pool(self, direct_share: float) -> list[list[tuple[list[int], list[int]]]]:
         """Some batches of (prompt, answer) ids, each of rows of like length, so that little is spent on padding.
@@ -236,8 +236,9 @@ class Warmup:
         by_length: dict[int, list[Problem]] = {}
         for problem in problems:
             by_length.setdefault(len(problem.prompt), []).append(problem)
-        parts = [part for group in by_length.values() if (part := self._share.of(group))]
-        return self._share.total(sum(self._num_solved(part, ban_direct) for part in parts)) / len(problems)
+        # A pass takes much the same time for few problems as for many.
+        groups = self._share.of(sorted(by_length.values(), key=len, reverse=True))
+        return self._share.total(sum(self._num_solved(group, ban_direct) for group in groups)) / len(problems)
 
     @torch.no_grad()
     def _num_solved(self, problems: Sequence[Problem], ban_direct: bool) -> int:

@@ -96,11 +96,12 @@ def check_one_thread() -> None:
 
 
 def run_program(program: Sequence[str]) -> int:
-    """`python PROGRAM...` in this process; its exit status.
+    """`python PROGRAM...` in this process, which takes that name in lists of processes; its exit status.
 
     Args:
         program: `-m`, a module and its arguments, or a script and its arguments.
     """
+    _take_name(program)
     try:
         if program[0] == "-m":
             sys.argv = list(program[1:])
@@ -118,3 +119,15 @@ def run_program(program: Sequence[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _take_name(program: Sequence[str]) -> None:
+    """Be called `python PROGRAM...`, where the package for it is installed."""
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        before = os.environ.get("SPT_NOENV")
+        os.environ["SPT_NOENV"] = "1"  # the name does not reach into what shows the environment
+        setproctitle(" ".join([sys.executable, *program]))
+        if before is None:
+            del os.environ["SPT_NOENV"]

@@ -28,10 +28,10 @@ from collections.abc import Sequence
 import torch
 
 from moe_trm.batch.collate import collate
+from moe_trm.config.anchor_passes import scores_every_minibatch
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step import proximal_average
 from moe_trm.step.cadence import Cadence
 from moe_trm.step.passes import Anchored, anchor_source, behavior_source, update_source, watching
@@ -69,15 +69,7 @@ class Anchors:
         self._watched = KEEP if watches else None
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
-        elsewhere = (
-            whole
-            or watches
-            or config.record.bundle
-            or (config.kl.coef > 0 and config.kl.where == "reward")
-            or config.optimizer.ess_scale != "off"
-            or ADVANTAGES[config.advantage.name].reads_ratios
-        )
-        self._reuse = mode != "R2" and config.learner.epochs == 1 and not elsewhere
+        self._reuse = mode != "R2" and not (whole or watches or scores_every_minibatch(config))
         self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery
         self._average = average

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from moe_trm.sync.manifest import Meeting, TensorEntry
 from moe_trm.sync.rounding import Rounding
@@ -37,7 +38,7 @@ class Sender:
 
     def __init__(self, group: str, address: str = "127.0.0.1", engine_ranks: int = 1, timeout_s: float = 300.0) -> None:
         self._size, self._timeout = engine_ranks + 2, timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)  # type: ignore[attr-defined]
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         self.meeting = Meeting(group, address, self._store.port)
 
     def connect(self) -> None:
@@ -71,7 +72,7 @@ def join_group(store: Any, group: str, rank: int, size: int, timeout: timedelta)
     Made from the backend class: torch's registry of groups knows only subgroups of one world, but engine and learner
     are two.
     """
-    inner = dist.PrefixStore("cpu/", dist.PrefixStore(f"{group}/", dist.PrefixStore(group, store)))  # type: ignore[attr-defined]
+    inner = PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
     return dist.ProcessGroupGloo(inner, rank, size, timeout)
 
 

@@ -68,7 +68,7 @@ def start(folder: Path, name: str, *overrides: str, ranks: int = 2, warm: bool =
     settings = [f"name={name}", f"learner.parallel.expert={ranks}", *overrides]
     command = learner_command(str(folder / "config.yaml"), settings, ranks)
     if warm:
-        command = ["-m", "launch.forked", *command[command.index("launch.ranks") + 1 :]]
+        command = ["-m", "launch.ranks", *command[command.index("launch.ranks") + 1 :]]
     return Job(command, folder / f"{name}.log", warm=rank_server().warm.address() if warm else None)
 
 

@@ -31,6 +31,7 @@ from tests.integration.learner_support.work import NUM_BATCHES, TEMPERATURE, glo
 PLAIN, EP2, EP2_PLAIN, DP2 = "train:distributed=0", "train:expert=2", "train:expert=2:distributed=0", "train:expert=1"
 TIED, DENSE, DENSE_TP2 = "train:model=tied", "train:model=dense:mode=none", "train:model=dense:mode=none:tensor=2"
 RECOMPUTE, BF16 = "train:recompute=full", "train:dtype=bfloat16"
+SEQUENTIAL = "train:distributed=0:experts=sequential"
 
 MISFITS: dict[str, dict[str, Any]] = {
     "vocabulary": {"config": {"vocab_size": 120}},
@@ -59,7 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    runs = [PLAIN, RECOMPUTE, BF16, TIED, DENSE, "replay", "replay:recompute=full"]
+    runs = [PLAIN, RECOMPUTE, BF16, TIED, DENSE, SEQUENTIAL, "replay", "replay:recompute=full"]
     return run_ranks(
         tmp_path_factory.mktemp("one"), checkpoint, 1, *runs, *(f"misfit:model={name}" for name in MISFITS)
     )
@@ -244,6 +245,11 @@ def test_reduced_gradients_are_plain_sums(one: Ranks, two: Ranks) -> None:
     total = torch.cat([g.flatten() for g in expected.values()])
     error = torch.cat([(got[k] - expected[k]).flatten() for k in expected])
     assert float(error.norm() / total.norm()) < 1e-6
+
+
+def test_experts_together_compute_what_megatrons_own_do_one_by_one(one: Ranks) -> None:
+    assert same_bits(one.union(PLAIN, "logprobs"), one.union(SEQUENTIAL, "logprobs"))
+    assert worst_relative(one.union(PLAIN, "gradients"), one.union(SEQUENTIAL, "gradients")) < 1e-6
 
 
 def test_recompute_changes_nothing(one: Ranks) -> None:

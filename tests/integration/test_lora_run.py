@@ -159,11 +159,32 @@ def test_corrections_drop_tokens_and_a_lost_sample_is_counted(
         assert row["optimizer/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("backend", LEARNERS)
+def test_every_replay_mode_and_layout_is_proved(
+    live: Live, folder: Path, config: Path, backend: str, mode: str, layout: str
+) -> None:
+    """Four minibatches of one recording: routes are held, the rollout's or the learner's own."""
+    assert live["megatron"]
+    name = f"{backend}-{mode}-{layout}"
+    settings = [f"replay.mode={mode}", f"batch.layout={layout}", "learner.minibatches=4", "train.steps=2", REJECTING]
+    assert from_bundle(config, name, folder / "bundle-megatron", *LEARNERS[backend], *settings) == 0
+    rows = metrics_of(folder / "runs" / name)[1:]
+    for row in rows:
+        assert row["replay/applied_fraction"] == 1.0
+        assert row["update/first_nonzero_fraction"] == 0.0
+        assert row["optimizer/grad_norm"] > 0
+    # At the second step the recording is of other weights.
+    assert rows[0]["engine/k3_kl"] < 1e-4
+
+
 def test_stale_samples_are_scored_at_the_adapters_that_sampled_them(
     folder: Path, config: Path, attached: list[str]
 ) -> None:
     """Older policies are held as copies of the factors alone."""
     overrides = ["name=stale", "pipeline.mode=async", "pipeline.max_staleness=1", "train.steps=4", REJECTING]
+    overrides += ["batch.layout=auto"]
     assert run_job(config, [*ALWAYS, *attached, *LEARNERS["megatron"], *overrides], 2) == 0
     rows = metrics_of(folder / "runs" / "stale")[1:]
     assert any(row["rollout/age_max"] == 1 for row in rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from moe_trm.recording.bundle import BundleReader, BundleWriter
 from tests.integration.jobs import STEPS, metrics_of, run_job, timeless, write_config
@@ -45,6 +46,7 @@ def bundle(folder: Path, config: Path, attached: list[str]) -> Path:
         *REWARD,
         *attached,
         "probe.every=0",
+        "batch.layout=auto",
         "probe.save=false",
         f"record.bundle={folder / 'recorded'}",
     ]
@@ -107,6 +109,20 @@ def test_a_few_of_them(config: Path, bundle: Path, folder: Path) -> None:
             expected = advantages_of(bundle)
             for group, reward, advantage in (row for update in result["updates"] for row in update["rows"]):
                 assert advantage == pytest.approx(expected[group][reward], abs=1e-4)
+
+
+def test_rows_are_packed_where_a_run_asks_for_the_form_that_this_machine_has_proved(bundle: Path, folder: Path) -> None:
+    """Two steps on samples of a real server, with every route proved in the packs."""
+    assert bundle.is_dir()
+    settled = json.loads((folder / "runs" / "recorded" / "config.json").read_text())["batch"]["layout"]
+    assert settled == ("padded" if torch.cuda.is_available() else "packed")
+    rows = metrics_of(folder / "runs" / "recorded")[1:]
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["replay/applied_fraction"] == 1.0
+        assert row["update/first_nonzero_fraction"] == 0.0
+        assert row["batch/padding_fraction"] == 0.0 or settled == "padded"
+        assert row["engine/k3_kl"] < 1e-6
 
 
 @pytest.mark.slow

@@ -46,6 +46,26 @@ def test_two_ranks_read_their_share_and_write_the_same_bits(tmp_path: Path) -> N
         assert facts["read_bytes"] <= facts["own_bytes"]
 
 
+@pytest.mark.slow
+def test_zero_3_holds_one_whole_parameter_at_a_time(tmp_path: Path) -> None:
+    """Of the first rank, which reads; the other gets its part of each from it."""
+    checkpoint = make_published(published_config("deepseek_v3"), tmp_path / "start")
+    out = tmp_path / "out"
+    done = rank_server().run([str(SCRIPT), str(checkpoint), str(out), "1", "deepspeed"], 2)
+    assert done.ok, done.stderr[-3000:]
+    given, written = stored(checkpoint), stored(out / "published")
+    assert given.keys() == written.keys()
+    assert all(torch.equal(tensor.view(torch.uint8), written[name].view(torch.uint8)) for name, tensor in given.items())
+    first, second = (json.loads((out / f"facts-{rank}.json").read_text()) for rank in range(2))
+    source = HfCheckpoint(checkpoint)
+    largest = max(source.read(name).nbytes for name in source.names)
+    assert first["beside_bytes"] == 0
+    assert first["most_bytes"] <= 2 * largest < first["parameter_bytes"]
+    assert second["read_bytes"] < 0.01 * first["read_bytes"]  # biases that choose experts
+    whole = sum(source.read(name).nbytes for name in source.names)
+    assert first["own_bytes"] == second["own_bytes"] <= 0.51 * whole
+
+
 UNSERVED = {"moonlight_16b_a3b": "AssertionError"}
 """SGLang's words on a CPU, where its rotary embedding for latent attention wants YaRN; the learners convert it."""
 

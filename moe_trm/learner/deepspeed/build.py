@@ -14,6 +14,7 @@ from moe_trm.learner.alignment import alignment_of
 from moe_trm.learner.deepspeed.learner import DeepSpeedLearner
 from moe_trm.learner.deepspeed.lora import Adapters, add_adapters
 from moe_trm.learner.deepspeed.optimizer import GuardedOptimizer, adamw, freeze
+from moe_trm.learner.deepspeed.partitioned import partition
 from moe_trm.learner.deepspeed.policy import HfPolicy, load_policy
 from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.deepspeed.settings import check_model, zero_config
@@ -30,7 +31,7 @@ from moe_trm.learner.parameter_groups import check_groups
 from moe_trm.learner.snapshots import Snapshots
 from moe_trm.models.gpt_oss import GPT_OSS
 from moe_trm.models.hf_config import check_vocabulary, num_experts, read_hf_config
-from moe_trm.models.registry import family_of
+from moe_trm.models.registry import family_of, find_family
 from moe_trm.runtime.gloo import share_gloo_device
 from moe_trm.sync.rounding import computes_in
 from routing.hf import HFReplayer
@@ -53,11 +54,14 @@ def build_deepspeed_learner(config: Config) -> DeepSpeedLearner:
     wanted = wanted_adapters(config, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     device, packed = _start_process_group(), config.batch.layout == "packed"
-    policy = load_policy(checkpoint, config.learner.dtype, recompute=config.learner.recompute == "full", packed=packed)
+    partitioned = config.learner.deepspeed.zero_stage == 3
+    # Of other families only transformers knows which tensors are lacking.
+    by_parts = partitioned and find_family(hf) is not None
+    recompute = config.learner.recompute == "full"
+    policy = load_policy(checkpoint, config.learner.dtype, recompute=recompute, packed=packed, empty=by_parts)
     freeze(policy.causal, config.learner)
     adapters = Adapters() if wanted is None else add_adapters(policy.causal, wanted)
-    partitioned = config.learner.deepspeed.zero_stage == 3
-    engine = _initialize(policy, config, device, adapters)
+    engine = _initialize(policy, config, device, adapters, checkpoint if by_parts else None)
     replayer = None
     if num_experts(hf):
         replayer = HFReplayer(
@@ -110,14 +114,21 @@ def _start_process_group() -> torch.device:
     return device
 
 
-def _initialize(policy: HfPolicy, config: Config, device: torch.device, adapters: Adapters) -> object:
-    """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole."""
+def _initialize(
+    policy: HfPolicy, config: Config, device: torch.device, adapters: Adapters, unread: HfCheckpoint | None
+) -> object:
+    """DeepSpeed's engine around `policy`, which moves to `device`; at stage 3 partition by partition, never whole.
+
+    `unread`: the checkpoint of a policy whose parameters are read now.
+    """
     deepspeed, settings = load_deepspeed(), zero_config(config)
     # DeepSpeed casts everything to the training dtype; rotary frequencies and selection biases must stay as
     # transformers made them.
     precise = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     optimizer = adamw(policy.causal, config.optimizer, adapters.factors)
-    if config.learner.deepspeed.zero_stage == 3:
+    if unread is not None:
+        partition(policy, policy.causal, unread, settings)
+    elif config.learner.deepspeed.zero_stage == 3:
         deepspeed.zero.Init(module=policy, config_dict_or_path=settings)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=settings, dist_init_required=False)
     for name, value in precise.items():

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.models.hf_config import library_config, read_hf_config
@@ -43,6 +44,32 @@ def load_model(checkpoint: HfCheckpoint, **options: Any) -> tuple[Any, dict[str,
     # Under names of the model, in which the experts of a layer are one tensor.
     unexpected = {name for name in loaded["unexpected_keys"] if not is_prediction(name, hf)}
     return model, {**loaded, "unexpected_keys": unexpected}
+
+
+def empty_model(checkpoint: HfCheckpoint, *, dtype: torch.dtype, **options: Any) -> Any:
+    """The model with its buffers, and without values of parameters: one zero stands for all of a parameter.
+
+    It is made on torch's meta device, as `from_pretrained` makes it. transformers computes the buffers again that no
+    checkpoint has. The others, which choose experts, are read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(model_config(checkpoint.folder), dtype=dtype, **options)
+    stand_ins: dict[Tensor, nn.Parameter] = {}
+    for prefix, module in causal.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            zero = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            # Tied weights are one parameter.
+            setattr(module, leaf, stand_ins.setdefault(parameter, nn.Parameter(zero)))
+        computed = module._non_persistent_buffers_set
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
+            read = None if leaf in computed else checkpoint.read(f"{prefix}.{leaf}").float()
+            setattr(module, leaf, torch.empty_like(buffer, device="cpu") if read is None else read)
+        if computed:
+            with torch.no_grad():
+                causal._init_weights(module)
+    return causal.eval()
 
 
 @dataclass(frozen=True)

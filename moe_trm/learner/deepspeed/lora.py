@@ -1,9 +1,7 @@
 """Adapters in models of transformers.
 
 transformers holds the experts of a layer in two stacked tensors. A stack gets stacked factors, one for each expert and
-each matrix of the checkpoint in it, so that the adapters are those of the other learner. Where a matrix of the
-checkpoint lies in a stack is not assumed: a small stack of numbers goes the way that the weights go when they are
-saved.
+each matrix of the checkpoint in it (`matrices_of`), so that the adapters are those of the other learner.
 
 Shape letters: E experts, M matrices of one expert that lie in one stack.
 """
@@ -18,12 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_trm.errors import ConfigError
-from moe_trm.learner.deepspeed.weights import checkpoint_form
+from moe_trm.learner.deepspeed.weights import matrices_of
 from moe_trm.learner.lora.adapter import A, Adapter, B, Factors, Start, factor_name, merge_in_passes
 from moe_trm.learner.lora.wanted import Wanted
-
-_MOST = 2
-"""Matrices of an expert in one stack, at most: gate and up."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def places(causal: Any, modules: frozenset[str]) -> list[Place]:
     found: list[Place] = []
     covered: set[str] = set()
     for name, parameter in causal.named_parameters():
-        matrices = _matrices(causal, name, parameter)
+        matrices = matrices_of(causal, name, parameter)
         chosen = [[each in modules for each in group] for group in matrices]
         if any(any(group) != all(group) for group in chosen):
             raise _refused(name, "adapters of some experts of a layer, whose matrices are in one tensor here")
@@ -132,27 +127,6 @@ def canonical(place: Place, factor: str, values: Tensor) -> Iterator[tuple[str, 
     modules = dict(place.factors())[owner]
     for number, module in enumerate(modules):
         yield factor_name(module, {"A": A, "B": B}[kind]), values[number] if values.dim() == 3 else values
-
-
-def _matrices(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
-    """Hugging Face modules of the matrices in a parameter, by matrix and expert; none of what is no matrix."""
-    if parameter.dim() == 2 and name.endswith(".weight"):
-        form = checkpoint_form(causal, name, torch.zeros(1, 1))
-        return tuple((hf_name.removesuffix(".weight"),) for hf_name in form) if len(form) == 1 else ()
-    if parameter.dim() != 3:
-        return ()
-    experts = len(parameter)
-    numbers = torch.arange(experts * _MOST, dtype=torch.float32).view(experts, _MOST, 1)
-    form = checkpoint_form(causal, name, numbers)
-    if len(form) not in (experts, experts * _MOST):
-        return ()  # one tensor in the checkpoint, too
-    each = len(form) // experts
-    grid = [[""] * experts for _ in range(each)]
-    for hf_name, values in form.items():
-        expert, matrix = divmod(int(values.flatten()[0]), _MOST)
-        grid[matrix][expert] = hf_name.removesuffix(".weight")
-    assert all(all(row) for row in grid), f"{name} is not made of {each} matrices of each expert"
-    return tuple(tuple(row) for row in grid)
 
 
 def _factors(modules: tuple[str, ...], shape: tuple[int, ...], base: Tensor, start: Start) -> Factors:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_trm.errors import CheckpointError
-from moe_trm.learner.deepspeed.hf_model import load_model
+from moe_trm.learner.deepspeed.hf_model import empty_model, load_model
 from moe_trm.learner.deepspeed.packed import register
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.scoring import Scoring, score_hidden
@@ -55,8 +55,12 @@ class HfPolicy(nn.Module):
         return self.head(hidden_BRH, scoring)  # type: ignore[no-any-return]
 
 
-def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed: bool = False) -> HfPolicy:
+def load_policy(
+    checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed: bool = False, empty: bool = False
+) -> HfPolicy:
     """The model of `checkpoint` on the CPU, every tensor of it used; with `packed` it is forwarded on packs only.
+
+    With `empty` its parameters have no values yet: `partitioned.partition` reads them.
 
     Raises:
         CheckpointError: tensors that are lacking, left over or of another shape, an output layer with a bias.
@@ -64,21 +68,9 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    causal, loaded = load_model(
-        checkpoint,
-        dtype=getattr(torch, dtype),
-        **({"attn_implementation": register()} if packed else {}),
-        **_experts(read_hf_config(checkpoint.folder), getattr(torch, dtype)),
-    )
-    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
-        if loaded[problem]:
-            raise CheckpointError(
-                f"the checkpoint does not fit its config.json: {problem.replace('_keys', ' tensors')}",
-                where=str(checkpoint.folder),
-                got=", ".join(sorted(map(str, loaded[problem]))[:5]),
-                expected="exactly the tensors of the model that config.json describes",
-                fix="Copy or download the checkpoint again, completely.",
-            )
+    options = {"dtype": getattr(torch, dtype), **({"attn_implementation": register()} if packed else {})}
+    options |= _experts(read_hf_config(checkpoint.folder), options["dtype"])
+    causal = empty_model(checkpoint, **options) if empty else _whole_model(checkpoint, options)
     if getattr(causal.get_output_embeddings(), "bias", None) is not None:
         raise CheckpointError(
             "output layer with a bias",
@@ -90,6 +82,21 @@ def load_policy(checkpoint: HfCheckpoint, dtype: str, *, recompute: bool, packed
     if recompute:
         causal.gradient_checkpointing_enable({"use_reentrant": False})
     return HfPolicy(causal)
+
+
+def _whole_model(checkpoint: HfCheckpoint, options: Mapping[str, Any]) -> Any:
+    """transformers' model with every tensor of the checkpoint; see `load_policy`."""
+    causal, loaded = load_model(checkpoint, **options)
+    for problem in ("mismatched_keys", "missing_keys", "unexpected_keys"):
+        if loaded[problem]:
+            raise CheckpointError(
+                f"the checkpoint does not fit its config.json: {problem.replace('_keys', ' tensors')}",
+                where=str(checkpoint.folder),
+                got=", ".join(sorted(map(str, loaded[problem]))[:5]),
+                expected="exactly the tensors of the model that config.json describes",
+                fix="Copy or download the checkpoint again, completely.",
+            )
+    return causal
 
 
 def _experts(hf_config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:

@@ -13,6 +13,9 @@ from moe_trm.learner.deepspeed.runtime import load_deepspeed
 from moe_trm.learner.lora.adapter import Adapter
 from moe_trm.learner.snapshots import Snapshots
 
+_MOST = 2
+"""Matrices of an expert in one stack, at most: gate and up."""
+
 
 class Merging(Protocol):
     """Of `learner.deepspeed.lora`: finds the adapter of a parameter."""
@@ -51,6 +54,31 @@ def checkpoint_form(causal: Any, name: str, tensor: Tensor) -> dict[str, Tensor]
 
     found: dict[str, Tensor] = revert_weight_conversion(causal, {name: tensor.detach()})
     return found
+
+
+def matrices_of(causal: Any, name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
+    """Hugging Face modules of the matrices in a parameter, by matrix and expert; none of what is no matrix.
+
+    Where a matrix of the checkpoint lies in a stack of experts is not assumed: a small stack of numbers goes the way
+    that the weights go when they are saved. The values of `parameter` are not looked at.
+    """
+    if parameter.dim() == 2 and name.endswith(".weight"):
+        form = checkpoint_form(causal, name, torch.zeros(1, 1))
+        return tuple((hf_name.removesuffix(".weight"),) for hf_name in form) if len(form) == 1 else ()
+    if parameter.dim() != 3:
+        return ()
+    experts = len(parameter)
+    numbers = torch.arange(experts * _MOST, dtype=torch.float32).view(experts, _MOST, 1)
+    form = checkpoint_form(causal, name, numbers)
+    if len(form) not in (experts, experts * _MOST):
+        return ()  # one tensor in the checkpoint, too
+    each = len(form) // experts
+    grid = [[""] * experts for _ in range(each)]
+    for hf_name, values in form.items():
+        expert, matrix = divmod(int(values.flatten()[0]), _MOST)
+        grid[matrix][expert] = hf_name.removesuffix(".weight")
+    assert all(all(row) for row in grid), f"{name} is not made of {each} matrices of each expert"
+    return tuple(tuple(row) for row in grid)
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -52,7 +52,8 @@ class Start:
     def factors(self, module: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """A `[R, I]` and B `[O, R]` of the matrix of `module`."""
         if self._given is not None:
-            return tuple(self._given[factor_name(module, factor)].float() for factor in (A, B))  # type: ignore[return-value]
+            a_RI, b_OR = (self._given[factor_name(module, factor)].float() for factor in (A, B))
+            return a_RI, b_OR
         digest = hashlib.sha256(f"{self._seed}/{module}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         a_RI = torch.rand((self._rank, inputs), generator=generator) * 2 - 1
@@ -140,8 +141,10 @@ def merge_in_passes(owners: Iterable[tuple[nn.Module, str, Adapter]]) -> None:
 
 
 def _put(name: str, adapter: Adapter, module: nn.Module, _args: object) -> None:
-    # A plain attribute hides the parameter of the same name, which stays registered and as it is.
-    module.__dict__[name] = adapter(module._parameters[name])
+    weight = adapter(module._parameters[name])
+    # A plain attribute hides the parameter of the same name, which stays registered and as it is. As a parameter does,
+    # it says that it trains in passes without gradients too: Megatron-Core's layers choose their product by that.
+    module.__dict__[name] = weight if weight.requires_grad else weight.requires_grad_()
 
 
 def _remove(name: str, module: nn.Module, _args: object, _output: object) -> None:

@@ -7,14 +7,16 @@ where transformers holds all experts of a layer in one tensor.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 from moe_trm.config.schema import Config, LoraConfig
 from moe_trm.errors import ConfigError
 from moe_trm.models.hf_config import num_experts
-from moe_trm.models.registry import find_family
+from moe_trm.models.registry import family_of, find_family
 from moe_trm.models.tensors import tensor_names
 
 KINDS: Mapping[str, re.Pattern[str]] = {
@@ -41,7 +43,7 @@ def check_lora(config: Config, hf: Mapping[str, Any]) -> None:
     family, lora = find_family(hf), config.learner.lora
     if not lora.rank or family is None:
         return
-    modules = adapted_modules(tensor_names(family, hf), lora, hf)
+    modules = adapted_by_config(hf, lora)
     shared = config.learner.parallel.expert_tensor
     if shared > 1 and any(map(ROUTED.search, modules)):
         raise ConfigError(
@@ -52,6 +54,17 @@ def check_lora(config: Config, hf: Mapping[str, Any]) -> None:
             expected=1,
             fix="Use learner.parallel.expert, or take the experts out of learner.lora.targets.",
         )
+
+
+def adapted_by_config(hf: Mapping[str, Any], lora: LoraConfig) -> frozenset[str]:
+    """As `adapted_modules`, of a model whose tensors follow from config.json. Raises as it does."""
+    return _adapted_by_config(json.dumps(hf, sort_keys=True), lora)
+
+
+@lru_cache(maxsize=4)
+def _adapted_by_config(text: str, lora: LoraConfig) -> frozenset[str]:
+    hf = json.loads(text)
+    return adapted_modules(tensor_names(family_of(hf, "config.json"), hf), lora, hf)
 
 
 def modules_of(hf: Mapping[str, Any], checkpoint_names: Collection[str]) -> frozenset[str]:

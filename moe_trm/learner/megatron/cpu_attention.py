@@ -6,6 +6,7 @@ of this rank, B rows, N query heads, G key/value heads, D head dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from torch import Tensor
 
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
 from routing.layout import Layout
+
+
+@dataclass
+class PlainPack(PackedSeqParams):  # type: ignore[misc]
+    """Megatron's description of a pack, for layers whose rotary angles are made of positions: lengths, and no starts.
+
+    Attributes:
+        lengths: places of each sequence, alignment included.
+    """
+
+    lengths: tuple[int, ...] = ()
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -78,7 +90,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
         Each sequence by itself. Where ranks share sequences, every rank gathers all keys and values.
         """
-        lengths, group = parameters.cu_seqlens_q.diff().tolist(), parallel_state.get_context_parallel_group()
+        group = parallel_state.get_context_parallel_group()
+        is_plain = isinstance(parameters, PlainPack)
+        lengths = parameters.lengths if is_plain else parameters.cu_seqlens_q.diff().tolist()
         if group.size() == 1:
             return attend_within(query, key, value, lengths, self.kind()).flatten(1)
         own = [length // group.size() for length in lengths]

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from moe_trm.learner.megatron.cpu_attention import CausalAttention, ContextAttention
+from moe_trm.learner.megatron.cpu_experts import GroupedExperts
 from moe_trm.learner.megatron.sink_attention import SinkAttention
 
 
@@ -31,7 +32,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def cpu_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Decoder layers of this pipeline stage: Megatron's local layers with `RMSNorm` and attention in plain torch."""
+    """Decoder layers of this pipeline stage: Megatron's, with norms, attention and experts in plain torch."""
     frequency = config.moe_layer_freq
     is_moe = frequency if isinstance(frequency, list) else [int(i % frequency == 0) for i in range(config.num_layers)]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -50,6 +51,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    if num_experts:
+        spec.submodules.mlp.submodules.experts.module = GroupedExperts
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     if config.softmax_type == "learnable":

@@ -77,6 +77,7 @@ class MegatronLearner(LearnerBase):
         )
         self._chunks, self._wrapped, self._optimizer, self._parts = chunks, wrapped, optimizer, parts
         self._temperature, self._device = temperature, device
+        self._modules = [module for chunk in wrapped for module in chunk.modules()]
         self._schedule = Schedule(wrapped, parts, replayer, device)
 
     @torch.no_grad()
@@ -89,8 +90,7 @@ class MegatronLearner(LearnerBase):
         weights: str | None = None,
     ) -> list[Scores]:
         """See `Learner.score`."""
-        for chunk in self._wrapped:
-            chunk.eval()
+        self._train(False)
         scoring_of = partial(Scoring.of, temperature=self._temperature, kept_mass=kept_mass)
         with self._snapshots.computing(weights):
             planes, kept = self._schedule.run(batches, sources, scoring_of)
@@ -117,8 +117,7 @@ class MegatronLearner(LearnerBase):
             scores = scoring_of(batches[index]).scores(planes_PBR)
             return objective(index, replace(scores, router_shift=router_shift))
 
-        for chunk in self._wrapped:
-            chunk.train()
+        self._train(True)
         self._optimizer.zero_grad()
         with self._snapshots.computing():
             planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
@@ -132,6 +131,11 @@ class MegatronLearner(LearnerBase):
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
         return result
+
+    def _train(self, mode: bool) -> None:
+        """As `Module.train` of all chunks, whose own way costs as much as forwarding a small layer."""
+        for module in self._modules:
+            module.__dict__["training"] = mode
 
     @torch.no_grad()
     def _look(self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource]) -> list[Recorded | None]:

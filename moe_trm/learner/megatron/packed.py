@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 
-def packed_parameters(layout: AnyLayout, device: torch.device) -> PackedSeqParams | None:
+def packed_parameters(layout: AnyLayout, device: torch.device, *, latent: bool) -> PackedSeqParams | None:
     """Where the sequences of a pack begin, for Megatron's rotary embedding and attention; None for padded rows.
+
+    The layers of a CPU get the lengths of the sequences, and no starts: `PolicyModel` gives them the rotary angles of
+    every column. Layers with latent attention make these angles themselves, from the starts.
 
     Alignment columns belong to the sequence before them, as far as attention is concerned: causal attention keeps them
     from every token, and kernels need no gaps between sequences.
@@ -27,8 +30,12 @@ def packed_parameters(layout: AnyLayout, device: torch.device) -> PackedSeqParam
         return None
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    starts = torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32).to(device, non_blocking=True)
     longest = max(layout.sequences)
+    if device.type == "cpu" and not latent:
+        from moe_trm.learner.megatron.cpu_attention import PlainPack
+
+        return PlainPack(qkv_format="thd", max_seqlen_q=longest, max_seqlen_kv=longest, lengths=layout.sequences)
+    starts = torch.tensor([0, *accumulate(layout.sequences)], dtype=torch.int32).to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from moe_trm.learner.megatron.convert import Names
+from moe_trm.learner.megatron.cpu_attention import PlainPack
 from moe_trm.learner.scoring import Scoring, score_hidden
 from moe_trm.sampling_mask.vocabulary import WHOLE, Vocabulary
 
@@ -30,6 +31,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         super().__init__(**options)
         self.names = names
         self._vocabulary = _own_vocabulary(real_vocab_size, options["vocab_size"])
+
+    # Megatron cuts the angles of a pack out sequence by sequence, in every layer, for queries and keys.
+    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: Any = None, **options: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **options
+        )
+        hidden, angles_S11D, *others = found
+        if isinstance(packed_seq_params, PlainPack) and angles_S11D is not None:
+            return hidden, angles_S11D[position_ids[0]].squeeze(1), *others
+        return found
 
     # Megatron hands `labels` through to `_postprocess` unread, so it carries the scoring through every model wrapper.
     def _postprocess(self, hidden_states: Tensor, *_args: Any, labels: Scoring, **_kwargs: Any) -> Tensor:

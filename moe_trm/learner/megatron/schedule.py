@@ -109,7 +109,8 @@ class Schedule:
         moved = on_device(batch, self._device)
         scoring = cut_scoring(scoring_of(moved), layout)
         inputs = layout.cut_tokens(moved.input_ids), layout.position_ids().to(self._device), None
-        pack = packed_parameters(layout, self._device)
+        latent = bool(model.config.multi_latent_attention)
+        pack = packed_parameters(layout, self._device, latent=latent)
         options = {"labels": scoring, "packed_seq_params": pack}
         if self._replayer is None:
             check_native(source)

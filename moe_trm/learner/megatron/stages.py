@@ -7,11 +7,14 @@ r, P + r, 2P + r and so on, its model chunks. A stage may hold no layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from moe_trm.config.pipeline_layout import EMBEDDING, LAYER, LOSS, problems, stages_of, uneven_settings
 from moe_trm.config.schema import ParallelConfig
 from moe_trm.errors import ConfigError
+
+REPEATED = 2
+"""Like stages in a row that a layout string spells out, at most."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,19 @@ def balanced(num_layers: int, number: int) -> str:
     'Et*15|t*16|t*15|t*15L'
     >>> balanced(46, 4)
     'Et*11|t*12|t*12|t*11L'
+    >>> balanced(61, 16)
+    'Et*3|(t*4|)*13t*3|t*3L'
     """
     share, more = divmod(num_layers, number)
     # The first stage has the embedding besides, and the last one the loss, which costs more.
     order = sorted(range(number), key=lambda stage: (stage == number - 1, stage == 0, stage))
     counts = [share + (stage in order[:more]) for stage in range(number)]
-    return f"E{'|'.join(LAYER if count == 1 else f'{LAYER}*{count}' for count in counts)}L"
+    first, *middle, last = (LAYER if count == 1 else f"{LAYER}*{count}" for count in counts)
+    between = ""
+    for stage, alike in groupby(middle):
+        times = len([*alike])
+        between += f"({stage}|)*{times}" if times > REPEATED else f"{stage}|" * times
+    return f"{EMBEDDING}{first}|{between}{last}{LOSS}"
 
 
 def _counts(parallel: ParallelConfig, num_layers: int) -> list[int]:

@@ -69,7 +69,7 @@ def make_published(published: Mapping[str, Any], folder: Path, seed: int = 0) ->
     plain |= _prediction(plain, hf, torch.Generator().manual_seed(seed))
     stored = dict[str, Tensor]()
     for name, tensor in plain.items():
-        stored |= _stored(name, tensor if name.endswith(_EXACT) else tensor.bfloat16(), form)
+        stored |= stored_form(name, tensor if name.endswith(_EXACT) else tensor.bfloat16(), form)
     folder.mkdir(parents=True, exist_ok=True)
     character_tokenizer().save_pretrained(folder)
     names = sorted(stored)
@@ -96,7 +96,7 @@ def _prediction(plain: Mapping[str, Tensor], hf: Mapping[str, Any], random: torc
     return found
 
 
-def _stored(name: str, tensor: Tensor, form: Quantisation | None) -> dict[str, Tensor]:
+def stored_form(name: str, tensor: Tensor, form: Quantisation | None) -> dict[str, Tensor]:
     """The tensors that the files hold for one tensor."""
     if form is not None and form.method == "fp8" and _QUANTISED.fullmatch(name):
         values, scales = fp8_blocks.quantize(tensor, form.block, torch.float32, powers=form.powers)

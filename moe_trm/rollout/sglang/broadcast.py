@@ -14,6 +14,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from moe_trm.errors import EngineError, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
@@ -136,7 +137,7 @@ class DistributedPush:
 
     def _join_as_witness(self, meeting: Meeting) -> dist.ProcessGroupGloo:
         timeout, size = timedelta(seconds=self.timeout_s), self.engine_ranks + 2
-        store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+        store = TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
         return join_group(store, meeting.group, size - 1, size, timeout)
 
     def _witness(self, group: str, bucket: Sequence[TensorEntry], checksums: EngineChecksums) -> list[str]:

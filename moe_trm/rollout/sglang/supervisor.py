@@ -163,6 +163,8 @@ def launch_command(config: Config, checkpoint: Path, port: int, config_file: str
         "--max-running-requests": settings.max_running_requests,
         "--chunked-prefill-size": settings.chunked_prefill_size,
         "--random-seed": config.seed,
+        # A line for every answer takes the server longer than to read its request.
+        "--log-level-http": "warning",
     }
     flags = ["--enable-return-routed-experts"]
     flags += ["--enable-fp32-lm-head"] if settings.fp32_head else []

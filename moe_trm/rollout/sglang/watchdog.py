@@ -17,7 +17,7 @@ from types import TracebackType
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.sglang.supervisor import Server, on_cpu, start_server
 
 POLL_S = 0.5
 """Pause between two looks at the process."""
@@ -25,6 +25,8 @@ LOOK_S = 5.0
 """Pause between two requests to the server."""
 ANSWER_S = 10.0
 """A server process that does not even say which model it serves within this time is stopped or stuck."""
+GRACE_S = 3.0
+"""Time in which a server on GPUs may end by itself."""
 HEALTH_S = 30.0
 """Longest wait for SGLang's own health check, which gives up after 20 s."""
 
@@ -86,7 +88,8 @@ class Watchdog:
     ) -> None:
         self._ending.set()
         self._thread.join()
-        self._server.stop()
+        # SGLang looks at SIGTERM every five seconds, and on a CPU it has nothing to give back.
+        self._server.stop(grace_s=0.0 if on_cpu(self._settings) else GRACE_S)
 
     def _watch(self) -> None:
         looked = well = time.monotonic()

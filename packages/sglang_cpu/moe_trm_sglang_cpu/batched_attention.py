@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from moe_trm_sglang_cpu.decoding import Together, decode, plan
@@ -40,23 +41,20 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                 forward_batch.extend_seq_lens,
             )
 
-    def _run_sdpa_forward_decode(
-        self,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        scaling: Any = None,
-        **options: Any,
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Tensor:
-        if not self._lots or encoder_lens is not None or options.get("sliding_window_size") is not None:
-            rows = (req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling)
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rows, **options)  # type: ignore[no-any-return]
-        return output.copy_(decode(query, k_cache, v_cache, self._lots, scaling))
+        """One query of each request, `[B, H * D]` in and out."""
+        window = layer.sliding_window_size
+        plain = k is not None and forward_batch.encoder_lens is None and (window is None or window < 0)
+        if not (self._lots and plain) or layer.is_cross_attention:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
+        pool = self.token_to_kv_pool
+        if save_kv_cache:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        return decode(query, keys, values, self._lots, layer.scaling).flatten(1)
 
     def _run_sdpa_forward_extend(
         self,
@@ -73,8 +71,10 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         scaling: Any = None,
         **options: Any,
     ) -> Tensor:
-        plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
-        if not (self._prefills and plain):
+        is_plain = encoder_lens is None and options.get("causal") and options.get("sliding_window_size") is None
+        if not (self._prefills and is_plain):
             rows = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rows, scaling, **options)  # type: ignore[no-any-return]
+            common = (query, output, k_cache, v_cache)
+            found: Tensor = super()._run_sdpa_forward_extend(*common, *rows, scaling, **options)
+            return found
         return output.copy_(prefill(query, k_cache, v_cache, self._prefills, scaling))

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+FEW_PLACES = 1 << 12
+"""Places of a batch, padding included, up to which one call is faster than several without padding."""
+
 
 @dataclass(frozen=True)
 class Together:
-    """Requests that are computed in one call: none is shorter than half of the longest."""
+    """Requests that are computed in one call: few tokens in all, or none shorter than half of the longest."""
 
-    rows: Tensor
-    """`[B]` places in the batch."""
+    rows: Tensor | None
+    """`[B]` places in the batch; None: all of it, in its order."""
     slots: Tensor
     """`[B, S]` places in the cache; behind the end of a request any place that exists."""
     seen: Tensor
@@ -43,14 +46,22 @@ def plan(slots_of_rows: Tensor, pool_rows_B: Tensor, lengths_B: Tensor) -> list[
         pool_rows_B: row of each request.
         lengths_B: cached tokens of each request, the one that asks included.
     """
+    shortest, longest = (int(length) for length in lengths_B.aminmax())
+    if longest <= 2 * shortest or longest * len(lengths_B) <= FEW_PLACES:
+        return [_together(None, slots_of_rows[:, :longest].index_select(0, pool_rows_B), lengths_B)]
     lots = []
     for rows in in_lots(lengths_B):
         lengths = lengths_B[rows]
-        longest = int(lengths[0])
-        seen = torch.arange(longest) < lengths[:, None]
-        slots = slots_of_rows[pool_rows_B[rows], :longest].to(torch.int64)
-        lots.append(Together(rows, slots.masked_fill_(~seen, int(slots[0, 0])), seen))
+        slots = slots_of_rows[:, : int(lengths[0])].index_select(0, pool_rows_B[rows])
+        lots.append(_together(rows, slots, lengths))
     return lots
+
+
+def _together(rows: Tensor | None, slots_BS: Tensor, lengths_B: Tensor) -> Together:
+    seen = torch.arange(slots_BS.shape[1]) < lengths_B[:, None]
+    slots = slots_BS.to(torch.int64)
+    # The first request has a first token.
+    return Together(rows, slots.masked_fill_(~seen, int(slots[0, 0])), seen)
 
 
 def decode(query_BHD: Tensor, keys: Tensor, values: Tensor, lots: list[Together], scaling: float) -> Tensor:
@@ -63,17 +74,25 @@ def decode(query_BHD: Tensor, keys: Tensor, values: Tensor, lots: list[Together]
         lots: of `plan`.
         scaling: of the scores.
     """
-    (num_requests, num_heads, dim), groups = query_BHD.shape, keys.shape[1]
-    out_BHD = query_BHD.new_empty(num_requests, num_heads, values.shape[-1])
+    out_BHD = None
     for lot in lots:
-        # The heads that share a key are its queries.
-        query = query_BHD[lot.rows].view(-1, groups, num_heads // groups, dim)
-        key_BGSD, value_BGSD = (gather(cache, lot.slots).to(query.dtype) for cache in (keys, values))
-        out = scaled_dot_product_attention(
-            query, key_BGSD, value_BGSD, attn_mask=lot.seen[:, None, None], scale=scaling
-        )
-        out_BHD[lot.rows] = out.reshape(-1, num_heads, values.shape[-1])
+        if lot.rows is None:
+            return _attend(query_BHD, keys, values, lot, scaling)
+        out = _attend(query_BHD[lot.rows], keys, values, lot, scaling)
+        if out_BHD is None:
+            out_BHD = out.new_empty(len(query_BHD), *out.shape[1:])
+        out_BHD[lot.rows] = out
+    assert out_BHD is not None, "a pass without requests"
     return out_BHD
+
+
+def _attend(query_BHD: Tensor, keys: Tensor, values: Tensor, lot: Together, scaling: float) -> Tensor:
+    (num_requests, num_heads, dim), groups = query_BHD.shape, keys.shape[1]
+    # The heads that share a key are its queries.
+    query = query_BHD.reshape(num_requests, groups, num_heads // groups, dim)
+    key_BGSD, value_BGSD = (gather(cache, lot.slots).to(query.dtype) for cache in (keys, values))
+    out = scaled_dot_product_attention(query, key_BGSD, value_BGSD, attn_mask=lot.seen[:, None, None], scale=scaling)
+    return out.reshape(num_requests, num_heads, values.shape[-1])
 
 
 def gather(cache: Tensor, slots_BS: Tensor) -> Tensor:

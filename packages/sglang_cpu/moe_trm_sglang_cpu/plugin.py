@@ -36,6 +36,9 @@ def activate() -> None:
     if os.environ.get("MOE_TRM_SGLANG_LOOPS") != "1":
         _register_batched_attention()
         _batch_experts()
+        _fuse_norms()
+        _shorten_results()
+        _share_imports()
 
 
 def _register_batched_attention() -> None:
@@ -58,6 +61,42 @@ def _batch_experts() -> None:
     from moe_trm_sglang_cpu.batched_experts import wrap
 
     fused_moe_native.moe_forward_native = wrap(fused_moe_native.moe_forward_native)
+
+
+def _fuse_norms() -> None:
+    """Norms and rotations in few calls. The real kernels of SGLang, where they are installed, win."""
+    import torch
+    from sglang.srt.layers import layernorm
+
+    from moe_trm_sglang_cpu.norms import norm_and_rotate, wrap
+
+    if layernorm._is_cpu_amx_available:
+        return
+    layernorm.RMSNorm.forward_native = wrap(layernorm.RMSNorm.forward_native)
+    # A plain function under the name of the kernel: the dispatcher would take longer than the work.
+    if not hasattr(torch.ops.sgl_kernel, "fused_qk_norm_rope_cpu"):
+        torch.ops.sgl_kernel.fused_qk_norm_rope_cpu = norm_and_rotate
+
+
+def _shorten_results() -> None:
+    """No work at the end of a pass for requests that go on."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components import batch_result_processor, output_streamer
+
+    from moe_trm_sglang_cpu.results import wrap_finish, wrap_handling, wrap_sending
+
+    Req.update_finish_state = wrap_finish(Req.update_finish_state)
+    processor = batch_result_processor.SchedulerBatchResultProcessor
+    processor._handle_finish_state_updated_req = wrap_handling(processor._handle_finish_state_updated_req)
+    streamer, every = output_streamer.SchedulerOutputStreamer, output_streamer.DEFAULT_FORCE_STREAM_INTERVAL
+    streamer._stream_output_generation = wrap_sending(streamer._stream_output_generation, every)
+
+
+def _share_imports() -> None:
+    """Processes that are forks, and one model's code."""
+    from moe_trm_sglang_cpu import processes
+
+    processes.register()
 
 
 def _register_allocator() -> None:

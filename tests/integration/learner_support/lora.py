@@ -23,7 +23,7 @@ from moe_trm.learner.build import build_learner
 from moe_trm.learner.protocol import Learner
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch
-from routing.replay import Native, ReplayRecords
+from routing.replay import Native, Record, ReplayRecorded, ReplayRecords
 from tests.integration.learner_support.conformance import refused, report, save
 from tests.integration.learner_support.liars import liars
 from tests.integration.learner_support.tiny import random_routes
@@ -51,7 +51,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                 "optimizer": {"lr": LR, "eps": 1.0, "warmup_steps": 0, "max_grad_norm": 1e9, **optimizer},
                 "learner": {
                     "backend": options["backend"],
-                    "parallel": {name: int(options[name]) for name in ParallelConfig.model_fields if name in options},
+                    "parallel": {name: options[name] for name in ParallelConfig.model_fields if name in options},
                     "deepspeed": {"zero_stage": int(options.get("stage", 2))},
                     "distributed_optimizer": options.get("distributed", "1") == "1",
                     "recompute": options.get("recompute", "none"),
@@ -63,6 +63,7 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Learner
                         "adapter": None if start is None else str(Path(checkpoint).with_name(start)),
                     },
                 },
+                "train": {"export_form": "published" if options.get("published") == "1" else "plain"},
             }
         )
     )
@@ -132,7 +133,9 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
 
     learner.export_shard(str(out / "before"), Rounding("float32"))
     base = frozen(learner)
-    keep("score", [score.logprobs for score in learner.score(batches, native)])
+    own = learner.score(batches, [Record()] * len(batches))
+    keep("score", [score.logprobs for score in own])
+    recorded = [ReplayRecorded(score.recorded) for score in own if score.recorded is not None]
     facts: dict[str, Any] = {"snapshot_bytes": learner.snapshot("start")}
     state(learner, out / "begun")
     seen: list[Tensor] = []
@@ -140,11 +143,15 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("update", seen)
     facts |= {"first_norm": first.grad_norm, "applied": first.applied}
     learner.export_shard(str(out / "after"), Rounding("float32"))
+    if options.get("published") == "1":
+        learner.export_checkpoint(str(out / "published"))
     counters = state(learner, out / "stepped")
     keep("moved", [score.logprobs for score in learner.score(batches, native)])
     keep("start", [score.logprobs for score in learner.score(batches, native, weights="start")])
     learner.forget("start")
     learner.replay_report()
+    keep("r2", [score.logprobs for score in learner.score(batches, recorded)])
+    facts |= report(learner, "r2")
 
     keep("r3", [score.logprobs for score in learner.score(batches, random)])
     seen = []
@@ -152,6 +159,7 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     keep("r3_update", seen)
     facts |= {"second_norm": second.grad_norm} | report(learner, "replay") | elements(learner)
     state(learner, out / "second")
+    facts |= held_routes(learner, batches, recorded)
     facts["frozen_same"] = frozen(learner) == base
     facts["num_frozen"] = len(base)
     if options.get("liars") == "1":
@@ -167,6 +175,14 @@ def run(checkpoint: str, out: Path, options: dict[str, str]) -> None:
     facts["base_checksum"] = counters["lora_base_checksum"]
     save(out, "facts", facts)
     save(out, "scores", found)
+
+
+def held_routes(learner: Learner, batches: list[TokenBatch], recorded: list[ReplayRecorded]) -> dict[str, Any]:
+    """A step under the routes that the learner recorded two steps before, and the update's log-probs beside scores."""
+    before, seen = learner.score(batches, recorded), list[Tensor]()
+    third = learner.update(batches, recorded, objective(batches, seen), lr_scale=SECOND_LR)
+    same = all(torch.equal(score.logprobs, each) for score, each in zip(before, seen, strict=True))
+    return {"held_same": same, "held_norm": third.grad_norm, **report(learner, "held")}
 
 
 def state(learner: Learner, folder: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from moe_trm.config.schema import Config, ParallelConfig
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.build import build_megatron_learner, close_learner
+from moe_trm.learner.megatron.cpu_experts import GroupedExperts
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.model import global_parameters
 from moe_trm.learner.protocol import Scores, UpdateResult
@@ -56,7 +58,13 @@ def build(checkpoint: str, options: dict[str, str], **optimizer: Any) -> Megatro
             },
         }
     )
-    return build_megatron_learner(config)
+    learner = build_megatron_learner(config)
+    if options.get("experts") == "sequential":
+        for chunk in learner._chunks:
+            for module in chunk.modules():
+                if isinstance(module, GroupedExperts):
+                    module.forward = partial(SequentialMLP.forward, module)  # type: ignore[method-assign]
+    return learner
 
 
 def my_batches(*, keep_mask: bool, number: int = NUM_BATCHES) -> tuple[list[int], list[TokenBatch]]:

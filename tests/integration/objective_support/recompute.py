@@ -63,6 +63,8 @@ def recompute(
         router_shift=stacked([_given(score.router_shift) for score in current])
         if current[0].router_shift is not None
         else None,
+        # Rows of one group often begin with the same token: of equal covariances the run's own draw decides.
+        draw=(config.seed, max(int(batch.versions[batch.mask].max()) for batch in batches if batch.mask.any())),
     )
     loss = aggregate(
         losses.get(name).bind(**parameters)(inputs).values,

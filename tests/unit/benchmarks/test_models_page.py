@@ -49,6 +49,16 @@ def test_the_learner_that_failed_is_named_in_its_cell() -> None:
     assert row == "| deepseek_v3 | fp8 + MTP | yes | yes | yes | yes | yes | yes | deepspeed: too far |"
 
 
+def test_what_both_learners_lack_is_said_once() -> None:
+    lacking = {"convert": "yes", "published form": "yes"} | dict.fromkeys(
+        ("replay R2", "replay R3", "mask"), "no samples"
+    )
+    engines = {"sglang": dict.fromkeys(models.CHECKS["sglang"], "an assertion"), "megatron": lacking}
+    row = models.release_lines({"moonlight_16b_a3b": {**engines, "deepspeed": lacking}})[-1]
+    sampled = " | ".join(["no samples"] * 3)
+    assert row == f"| moonlight_16b_a3b | bf16 | an assertion | an assertion | yes | yes | {sampled} |"
+
+
 def test_a_reason_is_numbered_once_and_said_below() -> None:
     cells = dict.fromkeys(models.CHECKS["learner"], "yes")
     found = {
@@ -66,8 +76,10 @@ def test_what_stopped_a_run_is_the_reason_in_its_cells(
 ) -> None:
     said = STOPPED if sampled else "\n".join(f"[rank0]: {line}" for line in STOPPED.splitlines())
     monkeypatch.setattr(models, "_run", lambda command: subprocess.CompletedProcess(command, 2, "", said))
+    # The folder is there before the server is.
+    (tmp_path / "bundle").mkdir()
     if sampled:
-        (tmp_path / "bundle").mkdir()
+        (tmp_path / "bundle" / "step-000001.safetensors").touch()
     reason = "ReplayProofError: layer 2: 58% of the sets differ / bound 30%"
     found = models._live(tmp_path / "config.yaml", tmp_path)
     assert found == {"serve": "yes" if sampled else reason, "replay R3": reason, "mask": reason, "sync": reason}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.errors import ConfigError, RunError
+from moe_trm.experiment.code import code_version
 from moe_trm.experiment.processes import alone
 from tests.unit.experiment.scripted import Scripted
 
@@ -185,6 +186,61 @@ def test_a_changed_base_is_refused_too(tmp_path: Path) -> None:
     base.write_text(base.read_text() + "optimizer: {lr: 0.5}\n")
     with pytest.raises(ConfigError, match=r"arms\.none\.optimizer\.lr: \S+ -> 0\.5"):
         trial.run()
+
+
+def test_an_arm_may_change_until_its_first_run_and_the_page_says_so(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path)
+    assert trial.run(only=["none"]) == 0
+    assert "What changed" not in (trial.out / "table.md").read_text()
+    arms = {"none": ["replay.mode=none"], "R3": ["replay.mode=R3", "optimizer.lr=1e-3"]}
+    trial.write(arms=arms)
+    assert trial.run() == 0
+    for page in ("table.md", "report.html"):
+        text = (trial.out / page).read_text()
+        assert "What changed after the first run" in text
+        assert re.search(r"R3\D+optimizer\.lr\D+\S+.*0\.001", text)
+    assert trial.run() == 0, "a change is told once, and is no change any more"
+    assert (trial.out / "table.md").read_text().count("| optimizer.lr |") == 2, "among the changes and what sets apart"
+    trial.write(arms=arms | {"R3": ["replay.mode=R3", "optimizer.lr=2e-3"]})
+    with pytest.raises(ConfigError, match=r"arms\.R3\.optimizer\.lr: 0\.001 -> 0\.002"):
+        trial.run()
+
+
+@pytest.mark.parametrize("change", [{"steps": 4}, {"primary_metric": "reward/mean"}, {"seeds": [0, 1]}])
+def test_what_concerns_all_arms_is_fixed_by_the_first_run_of_any(tmp_path: Path, change: dict[str, object]) -> None:
+    trial = Scripted(tmp_path)
+    assert trial.run(only=["R3"]) == 0
+    trial.write(**change)
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        trial.run()
+
+
+def test_a_setting_that_a_newer_version_added_stands_at_its_default(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path, seeds=[0])
+    assert trial.run() == 0
+    path = trial.out / "experiment.json"
+    document = json.loads(path.read_text())
+    older = {key: value for key, value in document["settings"].items() if not key.endswith(".probe.tokens")}
+    assert len(older) == len(document["settings"]) - 2
+    path.write_text(json.dumps(document | {"settings": older}))
+    assert trial.run() == 0
+    assert re.search(r"\| none, R3 \| probe\.tokens \| \(absent\) \| \d+ \|", (trial.out / "table.md").read_text())
+    path.write_text(json.dumps(document | {"settings": older}))
+    (tmp_path / "base.yaml").write_text((tmp_path / "base.yaml").read_text() + "probe: {tokens: 77}\n")
+    with pytest.raises(ConfigError, match=r"arms\.none\.probe\.tokens: \(absent\) -> 77"):
+        trial.run()
+
+
+def test_each_run_says_which_code_it_is_of(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path, seeds=[0])
+    assert trial.run() == 0
+    assert {state["code"] for state in trial.states().values()} == {code_version()}
+    assert code_version() in (trial.out / "table.md").read_text()
+    path = trial.out / "states.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "code"}) + "\n" for line in lines))
+    assert trial.run() == 0
+    assert (trial.out / "table.md").read_text().count("not recorded") == len(lines)
 
 
 def test_one_process_at_a_time_works_in_a_folder(tmp_path: Path) -> None:

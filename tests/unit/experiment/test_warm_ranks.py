@@ -15,10 +15,14 @@ from moe_trm.runtime.warm import WarmServer
 from tests.unit.experiment.scripted import Scripted, passes
 from tests.unit.experiment.test_shared_server import KEY, URL, Lent
 
+ROOT = Path(__file__).parents[3]
+
 
 def light(plan: Plan) -> WarmServer:
     """Without imports: the runs are small programs."""
-    return WarmServer("tests.unit.runtime.light_server", log=plan.folder / "warm.log")
+    return WarmServer(
+        "tests.unit.runtime.light_server", environment={"PYTHONPATH": str(ROOT)}, log=plan.folder / "warm.log"
+    )
 
 
 def test_trainings_are_forks_of_one_process_and_the_outcomes_the_same(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from moe_trm.learner.lora.files import WEIGHTS, read_adapter
 from moe_trm.learner.lora.targets import adapted_modules, modules_of
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.families import make_family
+from moe_trm.models.tiny.published import make_published
+from tests.published_models import published_config
 from tests.unit.export.test_saved_weights import megatron_parameters, save
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 4.0, "targets": ["attention", "experts", "router"]}
@@ -109,3 +111,59 @@ def test_the_command_writes_the_adapter(tmp_path: Path, capsys: pytest.CaptureFi
         "adapter_config.json",
         WEIGHTS,
     ]
+
+
+@pytest.mark.parametrize(
+    ("release", "targets", "backend"),
+    [
+        ("deepseek_v3", LORA["targets"], "megatron"),
+        ("gpt_oss_20b", ["attention"], "deepspeed"),
+        pytest.param("deepseek_v3", LORA["targets"], "deepspeed", marks=pytest.mark.slow),
+        pytest.param("gpt_oss_20b", ["attention"], "megatron", marks=pytest.mark.slow),
+    ],
+)
+def test_a_published_export_rounds_merged_matrices_anew_and_leaves_the_base_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], release: str, targets: list[str], backend: str
+) -> None:
+    """FP8 and layers that predict tokens, or MXFP4, whose experts have no adapters. One matrix did not change."""
+    start = make_published(published_config(release), tmp_path / "start")
+    lora = {**LORA, "targets": targets}
+    factors = {name: tensor / 30 for name, tensor in half_factors(start, lora).items()}
+    still = "model.layers.1.self_attn.o_proj"
+    factors[factor_name(still, B)].zero_()
+    tensors = iter(factors.items()) if backend == "megatron" else deepspeed_form(start, factors)
+    checkpoint = save(tmp_path, start, backend, tensors, dtype="bfloat16", lora=lora)
+    assert moe_trm(["export", str(checkpoint), "--published", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    plain = HfCheckpoint(export_checkpoint(checkpoint, tmp_path / "plain"))
+    given, written = files_of(start), files_of(tmp_path / "out")
+    assert given.keys() == written.keys()
+    source, out, adapted = HfCheckpoint(start), HfCheckpoint(tmp_path / "out"), wanted(start, lora) - {still}
+    changed = lost = 0.0
+    for name in out.names | out.prediction:
+        old, new, trained = source.read(name).float(), out.read(name).float(), plain.read(name).float()
+        if name.removesuffix(".weight") not in adapted:
+            assert all(torch.equal(bits(given[part]), bits(written[part])) for part in out.parts(name)), name
+        elif len(out.parts(name)) == 1:
+            assert torch.equal(new, trained), name
+        else:
+            # Rounding never takes a matrix further from what was trained than its start is.
+            assert float((new - trained).norm()) <= 1.01 * float((old - trained).norm()), name
+            changed += float((old - trained).square().sum())
+            lost += float((new - trained).square().sum())
+    if release == "deepseek_v3":
+        share = (lost / changed) ** 0.5
+        assert 0 < share < 1
+        count = sum(len(out.parts(f"{module}.weight")) == 2 for module in adapted)
+        assert f"rounding  {share:.0%} of what training changed in {count} tensors" in printed
+        assert ("--adapter" in printed) == (share > 0.5)
+    else:
+        assert "rounding" not in printed
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)

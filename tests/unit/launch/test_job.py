@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
+from tests.unit.launch.interrupted import assert_ends_silently
 
 PROGRAM = """
 import sys, time
@@ -17,12 +15,4 @@ sys.exit(main(["train", "config.yaml"]))
 
 
 def test_ctrl_c_while_starting_ends_it_at_once_and_without_a_traceback() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "starting\n"
-        job.send_signal(signal.SIGINT)
-        _, told = job.communicate(timeout=30)
-    assert job.returncode == 128 + signal.SIGINT
-    assert told == ""
+    assert_ends_silently(PROGRAM, "starting")

@@ -237,6 +237,50 @@ def test_only_the_group_that_changed_gets_another_exponent(gpt_oss: Path, tmp_pa
     assert torch.equal(back[kept], weight[kept])
 
 
+@pytest.mark.parametrize("step", [1e-4, 1e-2, 0.3, 3.0])
+@pytest.mark.parametrize("name", ["deepseek", "gpt_oss"])
+def test_no_block_is_further_from_the_trained_weights_than_its_start(
+    request: pytest.FixtureRequest, step: float, name: str
+) -> None:
+    """A new scale is taken only where it is nearer: it rounds weights anew that a small step left where they were."""
+    checkpoint = HfCheckpoint(request.getfixturevalue(name))
+    tensor = EXPERT if name == "deepseek" else STACKED
+    values, scales = (checkpoint.read_stored(part) for part in checkpoint.parts(tensor))
+    before = checkpoint.read(tensor).float()
+    noise = torch.randn(before.shape, generator=torch.Generator().manual_seed(0))
+    after = before * (1 + step * noise)
+    if name == "deepseek":
+        made = fp8_blocks.requantize(after, before, (values, scales), (16, 16), torch.bfloat16)
+        fresh = fp8_blocks.quantize(after, (16, 16), torch.float32)
+        written, anew = (fp8_blocks.dequantize(*one, (16, 16), torch.bfloat16).float() for one in (made, fresh))
+    else:
+        made, fresh = mxfp4.requantize(after, before, (values, scales)), mxfp4.quantize(after)
+        written, anew = (mxfp4.dequantize(*one, torch.float32) for one in (made, fresh))
+    assert torch.isfinite(written).all()
+
+    def off(found: Tensor) -> Tensor:
+        """Squared distance of each block of FP8, or group of MXFP4."""
+        squares = (found - after).square()
+        if name == "deepseek":
+            return squares.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).sum((1, 3))
+        return squares.unflatten(1, (-1, 32)).sum(2)
+
+    assert bool((off(written) <= off(before) * 1.01).all())
+    assert bool((off(written) <= off(anew) * (1 + 1e-6)).all())
+    if step == 1e-4:
+        # The largest of a group of MXFP4 is 6, and a little more needs the next exponent.
+        share = 0.3 if name == "gpt_oss" else 0.9
+        assert float(off(written).sum()) < share * float(off(anew).sum())
+
+
+def test_a_block_whose_scale_is_zero_gets_one() -> None:
+    """As some releases have blocks of zeros."""
+    old, scale = torch.zeros(4, 4), torch.zeros(1, 1)
+    new = torch.eye(4)
+    values, scales = fp8_blocks.requantize(new, old, (old.to(torch.float8_e4m3fn), scale), (4, 4), torch.bfloat16)
+    assert torch.equal(fp8_blocks.dequantize(values, scales, (4, 4), torch.float32), new)
+
+
 def test_numbers_go_to_the_nearest_of_mxfp4() -> None:
     """The even one of two."""
     inputs = torch.linspace(-6.0, 6.0, 385).tolist()[:384]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,14 +45,54 @@ def by_mask(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> T
     return torch.einsum("nts,snd->tnd", logits.softmax(-1)[..., :T], value)
 
 
-@pytest.mark.parametrize("together", [256, 4, 0], ids=["by octave", "short ones by octave", "one by one"])
+GROUPINGS = {
+    "one call": (256, 10000),
+    "by octave": (256, 0),
+    "short ones by octave": (5, 0),
+    "one by one": (0, 0),
+}
+"""`TOGETHER` and `CALL`."""
+
+
+@pytest.fixture
+def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls as `GROUPINGS` has them."""
+    together, call = GROUPINGS[request.param]
+    monkeypatch.setattr(sequence_attention, "TOGETHER", together)
+    monkeypatch.setattr(sequence_attention, "CALL", call)
+    sequence_attention._calls.cache_clear()
+    yield
+    sequence_attention._calls.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("grouped", "shapes"),
+    [
+        ("one call", [(5, 12)]),
+        ("by octave", [(3, 7), (1, 1), (1, 12)]),
+        ("short ones by octave", [(1, 7), (1, 1), (2, 5), (1, 12)]),
+        ("one by one", [(1, 7), (1, 1), (1, 4), (1, 12), (1, 5)]),
+    ],
+    indirect=["grouped"],
+)
+@pytest.mark.usefixtures("grouped")
+def test_calls_have_rows_of_like_lengths(shapes: list[tuple[int, int]]) -> None:
+    assert list(sequence_attention._calls(LENGTHS).shapes) == shapes
+
+
+def test_shorter_sequences_join_a_call_while_that_is_cheaper() -> None:
+    """Fillers of 30 rows of 8 in a call of 36 have 30 * (36**2 - 8**2) pairs of columns: more than a call."""
+    few, many = (36, *[8] * 20), (36, *[8] * 30)
+    assert 20 * (36**2 - 8**2) < sequence_attention.CALL < 30 * (36**2 - 8**2)
+    assert sequence_attention._calls(few).shapes == ((21, 36),)
+    assert sequence_attention._calls(many).shapes == ((27, 36), (4, 8))
+
+
+@pytest.mark.parametrize("grouped", GROUPINGS, indirect=True)
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize("value_dim", [D, D + 2])
 @pytest.mark.parametrize("name", KINDS)
-def test_sequences_see_themselves_alone(
-    name: str, value_dim: int, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sequence_attention, "TOGETHER", together)
-    sequence_attention._calls.cache_clear()
+def test_sequences_see_themselves_alone(name: str, value_dim: int) -> None:
     ours, theirs = tensors(value_dim), tensors(value_dim)
     got, expected = attend_within(*ours, LENGTHS, KINDS[name]), by_mask(*theirs, KINDS[name])
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-6)

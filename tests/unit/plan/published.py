@@ -9,48 +9,133 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from moe_trm.plan.parameters import Kind
+from moe_trm.plan.parameters import Kind, model_of
 
 MODELS = Path(__file__).parents[2] / "data" / "models"
+BILLION = 10**9
 ENDS: tuple[Kind, ...] = ("embedding", "output")
 
 
 @dataclass(frozen=True)
-class Published:
-    """Billions as they were printed, and what they leave out.
+class Counting:
+    """What is counted.
 
     Attributes:
-        total, active: as text, because their digits say how exact they are.
-        without, active_without: kinds that the publisher does not count.
-        with_prediction: both include the MTP layers.
-        source: where the numbers are from.
+        words: for the page.
+        without: kinds that are not counted.
+        prediction: the MTP layers are.
+        said: the publisher says so; else this reading gives the printed number.
     """
 
-    total: str
-    active: str
-    source: str
+    words: str
     without: tuple[Kind, ...] = ()
-    active_without: tuple[Kind, ...] = ()
-    with_prediction: bool = False
+    prediction: bool = False
+    said: bool = True
 
 
-PUBLISHED = {
-    "qwen3_30b_a3b": Published("30.5", "3.3", "model card of Qwen/Qwen3-30B-A3B"),
-    "qwen3_235b_a22b": Published("235", "22", "model card of Qwen/Qwen3-235B-A22B"),
-    # The card of GLM-4.5 counts its MTP layer, that of GLM-4.5-Air does not: no other reading gives both totals.
-    "glm_4_5": Published("355", "32", "arXiv 2508.06471", ENDS, ENDS, with_prediction=True),
-    "glm_4_5_air": Published("106", "12", "arXiv 2508.06471", ENDS, ENDS),
-    "deepseek_v3": Published("671", "37", "arXiv 2412.19437", active_without=("embedding",)),
-    "moonlight_16b_a3b": Published("15.29", "2.24", "arXiv 2502.16982", ENDS, ENDS),
-    "glm_4_7_flash": Published("30", "3", "model card of zai-org/GLM-4.7-Flash", active_without=ENDS),
-    "gpt_oss_20b": Published("20.91", "3.61", "arXiv 2508.10925, table 1", active_without=("embedding",)),
-    "gpt_oss_120b": Published("116.83", "5.13", "arXiv 2508.10925, table 1", active_without=("embedding",)),
-    "olmoe_1b_7b": Published("6.9", "1.3", "arXiv 2409.02060"),
-    "mixtral_8x7b": Published("46.7", "12.9", "Mistral AI, Mixtral of experts, 2023-12-11"),
-}
+@dataclass(frozen=True)
+class Statement:
+    """A printed number of parameters.
+
+    Attributes:
+        model: its name.
+        number: `total`, or `active` for one token.
+        printed: billions, or trillions with a T. As text, because its digits say how exact it is.
+        source: where it is printed.
+        counting: what it counts.
+    """
+
+    model: str
+    number: Literal["total", "active"]
+    printed: str
+    source: str
+    counting: Counting
+
+    @property
+    def digits(self) -> Decimal:
+        """The printed number in billions, with its digits."""
+        return Decimal(self.printed.removesuffix("T")).scaleb(3 if self.printed.endswith("T") else 0)
+
+    @property
+    def counted(self) -> float:
+        """Billions as we count them in the same way."""
+        model, counting = model_of(hf_config(self.key)), self.counting
+        if self.number == "total":
+            return (model.total(counting.without) + counting.prediction * model.prediction_total) / BILLION
+        return (model.active(counting.without) + counting.prediction * model.prediction_active) / BILLION
+
+    @property
+    def key(self) -> str:
+        """Name of its config.json."""
+        return self.model.lower().replace("-", "_").replace(".", "_")
+
+    @property
+    def is_near(self) -> bool:
+        """True within 0.5%."""
+        return abs(self.counted / float(self.digits) - 1) <= 0.005
+
+    @property
+    def agreement(self) -> Literal["rounded", "cut", "no"]:
+        """How our number gives the printed digits: rounded to them, cut off after them, or not at all."""
+        found = Decimal(self.counted)
+        if found.quantize(self.digits, ROUND_HALF_EVEN) == self.digits:
+            return "rounded"
+        return "cut" if found.quantize(self.digits, ROUND_DOWN) == self.digits else "no"
+
+    @property
+    def row(self) -> str:
+        """The row of docs/planning.md."""
+        off = f"{self.counted / float(self.digits) - 1:+.1%}"
+        cells = (self.model, self.number, self.printed, f"{self.counted:.2f}", off, "yes" if self.is_near else "no")
+        said = self.counting.words if self.counting.said else f"({self.counting.words})"
+        return f"| {' | '.join((*cells, self.agreement, said, self.source))} |"
+
+
+ALL = Counting("all", said=False)
+NO_EMBEDDING = Counting("no embedding", ("embedding",), said=False)
+UNEMBEDDING = Counting("no embedding", ("embedding",))
+NO_ENDS = Counting("no ends", ENDS)
+GLM = Counting("no ends, with MTP", ENDS, prediction=True)
+QWEN, QWEN_LARGE = "card of Qwen3-30B-A3B-Instruct-2507", "card of Qwen3-235B-A22B-FP8"
+GLM_REPORT, OPENAI = "arXiv 2508.06471, table 1", "arXiv 2508.10925, table 1"
+WEIGHTS, K2 = "its README_WEIGHTS.md", "arXiv 2507.20534, table 2"
+
+STATEMENTS = (
+    Statement("Qwen3-30B-A3B", "total", "30.5", QWEN, ALL),
+    Statement("Qwen3-30B-A3B", "total", "29.9", QWEN, NO_ENDS),
+    Statement("Qwen3-30B-A3B", "active", "3.3", QWEN, ALL),
+    Statement("Qwen3-235B-A22B", "total", "235", QWEN_LARGE, ALL),
+    Statement("Qwen3-235B-A22B", "total", "234", QWEN_LARGE, NO_ENDS),
+    Statement("Qwen3-235B-A22B", "active", "22", QWEN_LARGE, ALL),
+    Statement("GLM-4.5", "total", "355", GLM_REPORT, GLM),
+    Statement("GLM-4.5", "active", "32", GLM_REPORT, GLM),
+    Statement("GLM-4.5-Air", "total", "106", GLM_REPORT, GLM),
+    Statement("GLM-4.5-Air", "active", "12", GLM_REPORT, GLM),
+    Statement("GLM-4.7-Flash", "total", "30", "its card", Counting(GLM.words, ENDS, prediction=True, said=False)),
+    Statement("GLM-4.7-Flash", "active", "3", "its card", Counting(GLM.words, ENDS, prediction=True, said=False)),
+    Statement("DeepSeek-V3", "total", "671", WEIGHTS, Counting("all but MTP")),
+    Statement("DeepSeek-V3", "active", "37", "arXiv 2412.19437", NO_EMBEDDING),
+    Statement("DeepSeek-V3", "active", "36.7", WEIGHTS, Counting("both ends, no MTP")),
+    Statement("Moonlight-16B-A3B", "total", "15.29", "arXiv 2502.16982", NO_ENDS),
+    Statement("Moonlight-16B-A3B", "active", "2.24", "arXiv 2502.16982", NO_ENDS),
+    Statement("gpt-oss-20b", "total", "20.91", OPENAI, Counting("all")),
+    Statement("gpt-oss-20b", "active", "3.61", OPENAI, UNEMBEDDING),
+    Statement("gpt-oss-120b", "total", "116.83", OPENAI, Counting("all")),
+    Statement("gpt-oss-120b", "active", "5.13", OPENAI, UNEMBEDDING),
+    Statement("OLMoE-1B-7B", "total", "6.9", "arXiv 2409.02060", ALL),
+    Statement("OLMoE-1B-7B", "active", "1.3", "arXiv 2409.02060", ALL),
+    Statement("Mixtral-8x7B", "total", "46.7", "mistral.ai, 2023-12-11", ALL),
+    Statement("Mixtral-8x7B", "active", "12.9", "mistral.ai, 2023-12-11", ALL),
+    Statement("Kimi-K2", "total", "1T", "its card", ALL),
+    Statement("Kimi-K2", "active", "32", "its card", NO_EMBEDDING),
+    Statement("Kimi-K2", "total", "1.04T", K2, ALL),
+    Statement("Kimi-K2", "active", "32.6", K2, NO_EMBEDDING),
+)
+"""Every printed number that was found, the most exact ones last where a model has several."""
 
 
 def hf_config(name: str) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from moe_trm.cli import main
 from moe_trm.config import load
 from moe_trm.config.schema import ParallelConfig
 from moe_trm.errors import BundleError, CheckpointError, ConfigError
+from moe_trm.learner.megatron.layout import check_layout
 from moe_trm.plan.build import Assumptions, Plan, build, lines
 from moe_trm.plan.cluster import Cluster
 from moe_trm.plan.gpus import GPUS, gpu_of
-from moe_trm.plan.layouts import Judged
+from moe_trm.plan.layouts import PINNED_MEGATRON, Judged
 from moe_trm.plan.lengths import log_normal, recorded
-from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds
+from moe_trm.plan.speed import Efficiency, bubble, cache_bytes, decode_rate, train_seconds, training_operations
 from moe_trm.plan.text import as_data, page
 from moe_trm.plan.wire import rank_bits, route_bytes
 from routing import combinations
@@ -110,6 +111,35 @@ def test_an_uneven_pipeline_is_planned_and_pasted() -> None:
     assert bubble(pasted, 46, 10**6, 32) > bubble(even, 46, 10**6, 32)
 
 
+def test_layers_that_a_pipeline_does_not_divide_are_shared_as_evenly_as_can_be() -> None:
+    """GLM-4.5-Air has 46 layers, which only pipelines of 1 and 2 of 32 ranks divide."""
+    found = plan(AIR, "glm_4_5_air", 5)
+    uneven = [other for other in found.others if other.parallel.pipeline_layout is not None]
+    assert {other.parallel.pipeline for other in uneven} == {4, 8, 16}
+    assert all(other.parallel.pipeline_layout is None for other in found.others if other.parallel.pipeline < 4)
+    for other in uneven:
+        assert sum(other.layers) == 46
+        assert max(other.layers) - min(other.layers) == 1
+    assert {other.spread for other in uneven if other.parallel.pipeline == 4} == {"11-12"}
+    for other in uneven[::20]:
+        pasted = load(AIR, lines(other, found.config.learner.parallel).split())
+        assert pasted.learner.parallel == other.parallel
+        check_layout(pasted, PINNED_MEGATRON, hf_config("glm_4_5_air"), world_size=found.ranks)
+
+
+def test_an_uneven_pipeline_is_proposed_where_nothing_else_fits() -> None:
+    """DeepSeek-V3's 61 layers are a prime number. The pasted lines load, pass the launch check and fit."""
+    found = plan(model="deepseek_v3", nodes=33)
+    assert not found.fits
+    settings = as_data(found)["settings"]
+    assert any(line.startswith("learner.parallel.pipeline_layout=") for line in settings)
+    pasted = load(QWEN_4_NODES, settings)
+    check_layout(pasted, PINNED_MEGATRON, hf_config("deepseek_v3"), world_size=found.ranks)
+    again = plan(model="deepseek_v3", nodes=33, overrides=tuple(settings))
+    assert again.layout.total <= again.room
+    assert again.layout.spread in page(found)
+
+
 def test_another_layout_takes_back_what_it_does_not_have() -> None:
     judged = Judged(ParallelConfig(expert=8), "full", 0, {}, 0.0)
     own = ParallelConfig(pipeline=2, tensor=2, pipeline_layout="Et*24|t*24L")
@@ -133,13 +163,30 @@ def test_a_layout_that_cannot_be_is_refused_with_one_that_can() -> None:
         plan(overrides=("learner.parallel.tensor=8",))
 
 
+@pytest.mark.parametrize("overrides", [(), (*ZERO_3, "learner.recompute=full")])
+def test_adapters_are_planned(overrides: tuple[str, ...]) -> None:
+    """Less to train, as many bytes to push, and copies of adapters alone where older weights are kept."""
+    stale = ("pipeline.mode=async", *overrides)
+    full, lora = plan(overrides=stale), plan(overrides=(*stale, "learner.lora.rank=16"))
+    memory, before = lora.layout.memory, full.layout.memory
+    assert memory["gradients"] < before["gradients"] / 10
+    assert memory["optimizer"] < before["optimizer"] / 10
+    assert memory["weights"] > before["weights"]
+    assert lora.push_s == full.push_s
+    assert lora.host_bytes < full.host_bytes / 10
+    shown = page(lora)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "train in place of these" in shown
+    data = as_data(lora)
+    assert data["parameters"]["adapters"] == lora.model.adapter_total
+    load(QWEN_4_NODES, [*stale, "learner.lora.rank=16", *data["settings"]])
+
+
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)unknown GPU.*V100.*a100, h100"):
         gpu_of("V100")
     assert gpu_of("H100") is GPUS["h100"]
     config = load(QWEN_4_NODES)
-    with pytest.raises(ConfigError, match="the memory of adapters is not planned"):
-        plan(overrides=("learner.lora.rank=8",))
     with pytest.raises(ConfigError, match="no GPUs are left"):
         Cluster(1, 8, gpu_of("h100"), 1).split(config)
     with pytest.raises(ConfigError, match="no such distribution"):
@@ -190,12 +237,22 @@ def test_measured_speeds_replace_assumed_ones() -> None:
 
 
 def test_a_measured_speed_is_that_of_the_configured_mode() -> None:
-    """Stale samples need the passes that a synchronous run does not make."""
-    step = {found.mode.mode: found.timeline.learner_busy_s for found in plan().modes}
-    passes = load(QWEN_4_NODES)
-    assert passes.pipeline.recovery == "same"
-    assert step["async"] / step["sync"] == pytest.approx(step["one_step"] / step["sync"])
-    assert step["async"] > step["sync"]
+    """Stale samples need the passes that a synchronous run does not make: one more for each older version.
+
+    The first batch is sampled by the weights that train it; with staleness 1, every other one by those before.
+    """
+    found = plan()
+    step = {each.mode.mode: each.timeline for each in found.modes}
+    config, hf = load(QWEN_4_NODES), hf_config("qwen3_30b_a3b")
+    assert config.pipeline.recovery == "same"
+    stale = load(QWEN_4_NODES, ["pipeline.mode=one_step"])
+    fresh, own, with_older = (
+        training_operations(found.model, hf, one, 100 + found.assumptions.lengths.mean / 2, older)
+        for one, older in ((config, 0.0), (stale, 0.0), (stale, 1.0))
+    )
+    ratio = step["one_step"].learner_busy_s / step["sync"].learner_busy_s
+    assert ratio == pytest.approx((own + 7 * with_older) / (8 * fresh))
+    assert step["async"].learner_busy_s >= step["one_step"].learner_busy_s > step["sync"].learner_busy_s
 
 
 def test_packs_train_faster_than_padded_rows_by_what_is_not_computed() -> None:

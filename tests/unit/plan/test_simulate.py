@@ -180,3 +180,32 @@ def test_shared_steps_take_the_shorter_side_slowly_and_then_what_is_left(sharing
     short, long = sorted((7.0, train_s))
     assert overlapped == pytest.approx(7 + train_s + 4 * (short / sharing + long - short))
     assert turns == pytest.approx(5 * (7 + train_s))
+
+
+def test_a_batch_of_older_weights_takes_a_pass_more_for_each_version() -> None:
+    """Batch 0 is of the learner's weights; later ones of those before. In turn, none is."""
+    batches, fleet = [[4, 4]] * 4, workers(2)
+    assert [*simulate(batches, 10, fleet, ONE_STEP, 3).ends_s] == [14, 14 + 13, 14 + 26, 14 + 39]
+    assert simulate(batches, 10, fleet, SYNC, 3) == simulate(batches, 10, fleet, SYNC)
+    assert simulate(batches, 10, fleet, ONE_STEP, 3).learner_busy_s == pytest.approx(10 + 3 * 13)
+
+
+def test_an_answer_that_spans_versions_has_a_pass_for_each() -> None:
+    """The push at 14 interrupts the answer of 30: versions 0 and 1 sampled it, and version 1 is the learner's."""
+    found = simulate([[10], [30]], 4, workers(2), Schedule(1, interrupts=True), 3)
+    assert found.versions == ((0,), (0, 1))
+    assert [*found.ends_s] == [14, 30 + 4 + 3]
+
+
+def test_parts_of_a_step_have_the_versions_of_their_own_samples() -> None:
+    """The second batch streams in two parts of one answer. Only its long answer outlives the push at 9."""
+    found = simulate([[5, 5], [6, 20]], 4, workers(4), Schedule(1, interrupts=True, parts=2), 2)
+    assert found.versions == ((0,), (0, 1))
+    assert [*found.ends_s] == [9, 20 + 2 + 1]
+
+
+def test_each_older_version_has_a_pass_of_its_own() -> None:
+    """Steps end at 3 and 6, and each push interrupts the answer of 20, whose weights are then versions 0, 1 and 2."""
+    found = simulate([[1], [2], [20]], 2, workers(4), Schedule(2, interrupts=True), 1)
+    assert found.versions == ((0,), (0,), (0, 1, 2))
+    assert [*found.ends_s] == [3, 6, 20 + 2 + 2]

@@ -21,6 +21,8 @@ from moe_trm.runtime.warm import WarmProcess, WarmServer
 
 LIGHT = "tests.unit.runtime.light_server"
 ROOT = Path(__file__).parents[3]
+HERE = {"PYTHONPATH": str(ROOT)}
+"""The module is found wherever a test stands."""
 TELLS = """
 import json, os, signal, sys
 left_over = getattr(sys, "left_over", None)
@@ -49,7 +51,7 @@ while True:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[WarmServer]:
-    with WarmServer(LIGHT) as server:
+    with WarmServer(LIGHT, environment=HERE) as server:
         yield server
 
 
@@ -168,7 +170,7 @@ def test_it_goes_with_its_client(server: WarmServer, tmp_path: Path) -> None:
 OWNER = f"""
 import sys, time
 from moe_trm.runtime.warm import WarmProcess, WarmServer
-server = WarmServer({LIGHT!r})
+server = WarmServer({LIGHT!r}, environment={HERE!r})
 process = WarmProcess(server.address(), sys.argv[1:])
 print(server.pid, flush=True)
 time.sleep(600)
@@ -187,7 +189,7 @@ def test_killed_with_its_programs_an_owner_leaves_nothing(tmp_path: Path) -> Non
 
 def test_a_server_that_dies_takes_its_programs_and_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    with WarmServer(LIGHT) as server:
+    with WarmServer(LIGHT, environment=HERE) as server:
         address = server.address()
         process = WarmProcess(address, [str(tmp_path / "sleeps.py"), str(tmp_path / "pids")])
         (pid,) = pids_in(tmp_path / "pids")

@@ -131,3 +131,18 @@ def test_a_pass_that_fails_leaves_the_weight_as_it_was() -> None:
         layer(torch.randn(5, 6, dtype=torch.float64), fail=True)
     assert torch.equal(layer.weight, base)
     assert "weight" not in layer.__dict__
+
+
+def test_a_pass_without_gradients_sees_a_weight_that_trains_as_an_update_does() -> None:
+    """Megatron-Core's layers choose their product by that, and two products differ in the last bit."""
+    pair, base = factors(4, 6, 2, torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    layer = Layer(base.clone())
+    merge_in_passes([(layer, "weight", Adapter([pair], SCALE, lambda each: each[0]))])
+    inputs = torch.randn(5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        scored = layer(inputs)
+    updated = layer(inputs)
+    assert [each.requires_grad for each in layer.seen] == [True, True]
+    assert [each.is_leaf for each in layer.seen] == [True, False]
+    assert not scored.requires_grad
+    assert updated.requires_grad

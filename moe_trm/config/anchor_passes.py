@@ -1,0 +1,22 @@
+"""Settings under which every minibatch has a pass of log-probs of its own before its update."""
+
+from __future__ import annotations
+
+from moe_trm.config.schema import Config
+from moe_trm.methods.advantages import ADVANTAGES
+
+
+def scores_every_minibatch(config: Config) -> bool:
+    """True when the first minibatch of a step is scored too, although its update's own forward would give the same.
+
+    A recording keeps the scores of the step's start. A KL in the reward, advantages that read ratios and a learning
+    rate by effective sample size need them before the update. Rules and losses that look at a whole minibatch need them
+    as well (`moe_trm/step/recipe.py`), and several epochs.
+    """
+    return bool(
+        config.learner.epochs > 1
+        or config.record.bundle
+        or (config.kl.coef > 0 and config.kl.where == "reward")
+        or config.optimizer.ess_scale != "off"
+        or ADVANTAGES[config.advantage.name].reads_ratios
+    )

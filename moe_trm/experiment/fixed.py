@@ -1,0 +1,137 @@
+"""The settings that an experiment was begun with, what may still change after its first run, and what has changed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_trm import __version__
+from moe_trm.config.fields import default_of
+from moe_trm.config.flat import as_yaml, different_keys
+from moe_trm.errors import ConfigError, RunError
+
+FORMAT, VERSION = "moe-trm-experiment", 1
+MOST_CHANGES = 12
+"""Changed settings that a refusal lists."""
+
+Flat = dict[str, Any]
+
+
+class Fixed:
+    """The settings of an experiment as its folder holds them.
+
+    After the first run two things may change, and both are kept with their date:
+
+    - an arm of which no run has begun, such as a threshold that was calibrated meanwhile;
+    - settings that a newer version of this package added, where every arm has them at their default.
+
+    Args:
+        settings: all of them, resolved, as they are now (`Plan.settings`).
+        saved: content of the folder's file; None: the experiment has not begun.
+        begun: arms of which a run has begun.
+        where: the folder, for errors.
+    Raises:
+        ConfigError: anything else has changed, or the file is of another format.
+        RunError: the file is damaged.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], saved: bytes | None, begun: Collection[str], where: Path) -> None:
+        self._now: Flat = json.loads(json.dumps(settings))
+        self.changes: list[Flat] = []
+        if saved is None:
+            return
+        document = _read(saved, where)
+        before: Flat = document["settings"]
+        self.changes += document.get("changes", [])
+        changed = different_keys(before, self._now)
+        arms = self._now["order"]
+        places = {key: place for key in changed if (place := _in_an_arm(key, arms)) is not None}
+        refused = [
+            key
+            for key in changed
+            if key not in places
+            or (places[key][0] in begun and (key in before or not _at_default(places[key][1], self._now[key])))
+        ]
+        if refused:
+            raise _refusal(before, self._now, refused, where)
+        if changed:
+            self.changes.append(
+                {
+                    "unix_s": time.time(),
+                    "moe_trm": __version__,
+                    "settings": [
+                        {"arm": arm, "setting": setting, "before": _told(before, key), "after": _told(self._now, key)}
+                        for key, (arm, setting) in places.items()
+                    ],
+                }
+            )
+
+    def document(self) -> bytes:
+        """What belongs into the folder's file."""
+        content = {"format": FORMAT, "version": VERSION, "moe_trm": __version__, "settings": self._now}
+        return json.dumps(content | {"changes": self.changes}, indent=1).encode() + b"\n"
+
+
+def changed_later(changes: Sequence[Mapping[str, Any]]) -> list[tuple[float, str, str, str, str]]:
+    """One row per change: time in unix seconds, arms, setting, before, after. What many arms share is one row."""
+    rows: dict[tuple[float, str, str, str], list[str]] = {}
+    for change in changes:
+        for each in change["settings"]:
+            same = (change["unix_s"], each["setting"], each["before"], each["after"])
+            rows.setdefault(same, []).append(each["arm"])
+    return [(at, ", ".join(arms), setting, before, after) for (at, setting, before, after), arms in rows.items()]
+
+
+def _read(saved: bytes, where: Path) -> Flat:
+    try:
+        document: Any = json.loads(saved)
+        kind = document.get("format"), document.get("version")
+        document["settings"]["order"]
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            "the settings of this experiment cannot be read",
+            where=str(where),
+            got=repr(error),
+            expected="what `moe-trm experiment` wrote",
+            fix="Give --out another folder; what ran is in the run folders beside it.",
+        ) from error
+    if kind != (FORMAT, VERSION):
+        raise ConfigError(
+            "this folder holds an experiment of another format",
+            where=str(where),
+            got=f"{kind[0]} {kind[1]}",
+            expected=f"{FORMAT} {VERSION}",
+            fix="Give --out another folder.",
+        )
+    return dict(document)
+
+
+def _refusal(before: Flat, now: Flat, keys: Sequence[str], where: Path) -> ConfigError:
+    shown = [f"{key}: {_told(before, key)} -> {_told(now, key)}" for key in keys[:MOST_CHANGES]]
+    more = [f"and {len(keys) - MOST_CHANGES} more"] if len(keys) > MOST_CHANGES else []
+    return ConfigError(
+        "the experiment in this folder was begun with other settings",
+        where=str(where),
+        got="\n".join([*shown, *more]),
+        expected="the settings that it was begun with: those of an arm are fixed before its first run, all others "
+        "before the first run of any",
+        fix="Restore the file, or give --out another folder to begin anew.",
+    )
+
+
+def _in_an_arm(key: str, arms: Sequence[str]) -> tuple[str, str] | None:
+    """Arm and setting of a dotted key, None for one of the whole experiment; names of arms may have dots themselves."""
+    own = [arm for arm in arms if key.startswith(f"arms.{arm}.")]
+    return (arm := max(own, key=len), key.removeprefix(f"arms.{arm}.")) if own else None
+
+
+def _at_default(setting: str, value: object) -> bool:
+    """True for a setting that stands as it does where nobody sets it."""
+    return bool(json.loads(json.dumps(default_of(setting), default=str)) == value)
+
+
+def _told(flat: Flat, key: str) -> str:
+    return as_yaml(flat[key]) if key in flat else "(absent)"

@@ -1,0 +1,61 @@
+"""The products of several experts in one operation, in plain torch.
+
+Places are ordered by their experts. Each expert has one matrix product forward and two backward, and nothing besides:
+no module, no node of the autograd graph and no concatenation of its own. On small models these cost more than what is
+computed.
+
+Shape letters: P places, E experts, I inputs and O outputs of an expert's matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def grouped_products(inputs_PI: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    """Each place times the transposed matrix of its expert, `[P, O]`.
+
+    y_p = W_e x_p for the places p of expert e. An expert without places gets a gradient of zeros.
+
+    Args:
+        inputs_PI: the places of the first expert, then those of the second, and so on.
+        counts: places of each of the E experts, P in all.
+        weights: `[O, I]` of each expert, of the dtype of the inputs.
+    """
+    outputs: Tensor = _Products.apply(inputs_PI, list(counts), *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs_PI: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(inputs_PI, *weights)
+        outputs_PO = inputs_PI.new_empty(len(inputs_PI), len(weights[0]))
+        for inputs, weight, outputs in zip(
+            torch.split(inputs_PI, counts), weights, torch.split(outputs_PO, counts), strict=True
+        ):
+            torch.mm(inputs, weight.t(), out=outputs)
+        return outputs_PO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_PO: Tensor) -> tuple[Tensor | None, ...]:
+        inputs_PI, *weights = ctx.saved_tensors
+        wants_inputs, _, *wants = ctx.needs_input_grad
+        inputs, gradients = torch.split(inputs_PI, ctx.counts), torch.split(gradient_PO, ctx.counts)
+        found: list[Tensor | None] = [
+            gradient.t().mm(own) if wanted else None
+            for gradient, own, wanted in zip(gradients, inputs, wants, strict=True)
+        ]
+        if not wants_inputs:
+            return (None, None, *found)
+        to_inputs_PI = torch.empty_like(inputs_PI)
+        for gradient, weight, part in zip(gradients, weights, torch.split(to_inputs_PI, ctx.counts), strict=True):
+            torch.mm(gradient, weight, out=part)
+        return (to_inputs_PI, None, *found)

@@ -1,0 +1,1 @@
+"""The code of the model that this server serves, for SGLang's registry of external models."""

@@ -1,0 +1,62 @@
+"""The products of several experts against one linear layer for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_trm.learner.grouped_products import grouped_products
+
+INPUTS, OUTPUTS = 5, 3
+
+
+def tensors(counts: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(sum(counts), INPUTS, generator=generator, requires_grad=True)
+    weights = [torch.randn(OUTPUTS, INPUTS, generator=generator, requires_grad=True) for _ in counts]
+    return inputs, weights
+
+
+def one_by_one(inputs: Tensor, counts: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+    return torch.cat([F.linear(part, weight) for part, weight in zip(inputs.split(counts), weights, strict=True)])
+
+
+@pytest.mark.parametrize("counts", [(4, 1, 7), (0, 3, 0), (6,), (0, 0)], ids=str)
+def test_products_and_gradients_are_those_of_single_layers(counts: tuple[int, ...]) -> None:
+    ours, theirs = tensors(counts), tensors(counts)
+    got, expected = grouped_products(ours[0], counts, ours[1]), one_by_one(theirs[0], counts, theirs[1])
+    torch.testing.assert_close(got, expected)
+    pull = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    (got * pull).sum().backward()
+    (expected * pull).sum().backward()
+    for one, other in zip((ours[0], *ours[1]), (theirs[0], *theirs[1]), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_an_expert_without_places_gets_zeros() -> None:
+    inputs, weights = tensors((0, 2))
+    grouped_products(inputs, (0, 2), weights).sum().backward()
+    assert weights[0].grad is not None
+    assert not weights[0].grad.any()
+
+
+@pytest.mark.parametrize("frozen", ["inputs", "a weight", "all weights"])
+def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
+    inputs, weights = tensors((2, 3))
+    still = {"inputs": [inputs], "a weight": weights[:1], "all weights": weights}[frozen]
+    for each in still:
+        each.requires_grad_(False)
+    grouped_products(inputs, (2, 3), weights).sum().backward()
+    for each in (inputs, *weights):
+        assert (each.grad is None) == any(each is one for one in still)
+
+
+def test_bfloat16_rounds_once() -> None:
+    inputs, weights = tensors((3, 2))
+    narrow = [weight.detach().bfloat16() for weight in weights]
+    got = grouped_products(inputs.detach().bfloat16(), (3, 2), narrow)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, one_by_one(inputs.detach().bfloat16(), (3, 2), narrow))
