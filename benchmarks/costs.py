@@ -2,8 +2,8 @@
 
 `python -m benchmarks.costs --checkpoint DIR [--rounds 6] [--steps 16] [--json FILE]` makes short runs in turn. Each run
 without a part stands between two with everything on, and is compared with their mean. Every other round is in the
-opposite order. The learning rate is 0, so that all runs sample from the same policy. Ranks are forks of one process. Two
-servers run, of which one has no recorder of routes: runs without routes sample from it. One waits while the other
+opposite order. The learning rate is 0, so that all runs sample from the same policy. Ranks are forks of one process.
+Two servers run, of which one has no recorder of routes: runs without routes sample from it. One waits while the other
 works.
 
 A row has the seconds of a step, and the CPU seconds of all processes of the run (server, controller, ranks) for 1,000
