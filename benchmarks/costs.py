@@ -1,18 +1,21 @@
 """Costs of recording, replay, proof and correction on the quickstart's step, by switching them off one by one.
 
-`python -m benchmarks.costs --checkpoint DIR [--rounds 6] [--steps 16] [--json FILE]` makes short runs in turn: with
-everything on, and without one part. Every other round is in the opposite order. The learning rate is 0, so that all
-runs sample from the same policy. Ranks are forks of one process. Two servers run, of which one has no recorder of
-routes: runs without routes sample from it. One waits while the other works.
+`python -m benchmarks.costs --checkpoint DIR [--rounds 6] [--steps 16] [--json FILE]` makes short runs in turn. Each run
+without a part stands between two with everything on, and is compared with their mean. Every other round is in the
+opposite order. The learning rate is 0, so that all runs sample from the same policy. Ranks are forks of one process.
+Two servers run, of which one has no recorder of routes: runs without routes sample from it. One waits while the other
+works.
 
 A row has the seconds of a step, and the CPU seconds of all processes of the run (server, controller, ranks) for 1,000
 sampled tokens. Beside them is what the part costs: medians over the rounds of `1 - without / with`, and for the CPU a
-95% interval of the mean. CPU seconds hardly depend on what else the machine does. Probes are off in all runs: what they
-cost is `probe.tokens`' choice.
+95% interval of the mean. CPU seconds depend less on neighbours than wall clock, and still grow by a third where ten
+processes share two cores: measure on an idle machine. Probes are off in all runs: what they cost is `probe.tokens`'
+choice.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import statistics
@@ -87,7 +90,7 @@ class Place:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
-    parser.add_argument("--rounds", type=int, default=6, help="runs of each (default: 6)")
+    parser.add_argument("--rounds", type=int, default=6, help="runs without each part (default: 6)")
     parser.add_argument("--steps", type=int, default=16, help="steps of a run (default: 16)")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder, place(args.checkpoint, Path(folder)) as here:
@@ -96,31 +99,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured(make: Callable[[str, int], Cost], rounds: int) -> dict[str, list[Cost]]:
-    """The costs of each kind of run, round by round; every other round in the opposite order."""
-    found: dict[str, list[Cost]] = {name: [] for name in WITHOUT}
-    for number in range(rounds):
-        for name in list(WITHOUT)[:: -1 if number % 2 else 1]:
-            found[name].append(make(name, number))
+def measured(make: Callable[[str, int], Cost], rounds: int) -> dict[str, list[tuple[Cost, Cost]]]:
+    """By part, round by round: the mean of the whole runs before and after, and the run without it.
+
+    `make(name, number)` makes the run without the part `name`; the numbers of runs differ.
+    """
+    number = itertools.count()
+    make(EVERYTHING, next(number)), make(WHOLE, next(number))  # servers and files warm up
+    found: dict[str, list[tuple[Cost, Cost]]] = {name: [] for name in WITHOUT if name != WHOLE}
+    before = make(WHOLE, next(number))
+    for turn in range(rounds):
+        for name in list(found)[:: -1 if turn % 2 else 1]:
+            cost, after = make(name, next(number)), make(WHOLE, next(number))
+            found[name].append((_mean(before, after), cost))
+            before = after
     return found
 
 
-def rows(found: Mapping[str, Sequence[Cost]]) -> Iterator[Row]:
-    """A row for each part."""
-    whole = found[WHOLE]
-    for name, costs in found.items():
-        row: Row = {
-            "without": "-" if name == WHOLE else name,
-            "step s": statistics.median(cost.seconds for cost in costs),
-            "CPU s / 1,000 tokens": statistics.median(cost.cpu_seconds for cost in costs),
-        }
-        if name != WHOLE:
-            wall = [1 - cost.seconds / base.seconds for cost, base in zip(costs, whole, strict=True)]
-            cpu = [1 - cost.cpu_seconds / base.cpu_seconds for cost, base in zip(costs, whole, strict=True)]
-            row |= {"of the step": statistics.median(wall), "of the CPU": statistics.median(cpu)}
-            if (interval := paired(cpu).interval) is not None:
-                row |= {"CPU from": interval[0], "CPU to": interval[1]}
+def _mean(one: Cost, other: Cost) -> Cost:
+    return Cost((one.seconds + other.seconds) / 2, (one.cpu_seconds + other.cpu_seconds) / 2)
+
+
+def rows(found: Mapping[str, Sequence[tuple[Cost, Cost]]]) -> Iterator[Row]:
+    """A row for each part, after one of the whole runs."""
+    yield {"without": "-", **_medians([base for pairs in found.values() for base, _ in pairs])}
+    for name, pairs in found.items():
+        wall = [1 - cost.seconds / base.seconds for base, cost in pairs]
+        cpu = [1 - cost.cpu_seconds / base.cpu_seconds for base, cost in pairs]
+        row: Row = {"without": name, **_medians([cost for _, cost in pairs])}
+        row |= {"of the step": statistics.median(wall), "of the CPU": statistics.median(cpu)}
+        if (interval := paired(cpu).interval) is not None:
+            row |= {"CPU from": interval[0], "CPU to": interval[1]}
         yield row
+
+
+def _medians(costs: Sequence[Cost]) -> Row:
+    return {
+        "step s": statistics.median(cost.seconds for cost in costs),
+        "CPU s / 1,000 tokens": statistics.median(cost.cpu_seconds for cost in costs),
+    }
 
 
 @contextmanager
@@ -155,7 +172,7 @@ def serving(checkpoint: str, folder: Path, key: str, records: bool) -> Iterator[
 def run(place: Place, name: str, number: int, steps: int) -> Cost:
     """One run of the quickstart's settings without the part `name`. Raises `SystemExit` when it fails."""
     server = place.servers["replay.mode=none" not in WITHOUT[name]]
-    folder = place.folder / f"{number}-{list(WITHOUT).index(name)}"
+    folder = place.folder / f"{number}"
     settings = [*SETTINGS, *WITHOUT[name], f"model.checkpoint={place.checkpoint}", f"train.steps={steps}"]
     settings += [f"run_dir={folder.parent}", f"name={folder.name}", f"rollout.url={server.url}"]
     command = ["-m", "moe_trm", "train", str(CONFIG), *settings, "--warm-ranks", place.warm]

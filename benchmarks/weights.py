@@ -4,7 +4,8 @@
 experts, exports them as a rank does (`export`: rounded to bfloat16, digested, written in buckets) and reads them back
 as the controller does (`proof`: digests of the files, checksums that the engine must report). The rows `export, one
 after the other` and `proof, one after the other` make the same steps without threads and buckets. GB are those of the
-bfloat16 files; all rows are medians of rounds in turn.
+bfloat16 files; all rows are medians of rounds in turn. Beside the seconds are the CPU seconds of all threads: what
+there is to share out, also where neighbours keep the cores busy.
 """
 
 from __future__ import annotations
@@ -76,14 +77,22 @@ def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterat
         "proof, one after the other": lambda: prove_in_turn(push),
     }
     scale = {name: repeated if not name.startswith(("export", "proof")) else 1.0 for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             way()
-            seconds[name].append((time.perf_counter() - started) * scale[name] / gigabytes)
-    for name, values in seconds.items():
-        yield {"what": name, "s/GB": statistics.median(values), "min": min(values), "max": max(values)}
+            spent = time.perf_counter() - started, time.process_time() - busy
+            seconds[name].append((spent[0] * scale[name] / gigabytes, spent[1] * scale[name] / gigabytes))
+    for name, pairs in seconds.items():
+        wall, cpu = zip(*pairs, strict=True)
+        yield {
+            "what": name,
+            "s/GB": statistics.median(wall),
+            "min": min(wall),
+            "max": max(wall),
+            "CPU s/GB": statistics.median(cpu),
+        }
 
 
 def export(tensors: Mapping[str, Tensor], folder: Path) -> tuple[TensorEntry, ...]:
