@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -109,7 +109,7 @@ class Schedule:
         moved = on_device(batch, self._device)
         scoring = cut_scoring(scoring_of(moved), layout)
         inputs = layout.cut_tokens(moved.input_ids), layout.position_ids().to(self._device), None
-        latent = bool(model.config.multi_latent_attention)
+        latent = bool(cast(Any, model.config).multi_latent_attention)
         pack = packed_parameters(layout, self._device, latent=latent)
         options = {"labels": scoring, "packed_seq_params": pack}
         if self._replayer is None:
