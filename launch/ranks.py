@@ -123,8 +123,10 @@ def launch_config(num_ranks: int) -> LaunchConfig:
 def told(failed: Mapping[int, int]) -> tuple[int, str]:
     """Exit code of a failed group, and which rank ended how. A refusal on any rank is why the others failed."""
     first = next((rank for rank, code in failed.items() if code == REFUSED), next(iter(failed)))
-    code = failed[first] if failed[first] > 0 else 1
-    return code, f"learner rank {first} ended with exit code {failed[first]}"
+    code = failed[first]
+    if code < 0:
+        return 1, f"learner rank {first} was ended by {signal.Signals(-code).name}"
+    return code, f"learner rank {first} ended with exit code {code}"
 
 
 def leave_report(config: Config) -> None:

@@ -78,8 +78,8 @@ def steps_of(folder: Path) -> int:
 
 
 def reason_in(log: str) -> str:
-    """From the last `error:` on; else the last line."""
-    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    """From the last `error:` on; else the last line that does not only say where the report is."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip() and not line.startswith("report: ")]
     begins = [place for place, line in enumerate(lines) if line.lstrip().startswith("error:")]
     if begins:
         return "\n".join(lines[begins[-1] :][:MOST_LINES])

@@ -74,11 +74,12 @@ def other_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rollout_config(tiny_moe: Path) -> Config:
-    """Configuration of the shared server, before its port is known."""
+    """Configuration of the shared server, before its port is known. Its log has a line for every request."""
+    server = {"port": 0, "dtype": "float32", "max_total_tokens": 32768, "extra_args": ("--log-level-http", "info")}
     return Config.model_validate(
         {
             "model": {"checkpoint": str(tiny_moe)},
-            "rollout": {"server": {"port": 0, "dtype": "float32", "max_total_tokens": 32768}, "max_attempts": 2},
+            "rollout": {"server": server, "max_attempts": 2},
             "sampling_mask": {"mode": "keep"},
         }
     )

@@ -26,7 +26,7 @@ LINE = "x" * 4000
 
 
 def ask(url: str, key: str, body: dict[str, object] | None = None) -> int:
-    """The status of a request whose line in the server's log is long."""
+    """The status of a request whose line in the server's log is long; `--log-level-http info` writes it."""
     request = urllib.request.Request(
         f"{url}/{'generate' if body else 'model_info'}?{LINE}",
         data=json.dumps(body).encode() if body else None,
@@ -62,11 +62,12 @@ def test_a_server_whose_keeper_is_slow_goes_on_and_nothing_of_its_log_is_lost(
 
 @pytest.mark.slow
 def test_a_server_whose_keeper_is_stopped_goes_on(tiny_moe: Path, tmp_path: Path) -> None:
+    server = {"port": free_port(), "dtype": "float32", "max_total_tokens": 8192}
     settings = {
         "name": "kept",
         "run_dir": str(tmp_path),
         "model": {"checkpoint": str(tiny_moe)},
-        "rollout": {"server": {"port": free_port(), "dtype": "float32", "max_total_tokens": 8192}},
+        "rollout": {"server": server | {"extra_args": ["--log-level-http", "info"]}},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(settings))
     key = "key-of-the-kept-server"

@@ -21,8 +21,9 @@ MAY_DIFFER = {
     "--sleep-on-idle",
     "--skip-server-warmup",
     "--disable-overlap-schedule",
+    "--log-level-http",
 }
-"""Arguments of the launcher that change speed or rounding only, or cannot be taken back."""
+"""Arguments of the launcher that change speed, rounding or the log only, or cannot be taken back."""
 
 
 def config(*arguments: str, **rollout: object) -> Config:

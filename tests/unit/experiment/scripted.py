@@ -56,7 +56,7 @@ for step in range(done, steps + 1):
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
     if step == told.get("fails_at") and tries <= told.get("times", 99):
-        print("error: the loss is not finite\\n  got:      nan", file=sys.stderr)
+        print(told.get("says", "error: the loss is not finite\\n  got:      nan"), file=sys.stderr)
         sys.exit(2)
     if step == told.get("stops_all_at") and tries == 1:
         os.kill(told.get("experiment", os.getppid()), signal.SIGTERM)

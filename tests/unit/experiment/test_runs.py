@@ -95,6 +95,15 @@ def test_a_failure_is_an_outcome_with_its_reason(tmp_path: Path) -> None:
         assert "the loss is not finite" in text
 
 
+def test_where_the_report_is_is_no_reason(tmp_path: Path) -> None:
+    trial = Scripted(tmp_path, seeds=[0])
+    trial.tell(
+        {"R3-seed0": {"fails_at": 1, "says": "learner rank 0 was ended by SIGKILL\nreport: runs/R3/report.html"}}
+    )
+    assert trial.run() == 1
+    assert trial.states()["R3-seed0"]["reason"] == "learner rank 0 was ended by SIGKILL"
+
+
 def test_failed_runs_are_repeated_only_when_asked_for_and_the_count_stays(tmp_path: Path) -> None:
     trial = Scripted(tmp_path)
     trial.tell({"R3-seed2": {"fails_at": 1, "times": 1}})

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import preload
+from launch import preload, ranks
+from launch.job import learner_environment
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED
 
@@ -39,12 +40,26 @@ def test_where_cuda_is_present_ranks_import_for_themselves(monkeypatch: pytest.M
     assert not preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}}))
 
 
+@pytest.mark.parametrize(
+    ("failed", "told"),
+    [
+        ({1: -9, 0: 1}, (1, "learner rank 1 was ended by SIGKILL")),
+        ({1: -9, 0: REFUSED}, (REFUSED, f"learner rank 0 ended with exit code {REFUSED}")),
+        ({0: 3, 1: -15}, (3, "learner rank 0 ended with exit code 3")),
+    ],
+)
+def test_the_first_rank_that_failed_is_told_and_a_refusal_before_it(
+    failed: dict[int, int], told: tuple[int, str]
+) -> None:
+    assert ranks.told(failed) == told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "code", "lives"), [(0, 0, 1), (5, 0, 2), (REFUSED, REFUSED, 1)])
 def test_forked_ranks_are_started_again_unless_they_refuse(tmp_path: Path, status: int, code: int, lives: int) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     program = [sys.executable, "-c", PROGRAM, str(tmp_path), str(status)]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, check=True, env=learner_environment(None))
     assert done.stdout.splitlines()[-1] == str(code)
     names = {path.name: path.read_text() for path in tmp_path.iterdir() if path.suffix != ".py"}
     assert sorted(names) == sorted(f"{life}-{rank}" for life in ("first", "second")[:lives] for rank in range(2))
