@@ -1,4 +1,4 @@
-"""A whole job on this host: the rollout server, then torchrun with the learner ranks; both stopped at the end."""
+"""A whole job on this host: the rollout server, then the learner ranks; both stopped at the end."""
 
 from __future__ import annotations
 

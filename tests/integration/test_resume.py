@@ -123,10 +123,8 @@ def test_killed_while_sampling_is_ahead_it_still_has_the_weights_that_sampled(
     )
     after_step(tmp_path / "killed", 2, killed)
     kill_everything(killed.process)
-    again = Job(
-        learner_command(str(folder / "config.yaml"), [*settings, "name=killed"], ranks),
-        tmp_path / "again.log",
-    )
+    command = learner_command(str(folder / "config.yaml"), [*settings, "name=killed"], ranks)
+    again = Job(command, tmp_path / "again.log")
     assert (alone.wait(), again.wait()) == (0, 0), alone.output + again.output
     assert "going on after step" in again.output
     one, two = (

@@ -40,6 +40,16 @@ def test_where_cuda_is_present_ranks_import_for_themselves(monkeypatch: pytest.M
     assert not preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}}))
 
 
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_process_with_threads_forks_no_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int) -> None:
+    for number in range(1 + threads):
+        (tmp_path / str(number)).mkdir()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(preload, "THREADS", tmp_path)
+    monkeypatch.setattr(preload, "import_all", lambda names: None)
+    assert preload.preload(Config.model_validate({"model": {"checkpoint": "somewhere"}})) == (not threads)
+
+
 @pytest.mark.parametrize(
     ("failed", "told"),
     [
