@@ -297,7 +297,8 @@ def check_rows(
 
 def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> list[int]:
     """Columns of `record.experts` that hold `layer_ids`. Raises `RouteError` when the record is of another model."""
-    missing = sorted(set(layer_ids) - set(record.layer_ids))
+    is_same = record.layer_ids == tuple(layer_ids)
+    missing = [] if is_same else sorted(set(layer_ids) - set(record.layer_ids))
     if missing or len(record.layer_ids) != record.experts.shape[1]:
         raise RouteError(
             "layers",
@@ -316,7 +317,8 @@ def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: in
         raise RouteError(
             "dtype", "wrong integer type for routes", got=record.experts.dtype, expected=expert_dtype(num_experts)
         )
-    return [record.layer_ids.index(layer) for layer in layer_ids]
+    places = range(len(record.layer_ids))
+    return list(places) if is_same else [record.layer_ids.index(layer) for layer in layer_ids]
 
 
 def routes_of_layers(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> np.ndarray:

@@ -85,6 +85,7 @@ class _Attended(torch.autograd.Function):
         groups, value_dim = key_TGD.shape[1], value_TGD.shape[2]
         repeats = query_TND.shape[1] // groups
         query, key, value = (_spread(values, blocks, groups) for values in (query_TND, key_TGD, value_TGD))
+        query.mul_(scale)
         context = query.new_empty(len(query), repeats * value_dim)
         weights = []
         for (_, columns), q, k, v, own in zip(
@@ -96,7 +97,7 @@ class _Attended(torch.autograd.Function):
             strict=True,
         ):
             hidden = _hidden(columns, repeats, columns_before, query.dtype)
-            weights.append(torch.baddbmm(hidden, q, k.mT, alpha=scale).softmax(-1))
+            weights.append(torch.bmm(q, k.mT).add_(hidden).softmax(-1))
             torch.bmm(weights[-1], v, out=own)
         ctx.save_for_backward(query, key, value, *weights)
         ctx.blocks, ctx.scale, ctx.shapes = blocks, scale, (query_TND.shape, key_TGD.shape, value_TGD.shape)
@@ -120,10 +121,10 @@ class _Attended(torch.autograd.Function):
             strict=True,
         ):
             torch.bmm(w.mT, g, out=to_v)
-            to_logits = torch._softmax_backward_data(torch.bmm(g, v.mT), w, -1, w.dtype).mul_(ctx.scale)
+            to_logits = torch._softmax_backward_data(torch.bmm(g, v.mT), w, -1, w.dtype)
             torch.bmm(to_logits, k, out=to_q)
             torch.bmm(to_logits.mT, q, out=to_k)
-        found = (to_query, to_key, to_value)
+        found = (to_query.mul_(ctx.scale), to_key, to_value)
         return (*(_collected(one, blocks, shape) for one, shape in zip(found, ctx.shapes, strict=True)), *[None] * 3)
 
 
