@@ -148,7 +148,8 @@ class GuardedOptimizer(Steps):
             own = part.get_main_grads_for_grad_norm()
             norms = torch.stack(torch._foreach_norm(own)) if own else torch.zeros(1)
             square = norms.double().square().sum()
-            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+            if (group := part.get_grad_stats_parallel_group()).size() > 1:
+                dist.all_reduce(square, group=group)
             total += float(square)
         return math.sqrt(total)
 

@@ -41,10 +41,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         hidden, angles_S11D, *others = found
         if not isinstance(packed_seq_params, PlainPack) or angles_S11D is None:
             return found
-        angles_T1D = angles_S11D[position_ids[0]].squeeze(1)
-        if not self._rotates_halves(angles_T1D.shape[-1]):
-            return hidden, angles_T1D, *others
-        packed_seq_params.rotation = Rotation.by(angles_T1D, self.config.params_dtype)
+        if not self._rotates_halves(angles_S11D.shape[-1]):
+            return hidden, angles_S11D[position_ids[0]].squeeze(1), *others
+        packed_seq_params.rotation = Rotation.by(angles_S11D.squeeze(1), position_ids[0], self.config.params_dtype)
         return hidden, None, *others
 
     def _rotates_halves(self, angles: int) -> bool:

@@ -3,7 +3,7 @@
 Megatron takes sines and cosines of its angles in every layer, for queries and keys, and makes nine operations of the
 rotation. Rows share the angles of their columns; the sequences of a pack do not, so this costs a pack more.
 
-Shape letters: T columns of a pack, N heads, D head dimension, H = D / 2.
+Shape letters: T columns of a pack, S positions, N heads, D head dimension, H = D / 2.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class Rotation:
     sines: Tensor
 
     @classmethod
-    def by(cls, angles_T1D: Tensor, dtype: torch.dtype) -> Rotation:
-        """By these angles, of which the second half repeats the first."""
-        half = angles_T1D.shape[-1] // 2
-        return cls(angles_T1D.cos().to(dtype), angles_T1D[..., :half].sin().to(dtype))
+    def by(cls, angles_S1D: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
+        """By the angles of all positions, of which the second half repeats the first, and each column's position."""
+        half = angles_S1D.shape[-1] // 2
+        cosines, sines = angles_S1D.cos().to(dtype), angles_S1D[..., :half].sin().to(dtype)
+        return cls(cosines.index_select(0, positions_T), sines.index_select(0, positions_T))
 
     def apply(self, values_TND: Tensor) -> Tensor:
         """x_1 cos - x_2 sin and x_2 cos + x_1 sin, for the halves x_1 and x_2 of every head."""

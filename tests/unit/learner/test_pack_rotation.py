@@ -11,10 +11,12 @@ from moe_trm.learner.megatron.rotation import Rotation
 T, N, D = 9, 3, 8
 
 
+POSITIONS = torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])
+
+
 def angles() -> Tensor:
-    """`[T, 1, D]`, whose halves are the same, as Megatron makes them."""
-    positions = torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])
-    half = positions[:, None] * 0.3 ** torch.arange(D // 2)
+    """`[S, 1, D]`, whose halves are the same, as Megatron makes them."""
+    half = torch.arange(4)[:, None] * 0.3 ** torch.arange(D // 2)
     return torch.cat([half, half], -1)[:, None]
 
 
@@ -29,7 +31,7 @@ def test_rotates_as_megatron_does(dtype: torch.dtype) -> None:
     ours, theirs = (torch.randn(T, N, D, dtype=dtype, generator=torch.Generator().manual_seed(0)) for _ in range(2))
     ours.requires_grad_()
     theirs.requires_grad_()
-    got, expected = Rotation.by(angles(), dtype).apply(ours), by_formula(theirs, angles())
+    got, expected = Rotation.by(angles(), POSITIONS, dtype).apply(ours), by_formula(theirs, angles()[POSITIONS])
     torch.testing.assert_close(got, expected)
     weights = torch.randn(T, N, D, dtype=dtype, generator=torch.Generator().manual_seed(1))
     (got * weights).sum().backward()
@@ -41,6 +43,6 @@ def test_rotates_as_megatron_does(dtype: torch.dtype) -> None:
 
 def test_the_first_token_of_every_sequence_is_not_turned() -> None:
     values = torch.randn(T, N, D, generator=torch.Generator().manual_seed(2))
-    rotated = Rotation.by(angles(), torch.float32).apply(values)
+    rotated = Rotation.by(angles(), POSITIONS, torch.float32).apply(values)
     same = (rotated == values).all(-1).all(-1)
     assert same.tolist() == [True, False, False, False, True, False, True, False, False]
