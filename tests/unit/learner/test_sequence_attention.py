@@ -139,8 +139,8 @@ def test_batched_products_are_for_short_rows_of_plain_float32(monkeypatch: pytes
         (short, torch.float32, "sinks"),
         (long, torch.float32, "causal"),
     ):
-        heads = (torch.zeros(sum(lengths), count, D, dtype=dtype) for count in (N, G, G))
-        attend_within(*heads, lengths, KINDS[name])
+        query, key, value = (torch.zeros(sum(lengths), count, D, dtype=dtype) for count in (N, G, G))
+        attend_within(query, key, value, lengths, KINDS[name])
     assert asked == [T]
 
 
