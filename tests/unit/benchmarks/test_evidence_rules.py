@@ -13,7 +13,7 @@ from benchmarks.evidence.budget import said, sampler, weights
 from benchmarks.evidence.calibrate import mean_age, thresholds
 from benchmarks.evidence.chain import Divergence, softmax
 from benchmarks.evidence.collapse import Course, Setting, area, logistic, train
-from benchmarks.evidence.flip_depth import BASE, compared, independent
+from benchmarks.evidence.flip_depth import BASE, compared, independent, regrouped
 from benchmarks.evidence.tasks import reasoning
 from moe_trm.errors import ConfigError
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
@@ -40,6 +40,12 @@ def test_flips_of_layers_that_do_not_know_of_one_another() -> None:
     found = compared(replace(BASE, layers=3), "bfloat16", seed=0, rows=2)
     assert found.num_token_layers == 2 * 64 * 3
     assert 0 < found.per_layer.max() <= found.token_any_layer_rate <= found.per_layer.sum()
+
+
+def test_a_row_meets_the_same_experts_alone_and_together_up_to_rounding() -> None:
+    found = regrouped(replace(BASE, layers=2), "float32", seed=0, rows=3)
+    assert found.num_token_layers == 3 * 64 * 2
+    assert found.token_layer_rate < 0.01, "another order of rows would differ nearly everywhere"
 
 
 def update(age: int, seed: int) -> ScoredUpdate:
