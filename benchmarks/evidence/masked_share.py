@@ -2,11 +2,12 @@
 
 `python -m benchmarks.evidence.masked_share [FOLDER] [--arm ARM] [--json FILE]`. `FOLDER` has the runs of the staleness
 suite, whose gap grows with the age of the samples. Each run has a rank correlation, and the exponent b of masked share
-= a gap^b by least squares of the logarithms. Intervals are over runs.
+= a gap^b by least squares of the logarithms, with an interval over runs.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,9 +62,11 @@ def measure(runs: Sequence[Run]) -> Iterator[Row]:
             "rank_correlation": rank_correlation(gap, masked),
             "exponent": exponent(gap, masked),
         }
+    ranks = [rank_correlation(*each.T) for _, each in found]
     yield {
         "runs": len(found),
-        **with_interval("rank_correlation", [rank_correlation(*each.T) for _, each in found], "rank_"),
+        "rank_correlation": statistics.fmean(ranks),
+        "lowest": min(ranks),
         **with_interval("exponent", [exponent(*each.T) for _, each in found], "exponent_"),
     }
 
