@@ -110,7 +110,7 @@ def compared(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> F
 def regrouped(shape: TinyShape, precision: str, seed: int, rows: int) -> Flips:
     """The routes of rows computed together against those of each row alone, in the same precision."""
     model, ids = tiny_model(seed, shape).eval().to(DTYPES[precision]), tokens(shape, seed, rows)
-    alone = torch.cat([routes(model, row) for row in ids.split(1)])
+    alone = torch.cat([routes(model, ids[row : row + 1]) for row in range(rows)])
     return flips(routes(model, ids), alone, num_experts=shape.experts)
 
 

@@ -81,7 +81,7 @@ def points(run: Run) -> list[tuple[float, float]]:
 def rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Spearman's correlation, for values without ties."""
     ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.asarray(np.corrcoef(np.stack(ranks)))[0, 1])
 
 
 def exponent(gap: np.ndarray, masked: np.ndarray) -> float:

@@ -110,8 +110,8 @@ def comparisons(arms: Sequence[Arm], suite: Suite) -> Iterator[Comparison]:
     for gains in suite.crossings:
         if all(name in known for gain in gains for name in gain):
             for figure in suite.compared:
-                (first, low), (other, high) = (_gain(known, gain, figure, suite.late) for gain in gains)
-                yield from _paired(first, low, other, high, figure)
+                before, after = (_gain(known, gain, figure, suite.late) for gain in gains)
+                yield from _paired(*before, *after, figure)
 
 
 def _gain(known: Mapping[str, Arm], gain: Gain, figure: Figure, late: int) -> tuple[Arm, dict[int, float]]:
@@ -189,14 +189,14 @@ def draw(arms: Sequence[Arm], suite: Suite) -> str:
     for tick in ticks:
         parts.append(f'<path d="M{x(tick):.1f} {TOP - 14}V{bottom - 8}" stroke="#e2e8f0"/>')
         parts.append(text(x(tick), bottom + 10, f"{tick:.2f}", anchor="middle", colour=MUTED))
-    for place, (arm, own) in enumerate(known):
+    for place, (arm, found) in enumerate(known):
         y, colour = TOP + LINE * place, COLOURS[place % len(COLOURS)]
-        parts.append(text(LEFT - 12, y + 4, f"{arm.name} ({len(own)})", anchor="end", colour=INK))
-        interval = around_mean(own)
+        parts.append(text(LEFT - 12, y + 4, f"{arm.name} ({len(found)})", anchor="end", colour=INK))
+        interval = around_mean(found)
         if interval is not None:
             parts.append(f'<path d="M{x(interval[0]):.1f} {y}H{x(interval[1]):.1f}" stroke="{colour}"/>')
-        parts.append(f'<path d="M{x(fmean(own)):.1f} {y - 7}v14" stroke="{colour}" stroke-width="3"/>')
-        parts += [circle(x(value), y, 4, colour) for value in own]
+        parts.append(f'<path d="M{x(fmean(found)):.1f} {y - 7}v14" stroke="{colour}" stroke-width="3"/>')
+        parts += [circle(x(value), y, 4, colour) for value in found]
     parts.append(
         text(LEFT, bottom + 32, "circles: runs; bar: mean; line: Student's 95% interval over seeds", colour=MUTED)
     )

@@ -12,7 +12,7 @@ from benchmarks.evidence.suites import ENGINE_K3, SAMPLED, SUITES, TAIL, UNROUND
 from moe_trm.experiment.arms import Arm
 from moe_trm.experiment.plan import Plan, make_plan
 from moe_trm.experiment.states import RunState
-from moe_trm.report.run import Run
+from moe_trm.report.run import Row, Run
 
 FOLDER = suite_figures.FILE.parent
 ABOUT = {
@@ -91,7 +91,7 @@ def arm(name: str, own: Mapping[int, float], unrounded: float | None = None) -> 
     """Finished runs by seed, whose engine k3 is a hundredth of their success, and one that failed."""
     runs = {}
     for seed, value in own.items():
-        rows = [
+        rows: list[Row] = [
             {"step": 0, "eval/avg_at_1": 0.4, "eval/accuracy": 0.4},
             {"step": 1, "engine/k3_kl": 9.0},
             {"step": 20, "engine/k3_kl": None},
@@ -129,7 +129,7 @@ def test_answers_after_the_run_are_figures_of_their_own() -> None:
     assert suite_figures.values(arms[0], UNROUNDED, 12) == {0: 10, 2: 12}
     assert suite_figures.values(arm("none", {0: 0.3}), UNROUNDED, 12) == {}, "nobody answered"
     [found] = suite_figures.comparisons(arms, suite)
-    assert found.difference.differences == (10, 10)
+    assert list(found.difference.differences) == [10, 10]
     assert "no claim is possible with 2 seeds" in found.certainty
 
 

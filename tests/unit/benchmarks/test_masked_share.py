@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.evidence.masked_share import GAP, KEPT, finished, measure, points
 from moe_trm.errors import RunError
-from moe_trm.report.run import Run, read_run
+from moe_trm.report.run import Row, Run, read_run
 
 GAPS = (0.01, 0.03, 0.02, 0.16)
 
@@ -24,12 +24,17 @@ def test_the_exponent_of_each_run_and_their_mean() -> None:
     assert (first["run"], first["steps"]) == ("a", len(GAPS)), "a step without a gap has no logarithm"
     assert [first["exponent"], second["exponent"]] == pytest.approx([0.5, 0.7])
     assert first["rank_correlation"] == pytest.approx(1)
-    assert (both["runs"], both["exponent"]) == (2, pytest.approx(0.6))
+    assert both["runs"] == 2
+    assert both["exponent"] == pytest.approx(0.6)
     assert float(both["exponent_low"]) < 0.5
 
 
 def test_a_value_that_is_not_finite_is_no_point() -> None:
-    rows = [{"step": 1, GAP: None, KEPT: 0.5}, {"step": 2, GAP: 0.1, KEPT: None}, {"step": 3, GAP: 0.1, KEPT: 0.75}]
+    rows: list[Row] = [
+        {"step": 1, GAP: None, KEPT: 0.5},
+        {"step": 2, GAP: 0.1, KEPT: None},
+        {"step": 3, GAP: 0.1, KEPT: 0.75},
+    ]
     assert points(Run(Path("a"), {}, rows, ())) == [(0.1, 0.25)]
 
 
