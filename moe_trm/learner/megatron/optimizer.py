@@ -140,7 +140,7 @@ class GuardedOptimizer(Steps):
         return self.finish(norm, lr, applied=applied, cosine=cosine)
 
     def _norm(self) -> float:
-        """Of the gradient of the whole model, each parameter once. On a CPU Megatron makes some calls for each tensor."""
+        """Of the gradient of the whole model, each parameter once. On a CPU Megatron makes calls for each tensor."""
         if self._device.type != "cpu":
             return float(self.megatron.get_grad_norm())
         total = 0.0
