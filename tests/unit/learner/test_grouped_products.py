@@ -60,3 +60,20 @@ def test_bfloat16_rounds_once() -> None:
     got = grouped_products(inputs.detach().bfloat16(), (3, 2), narrow)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, one_by_one(inputs.detach().bfloat16(), (3, 2), narrow))
+
+
+def test_gradients_are_added_to_sums_where_there_are_any() -> None:
+    """One weight has a sum, one has none, one is frozen; two passes add up."""
+    counts, (inputs, weights), (others, plain) = (2, 3, 1), tensors((2, 3, 1)), tensors((2, 3, 1))
+    weights[2].requires_grad_(False)
+    sums = [torch.ones(OUTPUTS, INPUTS), None, torch.ones(OUTPUTS, INPUTS)]
+    for _ in range(2):
+        grouped_products(inputs, counts, weights, sums).square().sum().backward()
+        grouped_products(others, counts, plain).square().sum().backward()
+    assert sums[0] is not None
+    assert plain[0].grad is not None
+    torch.testing.assert_close(sums[0], plain[0].grad + 1)
+    torch.testing.assert_close(weights[1].grad, plain[1].grad)
+    torch.testing.assert_close(sums[2], torch.ones(OUTPUTS, INPUTS))
+    assert (weights[0].grad, weights[2].grad) == (None, None)
+    torch.testing.assert_close(inputs.grad, others.grad)
