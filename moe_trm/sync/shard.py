@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,19 @@ class _Place(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+class Memory:
+    """Bytes that one tensor after the other is read into: new ones cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """`[size]`, the same as before if they are enough: what was read into them is gone."""
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size]
 
 
 class Shard:
@@ -58,8 +72,8 @@ class Shard:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor `name`.
+    def tensor(self, name: str, memory: Memory | None = None) -> Tensor:
+        """The tensor `name`, in `memory` of the calling thread if given.
 
         Raises:
             OSError: the file cannot be read.
@@ -77,18 +91,17 @@ class Shard:
         )
         if dtype is None or not fits or not 0 <= first < last <= size:
             raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
-        data = bytearray(last - first)
-        if _read_into(self._file.fileno(), data, self._begin + first) != len(data):
+        data = (memory or Memory()).take(last - first)
+        if _read_into(self._file.fileno(), data.data, self._begin + first) != len(data):
             raise ValueError(f"the file ends within {name}")
-        return torch.frombuffer(data, dtype=dtype).reshape(place.shape)
+        return torch.from_numpy(data).view(dtype).reshape(place.shape)
 
 
-def _read_into(file: int, data: bytearray, offset: int) -> int:
+def _read_into(file: int, data: memoryview, offset: int) -> int:
     """Bytes read: one call of the system reads 2 GiB at most."""
     read = 0
-    with memoryview(data) as view:
-        while read < len(view) and (count := os.preadv(file, [view[read:]], offset + read)):
-            read += count
+    while read < len(data) and (count := os.preadv(file, [data[read:]], offset + read)):
+        read += count
     return read
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
@@ -16,25 +17,36 @@ from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, 
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
-from moe_trm.sync.shard import Shard
-from moe_trm.sync.tensors import HASH_THREADS, tensor_digest
+from moe_trm.sync.shard import Memory, Shard
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, in_lots, tensor_digest
 
 
-def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:
+def verified_checksums(
+    push: WeightPush, dtype: str, device: str = "cpu", *, lot_bytes: int = LOT_BYTES
+) -> dict[str, str]:
     """Read every tensor once and check it against the manifest, engine tensors side by side in several threads.
+
+    A thread takes about `lot_bytes` at once; a push of one lot needs no threads.
 
     Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
     file differs from the writer's memory.
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     entries = {entry.name: entry for entry in push.tensors}
-    with ExitStack() as opened, ThreadPoolExecutor(HASH_THREADS) as pool:
+    sized = ((parts, sum(_num_bytes(entries[name]) for name in parts)) for parts in checksums.parts())
+    lots = list(in_lots(sized, lot_bytes))
+    with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
 
-        def damaged_in(names: Sequence[str]) -> list[str]:
-            return [name for name in names if not _take(push, entries[name], shards, checksums)]
+        def damaged_in(lot: Sequence[Sequence[str]]) -> list[str]:
+            memory, names = Memory(), chain.from_iterable(lot)
+            return [name for name in names if not _take(push, entries[name], shards, checksums, memory)]
 
-        damaged = sorted(chain.from_iterable(pool.map(damaged_in, checksums.parts())))
+        if len(lots) > 1 and HASH_THREADS > 1:
+            found = opened.enter_context(ThreadPoolExecutor(HASH_THREADS)).map(damaged_in, lots)
+        else:
+            found = map(damaged_in, lots)
+        damaged = sorted(chain.from_iterable(found))
     if damaged:
         raise SyncError(
             "files of the push differ from the learner's memory",
@@ -46,10 +58,23 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     return checksums.result()
 
 
-def _take(push: WeightPush, entry: TensorEntry, shards: Mapping[str, Shard], checksums: EngineChecksums) -> bool:
-    """Add the tensor to the checksums. False where it differs from the manifest."""
+def _num_bytes(entry: TensorEntry) -> int:
+    return prod(entry.shape) * DTYPES[entry.dtype].itemsize
+
+
+def _take(
+    push: WeightPush,
+    entry: TensorEntry,
+    shards: Mapping[str, Shard],
+    checksums: EngineChecksums,
+    memory: Memory,
+) -> bool:
+    """Add the tensor to the checksums. False where it differs from the manifest.
+
+    All before it in its engine tensor are added, so that nothing of `memory` is kept.
+    """
     with _readable(push, entry.file):
-        tensor = shards[entry.file].tensor(entry.name)
+        tensor = shards[entry.file].tensor(entry.name, memory)
     checksums.add(entry.name, tensor)
     same_kind = tuple(tensor.shape) == entry.shape and tensor.dtype == DTYPES[entry.dtype]
     return same_kind and tensor_digest(tensor) == entry.digest

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_trm.sync.shard import Shard
+from moe_trm.sync.shard import Memory, Shard
 
 NUM_TENSORS = 20
 
@@ -45,6 +45,18 @@ def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Ten
     for name, tensor in read:
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
+
+
+def test_tensors_share_memory_one_after_the_other(shard: Path, tensors: dict[str, Tensor]) -> None:
+    """Longer ones and shorter ones in turn, of other types too: each is whole while it is there."""
+    memory, places = Memory(), set()
+    with Shard(shard) as opened:
+        for name in [*sorted(tensors), *sorted(tensors, reverse=True)]:
+            tensor = opened.tensor(name, memory)
+            places.add(tensor.data_ptr())
+            assert tensor.dtype == tensors[name].dtype
+            assert torch.equal(tensor, tensors[name])
+    assert len(places) < len(tensors)
 
 
 def test_a_scalar_is_read(tmp_path: Path) -> None:
