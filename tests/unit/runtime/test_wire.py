@@ -67,7 +67,7 @@ def test_small_arrays_share_a_frame_and_large_ones_have_their_own() -> None:
     "place",
     [
         (1, "|u1", (4,)),
-        (1, "|u1", (4,), -1),
+        (1, "|u1", (4,), -8),
         (1, "|u1", (4,), 5),
         (1, "|u1", (-4,), 4),
         (1, "|u1", (4,), "0"),
