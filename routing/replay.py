@@ -246,10 +246,10 @@ def check_rows(
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
     whole = target_ids is None
-    inputs_N = _flat_ids(rows, input_ids)
-    targets_N = inputs_N if target_ids is None else _flat_ids(rows, target_ids)
-    for row, (record, (start, stop)) in enumerate(zip(records, rows.spans, strict=True)):
-        length = max(0, stop - start - whole)
+    inputs = rows.sequences(input_ids.cpu())
+    targets = inputs if target_ids is None else rows.sequences(target_ids.cpu())
+    for row, (record, tokens) in enumerate(zip(records, inputs, strict=True)):
+        length = len(tokens) - whole if len(tokens) else 0
         if record is None or length == 0:
             if record is None and length == 0:
                 continue
@@ -265,19 +265,19 @@ def check_rows(
             raise RouteError(
                 "rows", "wrong number of route rows", where=f"row {row}", got=record.num_rows, expected=length
             )
-        if missing == "reject" and record.covered is not None and not record.covered.all():
+        if missing == "reject" and not record.coverage().all():
             raise RouteError(
                 "rows",
                 "some tokens have no recorded routes",
                 where=f"row {row}",
-                got=f"{int(record.covered.sum())} of {record.num_rows} rows",
+                got=f"{int(record.coverage().sum())} of {record.num_rows} rows",
                 expected="routes of every row",
                 fix=(
                     'Reject the sample, or attach the replayer with missing="native" to leave these tokens to the '
                     "live router."
                 ),
             )
-        ids = np.concatenate((inputs_N[start : start + length], targets_N[stop - 1 : stop]))
+        ids = np.append(tokens[:length].numpy(), targets[row][-1:].numpy())
         try:
             record.check_tokens(ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
@@ -289,12 +289,6 @@ def check_rows(
                 expected=error.expected,
                 fix=error.fix,
             ) from error
-
-
-def _flat_ids(rows: Rows, ids: Tensor) -> np.ndarray:
-    """Token ids `[B, R]` as little-endian int32, row after row: one conversion for all sequences."""
-    rows.check_shape(ids)
-    return np.ascontiguousarray(ids.cpu().numpy(), dtype="<i4").reshape(-1)
 
 
 def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> list[int]:

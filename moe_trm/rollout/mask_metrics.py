@@ -6,13 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_trm.sampling_mask.codec import encoded_bytes
-from moe_trm.sampling_mask.record import SamplingMask, join
+from moe_trm.sampling_mask.codec import encode
+from moe_trm.sampling_mask.record import join
 from moe_trm.types import RolloutRecord, SamplingParams
-
-ENCODED_TOKENS = 1024
-"""Sampled tokens of a step whose masks are encoded for its metrics, about: packing all would take longer than taking
-them in."""
 
 
 def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> dict[str, float]:
@@ -24,18 +20,18 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     | `kept_mass_mean` | the rollout engine's own probability of the kept sets |
     | `violations` | repaired sampled tokens outside their set; rejected ones: `records/rejected/mask_violation` |
     | `top_k` | in force |
-    | `id_bytes_per_token`, `bytes_per_token` | as encoded, without and with the log-probs: of every n-th record |
+    | `id_bytes_per_token`, `bytes_per_token` | as encoded, without and with the log-probs |
     """
     recorded = [(record, record.sampling_mask) for record in records if record.sampling_mask is not None]
     if not recorded:
         return {}
     mask = join([mask for _, mask in recorded])
+    sampled = np.concatenate([record.tokens[record.sampled] for record, _ in recorded])
     sizes = np.diff(mask.offsets)
     scored = sizes > 0
     log_mass = np.concatenate([record.full_logprobs - record.rollout_logprobs for record, _ in recorded])[scored]
-    vocab_size = 1 + int(max(mask.ids.max(), *(record.tokens[record.sampled].max() for record, _ in recorded)))
-    every = -(-len(sizes) // ENCODED_TOKENS)
-    id_bytes, all_bytes = _bytes_per_token(recorded[::every], vocab_size)
+    vocab_size = 1 + int(max(mask.ids.max(), sampled.max()))
+    without_logprobs = type(mask)(mask.ids, mask.offsets)
     return {
         "sampling_mask/size_mean": float(sizes[scored].mean()),
         "sampling_mask/size_median": float(np.median(sizes[scored])),
@@ -45,13 +41,6 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
         "sampling_mask/violations": float(mask.violations),
         "sampling_mask/top_k": float(params.top_k),
-        "sampling_mask/id_bytes_per_token": id_bytes,
-        "sampling_mask/bytes_per_token": all_bytes,
+        "sampling_mask/id_bytes_per_token": len(encode(without_logprobs, sampled, vocab_size)) / len(sizes),
+        "sampling_mask/bytes_per_token": len(encode(mask, sampled, vocab_size)) / len(sizes),
     }
-
-
-def _bytes_per_token(recorded: Sequence[tuple[RolloutRecord, SamplingMask]], vocab_size: int) -> tuple[float, float]:
-    mask = join([mask for _, mask in recorded])
-    sampled = np.concatenate([record.tokens[record.sampled] for record, _ in recorded])
-    without, whole = encoded_bytes(mask, sampled, vocab_size)
-    return without / len(sampled), whole / len(sampled)

@@ -35,8 +35,6 @@ from moe_trm.sampling_mask.record import SamplingMask
 VERSION = 1
 HAS_LOGPROBS, SINGLES_LEFT_OUT = 1, 2
 _HEADER, _LENGTH, _ESCAPE = struct.Struct("<BBII"), struct.Struct("<I"), 255
-_ID_BLOCKS = 2
-"""Blocks of a frame without log-probs: sizes and id bits."""
 
 
 def encode(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> bytes:
@@ -50,22 +48,6 @@ def encode(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> byte
     Raises:
         RecordRejected: a mask that `SamplingMask.validate` would refuse.
     """
-    flags, blocks = _blocks(mask, sampled_ids, vocab_size)
-    frame = [_HEADER.pack(VERSION, flags, vocab_size, mask.num_rows)]
-    for block in blocks:
-        frame += [_LENGTH.pack(len(block)), block]
-    return b"".join(frame)
-
-
-def encoded_bytes(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> tuple[int, int]:
-    """Bytes of `encode` without log-probs and with those that the mask has. Raises as it does."""
-    _, blocks = _blocks(mask, sampled_ids, vocab_size)
-    sizes = [_LENGTH.size + len(block) for block in blocks]
-    return _HEADER.size + sum(sizes[:_ID_BLOCKS]), _HEADER.size + sum(sizes)
-
-
-def _blocks(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> tuple[int, list[bytes]]:
-    """The flags and the blocks of a frame: sizes, id bits, and the log-probs where the mask has them."""
     mask.validate(sampled_ids, vocab_size, allow_empty=True)
     mask = mask.ascending()
     sizes = np.diff(mask.offsets)
@@ -77,7 +59,10 @@ def _blocks(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> tup
         if not values[of_single].view("<u4").any():
             values, flags = values[~of_single], flags | SINGLES_LEFT_OUT
         blocks.append(_deflated(np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T).tobytes()))
-    return flags, blocks
+    frame = [_HEADER.pack(VERSION, flags, vocab_size, len(sizes))]
+    for block in blocks:
+        frame += [_LENGTH.pack(len(block)), block]
+    return b"".join(frame)
 
 
 def decode(data: bytes, sampled_ids: np.ndarray) -> SamplingMask:
