@@ -130,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measured(serve: Callable[[], AbstractContextManager[Make]], rounds: int) -> list[list[tuple[str, Run]]]:
     """Round by round, each run with what was switched off. `serve` starts new servers, and makes runs with them."""
-    number, found = itertools.count(), []
+    number = itertools.count()
+    found: list[list[tuple[str, Run]]] = []
     for first in range(0, rounds, ROUNDS_OF_SERVERS):
         with serve() as make:
             make(EVERYTHING, next(number)), make(WHOLE, next(number))  # servers and files warm up

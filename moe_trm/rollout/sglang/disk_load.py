@@ -5,7 +5,7 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -42,10 +42,9 @@ def verified_checksums(
             memory, names = Memory(), chain.from_iterable(lot)
             return [name for name in names if not _take(push, entries[name], shards, checksums, memory)]
 
+        found: Iterable[list[str]] = map(damaged_in, lots)
         if len(lots) > 1 and HASH_THREADS > 1:
             found = opened.enter_context(ThreadPoolExecutor(HASH_THREADS)).map(damaged_in, lots)
-        else:
-            found = map(damaged_in, lots)
         damaged = sorted(chain.from_iterable(found))
     if damaged:
         raise SyncError(
