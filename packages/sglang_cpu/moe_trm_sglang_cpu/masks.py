@@ -1,16 +1,15 @@
 """Sampling masks of a whole batch at once: what SGLang's sampler kept, without work for each request and token.
 
 SGLang packs the kept ids of a batch by two dozen operations over the vocabulary, and appends them to three growing
-arrays of each request after every token. Here the sampler's own sorted weights are cut after the longest support, and
-a request keeps views until it is sent. Ids and log-probs are the same bit for bit. Unusual batches, and all that must
-end with an error, are SGLang's own.
+arrays of each request after every token. Here the sampler's own sorted weights are cut after the longest support, ids
+and log-probs of the batch become one string of bytes, and a request keeps its part of it until it is sent. Both are the
+same bit for bit. Unusual batches, and all that must end with an error, are SGLang's own.
 
 Shape letters: B requests, V ids in the order of their weights, M kept ids of the batch.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch import Tensor
 
 ALONE = "moe_trm_alone"
 """Attribute of a sampler with whether no other rank samples the same tokens."""
-MANY_ROWS = 256
-"""Rows of a request after which they become arrays of its own: views hold the memory of a whole batch."""
+PAIR_BYTES = 8
+"""An int32 id and its float32 log-prob."""
 
 
 def wrap_building(native: Callable[..., Any], output: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +71,7 @@ def _alone(sampler: Any) -> bool:
 def wrap_sharing(native: Callable[..., None]) -> Callable[..., None]:
     """SGLang's `materialize_sampling_mask_output`, which is `native`, where every request of the batch wants support.
 
-    Each gets views of the batch's M kept ids and log-probs.
+    Each gets its part of the batch's M pairs of a kept id and its log-prob, as bytes, in the place of both.
     """
 
     def share(reqs: Sequence[Any], output: Any) -> None:
@@ -90,53 +89,52 @@ def wrap_sharing(native: Callable[..., None]) -> Callable[..., None]:
             return
         lengths_B = packed.lengths.numpy()
         kept = np.arange(support.shape[1]) < lengths_B[:, None]
-        ids_M, logprobs_M = packed.token_ids.numpy()[kept], support.numpy()[kept]
-        ends = np.cumsum(lengths_B).tolist()
-        starts = [0, *ends[:-1]]
-        output.next_token_sampling_mask_idx = list(map(ids_M.__getitem__, map(slice, starts, ends)))
-        output.next_token_sampling_logprobs = list(map(logprobs_M.__getitem__, map(slice, starts, ends)))
+        pairs_M = _pairs(packed.token_ids.numpy(), support.numpy())[kept].tobytes()
+        ends = (np.cumsum(lengths_B, dtype=np.int64) * PAIR_BYTES).tolist()
+        parts = [pairs_M[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        output.next_token_sampling_mask_idx = output.next_token_sampling_logprobs = parts
         output.next_token_sampling_mask_status = [0] * len(reqs)
         output.sampling_mask_output = None
 
     return share
 
 
+def _pairs(ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """int64 of the same shape: bytes of an int32 id, then those of its float32 log-prob."""
+    pairs = np.empty((*ids.shape, 2), np.int32)
+    pairs[..., 0], pairs[..., 1] = ids, logprobs.view(np.int32)
+    return pairs.view(np.int64)[..., 0]
+
+
 class Rows:
-    """The rows of one request until they are sent: SGLang's `SamplingMaskRows`, which copies nothing before that.
+    """The rows of one request until they are sent: SGLang's `SamplingMaskRows`, which makes no arrays before that.
 
     `chunk` makes SGLang's `SamplingMaskChunk`.
     """
 
     chunk: Callable[..., Any]
 
-    __slots__ = ("_ids", "_lengths", "_logprobs")
+    __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        self._lengths = array("i")
-        self._ids: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
+        self._parts: list[bytes] = []
 
-    def append(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Queue the int32 support and float32 log-probs of one token."""
-        self._lengths.append(len(token_ids))
-        self._ids.append(token_ids)
-        self._logprobs.append(logprobs)
-        if len(self._ids) == MANY_ROWS:
-            self._join()
+    def append(self, kept: bytes | np.ndarray, logprobs: bytes | np.ndarray) -> None:
+        """Queue the support of one token: its pairs, or the ids and log-probs of a batch that SGLang shared out."""
+        if isinstance(kept, np.ndarray):
+            kept = _pairs(kept, np.asarray(logprobs)).tobytes()
+        self._parts.append(kept)
 
     def view(self) -> Any:
         """The rows so far, which stay."""
-        self._join()
+        pairs = np.frombuffer(b"".join(self._parts), np.int32).reshape(-1, 2)
         return type(self).chunk(
-            lengths=np.array(self._lengths, np.int32), token_ids=self._ids[0], logprobs=self._logprobs[0]
+            lengths=np.array([len(part) for part in self._parts], np.int32) // PAIR_BYTES,
+            token_ids=np.ascontiguousarray(pairs[:, 0]),
+            logprobs=np.ascontiguousarray(pairs[:, 1]).view(np.float32),
         )
 
     def take(self) -> Any:
         """The rows so far; none is left."""
-        chunk = self.view()
-        self._lengths, self._ids, self._logprobs = array("i"), [], []
+        chunk, self._parts = self.view(), []
         return chunk
-
-    def _join(self) -> None:
-        self._ids = [np.concatenate([np.zeros(0, np.int32), *self._ids])]
-        self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-from moe_trm_sglang_cpu.masks import MANY_ROWS, Rows, wrap_building, wrap_sharing
+from moe_trm_sglang_cpu.masks import Rows, wrap_building, wrap_sharing
 
 VOCAB = 40
 
@@ -107,11 +107,12 @@ def test_every_request_gets_its_own_rows() -> None:
     assert output.sampling_mask_output is None
     assert output.next_token_sampling_mask_status == [0, 0, 0]
     for row, length in enumerate(kept):
-        ids, logprobs = output.next_token_sampling_mask_idx[row], output.next_token_sampling_logprobs[row]
-        assert ids.dtype == np.int32
-        assert logprobs.dtype == np.float32
-        assert ids.tolist() == packed.token_ids[row, :length].tolist()
-        assert logprobs.tolist() == packed.support_logprobs[row, :length].tolist()
+        rows = Kept()
+        rows.append(output.next_token_sampling_mask_idx[row], output.next_token_sampling_logprobs[row])
+        chunk = rows.take()
+        assert chunk.lengths.tolist() == [length]
+        assert chunk.token_ids.tobytes() == packed.token_ids[row, :length].numpy().tobytes()
+        assert chunk.logprobs.tobytes() == packed.support_logprobs[row, :length].numpy().tobytes()
 
 
 def test_masks_of_unusual_batches_are_shared_out_by_sglang() -> None:
@@ -133,19 +134,37 @@ class Kept(Rows):
     chunk = SimpleNamespace
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, MANY_ROWS - 1, MANY_ROWS, 2 * MANY_ROWS + 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 700])
 def test_rows_are_those_that_were_queued(num_rows: int) -> None:
+    """Of a batch at once and of one that SGLang shared out, in turn."""
     rows, batch = Kept(), np.arange(4000, dtype=np.int32)
     expected = [batch[number : number + number % 4 + 1] for number in range(num_rows)]
-    for row in expected:
-        rows.append(row, row.astype(np.float32))
+    for number, row in enumerate(expected):
+        queue(rows, row, together=bool(number % 3))
     for _ in range(2):
         assert_same(rows.view(), expected)
     chunk = rows.take()
-    rows.append(batch[:2], batch[:2].astype(np.float32))
+    queue(rows, batch[:2], together=True)
     assert_same(chunk, expected)
     assert_same(rows.take(), [batch[:2]])
     assert_same(rows.take(), [])
+
+
+def queue(rows: Rows, ids: np.ndarray, *, together: bool) -> None:
+    """Ids whose log-probs are the same numbers."""
+    both = ids, ids.astype(np.float32)
+    if not together:
+        rows.append(*both)
+        return
+    packed = SimpleNamespace(
+        token_ids=torch.from_numpy(ids)[None],
+        support_logprobs=torch.from_numpy(both[1])[None],
+        lengths=torch.tensor([len(ids)], dtype=torch.int32),
+        statuses=torch.zeros(1, dtype=torch.int32),
+        num_accept_tokens=None,
+    )
+    output = share(packed, 1)
+    rows.append(output.next_token_sampling_mask_idx[0], output.next_token_sampling_logprobs[0])
 
 
 def assert_same(chunk: Any, expected: Sequence[np.ndarray]) -> None:
@@ -154,12 +173,3 @@ def assert_same(chunk: Any, expected: Sequence[np.ndarray]) -> None:
     assert chunk.token_ids.tolist() == flat
     assert chunk.logprobs.tolist() == flat
     assert (chunk.lengths.dtype, chunk.token_ids.dtype, chunk.logprobs.dtype) == (np.int32, np.int32, np.float32)
-
-
-def test_many_rows_hold_no_memory_of_other_requests() -> None:
-    rows = Kept()
-    for _ in range(MANY_ROWS):
-        batch = np.zeros(1000, np.int32)
-        rows.append(batch[:3], batch[:3].astype(np.float32))
-    assert rows._ids[0].base is None
-    assert len(rows._ids) == 1
