@@ -104,7 +104,7 @@ async def _measured(
 
 def _spent(processes: Sequence[psutil.Process]) -> float:
     """Processor seconds so far."""
-    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+    return float(sum(times.user + times.system for times in (process.cpu_times() for process in processes)))
 
 
 def alone(args: object) -> Measured:

@@ -128,7 +128,7 @@ def test_masks_of_unusual_batches_are_shared_out_by_sglang() -> None:
     wrap_sharing(lambda *_: pytest.fail("there is nothing to do"))([], None)
 
 
-class Kept(Rows):
+class Kept(Rows):  # type: ignore[misc]
     """With a chunk of plain values."""
 
     chunk = SimpleNamespace

@@ -40,7 +40,7 @@ def test_arrays_travel_as_raw_frames_not_inside_the_body() -> None:
 def test_small_arrays_share_a_frame_and_large_ones_have_their_own() -> None:
     """Empty ones, odd sizes before wide types, parts of an array, and sizes at the border."""
     whole = np.arange(4096, dtype=np.float64).reshape(64, 64)
-    sent = [
+    sent: list[np.ndarray] = [
         np.zeros(0, np.float32),
         np.arange(3, dtype=np.uint8),
         whole[:, 5],
