@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError, SyncError
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
+from moe_trm.sync.shard import write_tensors
 from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, in_lots, tensor_digest
 
 MANIFEST = "push.json"
@@ -108,12 +108,12 @@ class _Writer:
         """Start a file, once the one before is finished."""
         if sum(tensor.nbytes for tensor in tensors.values()) < self._lot_bytes:
             self._finish(left=0)
-            self._save(file, tensors)
+            write_tensors(self._folder / file, tensors)
             self._enter(file, tensors, _digests(tensors.items()))
             return
         lots = in_lots((((name, tensor), tensor.nbytes) for name, tensor in tensors.items()), self._lot_bytes)
         digests = [self._hashing.submit(_digests, lot) for lot in lots]
-        done = self._disk.submit(self._save, file, tensors)
+        done = self._disk.submit(write_tensors, self._folder / file, tensors)
         self._pending.append(_Written(file, tensors, digests, done))
         self._finish(left=1)
 
@@ -129,9 +129,6 @@ class _Writer:
             written.done.result()
             digests = {name: digest for lot in written.digests for name, digest in lot.result().items()}
             self._enter(written.file, written.tensors, digests)
-
-    def _save(self, file: str, tensors: dict[str, Tensor]) -> None:
-        save_file(tensors, self._folder / file, metadata={"format": "pt"})
 
     def _enter(self, file: str, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         self._entries += [

@@ -1,4 +1,4 @@
-"""Tensors of a pushed safetensors file, each by its name, in any thread.
+"""Pushed safetensors files: written from where the tensors are, and read each by its name, in any thread.
 
 `safe_open(..., framework="pt").get_tensor` of safetensors 0.5 to 0.8 never frees two integers of each tensor, 64 bytes.
 A controller that proves a push of 20,000 tensors at every step would grow by more than a megabyte a step, so pushes are
@@ -8,8 +8,10 @@ read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from io import FileIO
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -19,10 +21,43 @@ import torch
 from torch import Tensor
 
 from moe_trm.sync.rounding import DTYPES
+from moe_trm.sync.tensors import tensor_bytes
 
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
 """Of a push, by their names in a safetensors header."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_BUFFERS = 512
+"""Buffers of one call of the system, which takes 1,024."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file of these tensors, of the dtypes of a push. Wide types come first, so that every tensor is aligned.
+
+    The writer of safetensors takes as long for the names and addresses of small tensors as for all of their bytes.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    buffers = [tensor_bytes(tensors[name]) for name in order]
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, buffer in zip(order, buffers, strict=True):
+        begin, end = end, end + len(buffer)
+        fields[name] = _Place(_NAMES[tensors[name].dtype], tuple(tensors[name].shape), (begin, end))
+    header = msgspec.json.encode(fields)
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers])
+
+
+def _write_all(file: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """One call of the system writes 2 GiB at most, and may write less than it is given."""
+    waiting = deque(memoryview(buffer) for buffer in buffers)
+    while waiting:
+        written = os.writev(file, list(islice(waiting, _MOST_BUFFERS)))
+        while waiting and written >= len(waiting[0]):
+            written -= len(waiting.popleft())
+        if written:
+            waiting[0] = waiting[0][written:]
 
 
 class _Place(msgspec.Struct, frozen=True):
