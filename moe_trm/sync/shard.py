@@ -14,6 +14,7 @@ from io import FileIO
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -68,6 +69,14 @@ class _Place(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+class Stored(NamedTuple):
+    """The bytes of a tensor, and what they are."""
+
+    data: memoryview
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class Memory:
     """Bytes that one tensor after the other is read into: new ones cost as much as the copy."""
 
@@ -107,8 +116,13 @@ class Shard:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def tensor(self, name: str, memory: Memory | None = None) -> Tensor:
-        """The tensor `name`, in `memory` of the calling thread if given.
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`. Raises as `read` does."""
+        stored = self.read(name, Memory())
+        return torch.frombuffer(stored.data, dtype=stored.dtype).reshape(stored.shape)
+
+    def read(self, name: str, memory: Memory) -> Stored:
+        """The bytes of the tensor `name`, in `memory` of the calling thread.
 
         Raises:
             OSError: the file cannot be read.
@@ -126,10 +140,10 @@ class Shard:
         )
         if dtype is None or not fits or not 0 <= first < last <= size:
             raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
-        data = (memory or Memory()).take(last - first)
-        if _read_into(self._file.fileno(), data.data, self._begin + first) != len(data):
+        data = memory.take(last - first).data
+        if _read_into(self._file.fileno(), data, self._begin + first) != len(data):
             raise ValueError(f"the file ends within {name}")
-        return torch.from_numpy(data).view(dtype).reshape(place.shape)
+        return Stored(data, dtype, place.shape)
 
 
 def _read_into(file: int, data: memoryview, offset: int) -> int:

@@ -28,7 +28,12 @@ def tensor_digest(tensor: Tensor) -> str:
 
     Processors have instructions for SHA-256, and the engine's checksums are made with it.
     """
-    return hashlib.sha256(tensor_bytes(tensor)).hexdigest()[:32]
+    return bytes_digest(tensor_bytes(tensor))
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """`tensor_digest` of a tensor with these bytes."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def in_lots(items: Iterable[tuple[T, int]], most: int = LOT_BYTES) -> Iterator[list[T]]:

@@ -12,13 +12,15 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 
+import torch
+
 from moe_trm.errors import EngineError, EngineLost, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
 from moe_trm.sync.shard import Memory, Shard
-from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, in_lots, tensor_digest
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots
 
 
 def verified_checksums(
@@ -73,10 +75,11 @@ def _take(
     All before it in its engine tensor are added, so that nothing of `memory` is kept.
     """
     with _readable(push, entry.file):
-        tensor = shards[entry.file].tensor(entry.name, memory)
-    checksums.add(entry.name, tensor)
-    same_kind = tuple(tensor.shape) == entry.shape and tensor.dtype == DTYPES[entry.dtype]
-    return same_kind and tensor_digest(tensor) == entry.digest
+        data, dtype, shape = shards[entry.file].read(entry.name, memory)
+    if not checksums.add_bytes(entry.name, data, dtype):
+        checksums.add(entry.name, torch.frombuffer(data, dtype=dtype).reshape(shape))
+    same_kind = shape == entry.shape and dtype == DTYPES[entry.dtype]
+    return same_kind and bytes_digest(data) == entry.digest
 
 
 def _shard(push: WeightPush, file: str) -> Shard:

@@ -23,7 +23,7 @@ from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
-from moe_trm.sync.tensors import in_lots, tensor_digest
+from moe_trm.sync.tensors import in_lots, tensor_bytes, tensor_digest
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2),
@@ -86,6 +86,23 @@ def test_fused_tensors_are_hashed_part_by_part() -> None:
 @given(st.permutations(sorted(TENSORS)))
 def test_the_order_of_arrival_does_not_matter(names: list[str]) -> None:
     assert checksums({name: TENSORS[name] for name in names}) == expected()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_taken_where_the_engine_hashes_them_as_they_are(dtype: str) -> None:
+    """Tensors that it casts, pads or turns are refused, and so are parts before their turn: nothing of these counts."""
+    result, refused = EngineChecksums(TENSORS, dtype), set[str]()
+    for name in [part for parts in result.parts() for part in reversed(parts)]:
+        if not result.add_bytes(name, tensor_bytes(TENSORS[name]), torch.float32):
+            refused.add(name)
+    first = {parts[0] for parts in result.parts()} - {"model.embed_tokens.weight"}
+    assert TENSORS.keys() - refused == (first if dtype == "float32" else set())
+    for name in sorted(refused):
+        result.add(name, TENSORS[name])
+    assert result.result() == checksums(TENSORS, dtype)
+    stacked = EngineChecksums(["model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.sinks"], "float32")
+    assert not stacked.add_bytes("model.layers.0.mlp.experts.down_proj", memoryview(bytes(4)), torch.float32)
+    assert not stacked.add_bytes("model.layers.0.self_attn.sinks", memoryview(bytes(4)), torch.float32)
 
 
 def test_a_tensor_that_never_came_is_named() -> None:
