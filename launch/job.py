@@ -16,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from launch.server_start import ServerStart
+from launch.threads import SINGLE_THREAD
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.warm import WarmProcess
 
-# Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
-SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 POLL_S = 0.2
 """Pause between two looks at the learner while the server starts."""
 # Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.

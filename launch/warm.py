@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.job import SINGLE_THREAD
-from launch.preload import LEARNERS, RANK, import_all
+from launch.threads import SINGLE_THREAD
 from moe_trm.runtime.fork_server import serve
 from moe_trm.runtime.forks import check_one_thread
 from moe_trm.runtime.warm import WarmServer
 
 JOB = (
+    "launch.job",
     "launch.ranks",
     "moe_trm.cli",
     "moe_trm.doctor.preflight",
@@ -29,12 +29,14 @@ JOB = (
 
 
 def warm_server(log: Path) -> WarmServer:
-    """A server of warm processes; `log` is for its own output."""
+    """A server of warm processes; `log` is for its own output. It begins at `address()`, and this imports little."""
     return WarmServer("launch.warm", (), SINGLE_THREAD, log)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Import, then fork for others until standard input ends."""
+    from launch.preload import LEARNERS, RANK, import_all
+
     descriptor, *further = arguments
     import_all((*JOB, *RANK, LEARNERS["megatron"], *further))
     check_one_thread()

@@ -84,6 +84,11 @@ class WarmServer:
                 log.close()
 
     @property
+    def runs(self) -> bool:
+        """True while there is a process, which has done its imports or is about to."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int | None:
         """Of the process; None before `address` was asked for."""
         return None if self._process is None else self._process.pid
