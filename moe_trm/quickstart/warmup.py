@@ -259,12 +259,12 @@ class Warmup:
             cache, logits_BV = output.past_key_values, output.logits[:, -1]
             if ban_direct:
                 logits_BV[lengths_B == position, banned] = float("-inf")
-            answers_B, token_B = lengths_B <= position, logits_BV.argmax(-1)
+            token_B = logits_BV.argmax(-1)
             if position < longest:
-                token_B = torch.where(answers_B, token_B, prompts_BT[:, position])
+                token_B = torch.where(lengths_B <= position, token_B, prompts_BT[:, position])
             ids = token_B[:, None]
             sampled.append(token_B)
-            finished |= answers_B & (token_B == EOS)
+            finished |= token_B == EOS
             if finished.all():
                 break
         rows = torch.stack(sampled, 1).tolist()

@@ -100,8 +100,8 @@ def test_the_fewest_micro_batches_that_the_budget_allows() -> None:
 
 
 def test_micro_batches_that_ranks_lack_are_cut_where_padding_is_saved() -> None:
-    """The middle one of the runs 12, 4 3 3 and 2 has padding. Where none has, the last row of the last goes alone."""
-    assert partition([12, 4, 3, 3, 2], 4, 24) == [[[0]], [[2, 3]], [[1]], [[4]]]
+    """The middle one of the runs 15, 5 5 3 and 1 has padding. Where none has, the last row of the last goes alone."""
+    assert partition([15, 5, 5, 3, 1], 4, 30) == [[[0]], [[1, 2]], [[3]], [[4]]]
     assert partition([8, 1, 1, 1], 3, 16) == [[[0]], [[1, 2]], [[3]]]
     assert partition([8, 1], 3, 16) == [[[0]], [[1]], [[]]]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,30 @@ def test_a_process_that_waits_for_something_is_not_busy() -> None:
             until(process.pid, busy=False)
         finally:
             process.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waiting")
+def test_waiting_for_a_processor_counts_as_computing_does() -> None:
+    """Two that compute share one processor: together they have half of what they want, and wait for the rest."""
+    core = {min(os.sched_getaffinity(0))}
+    program = f"import os; os.sched_setaffinity(0, {core}); print('begun', flush=True)\nwhile True: pass"
+    children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        deadline, share = time.monotonic() + PATIENCE_S, 0.0
+        while share < 0.8:
+            assert time.monotonic() < deadline
+            before, begun = [activity_of(child.pid) for child in children], time.monotonic()
+            time.sleep(0.4)
+            seconds = [activity_of(child.pid).seconds for child in children]
+            share = sum(seconds) - sum(each.seconds for each in before)
+            share /= 2 * (time.monotonic() - begun)
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_little_work_and_pages_from_disk() -> None:
