@@ -13,11 +13,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from launch.warm import warm_server
+from moe_trm.rollout.sglang.warm import warm_engine
+from moe_trm.runtime.warm import WarmServer
 
 BACKENDS = {"megatron": (), "deepspeed": ("learner.backend=deepspeed", "learner.parallel.expert=1")}
 """Additional settings of each learner."""
-IMPORTS_LOG = "quickstart-imports.log"
-"""Output of the process that does the imports of the learner ranks."""
+LOG = "quickstart-imports.log"
+"""Output of the processes that import what learner ranks and rollout server need."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        warm = None
-        if args.backend == "megatron":
-            warm = stack.enter_context(warm_server(args.run_dir / IMPORTS_LOG))
-            warm.address()
-        # The imports of this process take as long as those of the other one, which has begun with them.
+        ranks, engine = (stack.enter_context(make(args.run_dir / LOG)) for make in (warm_server, warm_engine))
+        warm: dict[str, WarmServer] = {"warm_engine": engine, **({"warm": ranks} if args.backend == "megatron" else {})}
+        for server in warm.values():
+            server.address()
+        # The imports of this process take as long as those of the other ones, which have begun with them.
         from moe_trm.quickstart.trials import run, trials
 
         planned = trials(args.seeds, args.controls, args.backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def run(
-    planned: Sequence[Trial], config: str, run_dir: Path, overrides: Sequence[str], warm: WarmServer | None = None
+    planned: Sequence[Trial], config: str, run_dir: Path, overrides: Sequence[str], warm: Mapping[str, WarmServer]
 ) -> int:
     """The trials, one after the other, and their report; the exit status of the command.
 
@@ -64,7 +64,7 @@ def run(
         config: YAML file of the quickstart.
         run_dir: where run directories go.
         overrides: further ones, for every trial.
-        warm: forks the learner ranks. It has no use where there is CUDA.
+        warm: what forks learner ranks and rollout server, as `run_job` names it. It has no use where there is CUDA.
     """
     try:
         checkpoint = prepare_checkpoint(run_dir / "quickstart-start")
@@ -111,7 +111,7 @@ def _warm_up(folder: Path) -> None:
 
 
 def run_trial(
-    trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str], warm: WarmServer | None = None
+    trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str], warm: Mapping[str, WarmServer]
 ) -> Outcome:
     """One RL run on the real engines; its run directory keeps everything it measured."""
     print(f"\n== {trial.name}", flush=True)
@@ -119,8 +119,9 @@ def run_trial(
     overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
     # A second quickstart shows training again, not that it is done already.
     overrides += ["checkpoint.resume=never", *extra, *trial.overrides]
-    forks = None if warm is None or not warm.runs or torch.cuda.is_available() else warm.address()
-    code = run_job(config, overrides, NUM_RANKS, forks)
+    cuda = torch.cuda.is_available()
+    forks = {name: server.address() for name, server in warm.items() if server.runs and not cuda}
+    code = run_job(config, overrides, NUM_RANKS, **forks)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=str(run_dir / trial.name))
     rows = read_metrics(run_dir / trial.name)

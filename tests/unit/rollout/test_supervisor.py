@@ -20,8 +20,9 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.sglang.environment import child_environment
 from moe_trm.rollout.sglang.port import held_port
-from moe_trm.rollout.sglang.supervisor import child_environment, launch_command, start_server
+from moe_trm.rollout.sglang.supervisor import launch_command, start_server
 
 
 def config(tmp_path: Path, *extra: str, port: int = 0, timeout_s: float = 20.0) -> Config:
