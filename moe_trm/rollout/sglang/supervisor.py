@@ -217,14 +217,12 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    with open(os.devnull, "rb") as nothing:
-        process: Process
-        if warm is None:
-            process = subprocess.Popen(
-                command, env=environment, stdin=nothing, stdout=written, stderr=written, start_new_session=True
-            )
-        else:
-            process = WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
+    try:
+        process = _begin(command, environment, written, warm)
+    except BaseException:
+        source.close()
+        os.close(written)
+        raise
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
@@ -235,6 +233,16 @@ def _spawn(
     pump.start()
     address = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
     return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline, log_begin)
+
+
+def _begin(command: list[str], environment: dict[str, str], written: int, warm: str | None) -> Process:
+    """The process, with no input and this output; a fork of the warm process where there is one."""
+    with open(os.devnull, "rb") as nothing:
+        if warm is not None:
+            return WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
+        return subprocess.Popen(
+            command, env=environment, stdin=nothing, stdout=written, stderr=written, start_new_session=True
+        )
 
 
 def _pump(process: Process, source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
