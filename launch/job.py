@@ -61,7 +61,7 @@ def run_job(
 
     `warm`: address of a `WarmServer` that forks the ranks; `warm_engine`: of one that forks a rollout server on a CPU.
     Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`; `RunError` where
-    such a server is gone.
+    the first one is gone.
     """
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)

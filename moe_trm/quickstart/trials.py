@@ -17,9 +17,9 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import TinyShape
 from moe_trm.quickstart import warmup
 from moe_trm.quickstart.figure import draw
+from moe_trm.quickstart.options import BACKENDS, parse
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
 from moe_trm.runtime.lifeline import end_with_parent
-from moe_trm.runtime.warm import WarmServer
 
 NUM_RANKS = 2
 BEFORE_AT_MOST, AFTER_AT_LEAST, GAIN_AT_LEAST = 0.30, 0.70, 0.40
@@ -54,25 +54,26 @@ class Outcome:
         return levels and self.trial.gain_at_least <= self.gain < self.trial.gain_below
 
 
-def run(
-    planned: Sequence[Trial], config: str, run_dir: Path, overrides: Sequence[str], warm: Mapping[str, WarmServer]
-) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The trials, one after the other, and their report; the exit status of the command.
 
     Args:
-        planned: what to run.
-        config: YAML file of the quickstart.
-        run_dir: where run directories go.
-        overrides: further ones, for every trial.
-        warm: what forks learner ranks and rollout server, as `run_job` names it. It has no use where there is CUDA.
+        arguments: addresses of a process that forks learner ranks and of one that forks rollout servers on a CPU, empty
+            where there is none; then those of the command.
     """
+    ranks, engine, *rest = arguments
+    args = parse(rest)
+    extra, forks = [*BACKENDS[args.backend], *args.overrides], dict[str, str]()
+    if ranks and not torch.cuda.is_available():
+        forks = {"warm_engine": engine, **({"warm": ranks} if args.backend == "megatron" else {})}
     try:
-        checkpoint = prepare_checkpoint(run_dir / "quickstart-start")
-        outcomes = [run_trial(trial, config, checkpoint, run_dir, overrides, warm) for trial in planned]
+        checkpoint = prepare_checkpoint(args.run_dir / "quickstart-start")
+        planned = trials(args.seeds, args.controls, args.backend)
+        outcomes = [run_trial(trial, args.config, checkpoint, args.run_dir, extra, forks) for trial in planned]
     except MoeTrmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return report(outcomes, run_dir)
+    return report(outcomes, args.run_dir)
 
 
 def trials(seeds: Sequence[int], controls: bool, backend: str = "megatron") -> list[Trial]:
@@ -111,16 +112,14 @@ def _warm_up(folder: Path) -> None:
 
 
 def run_trial(
-    trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str], warm: Mapping[str, WarmServer]
+    trial: Trial, config: str, checkpoint: Path, run_dir: Path, extra: Sequence[str], forks: Mapping[str, str]
 ) -> Outcome:
-    """One RL run on the real engines; its run directory keeps everything it measured."""
+    """One RL run on the real engines; its run directory keeps everything it measured. `forks`: as for `run_job`."""
     print(f"\n== {trial.name}", flush=True)
     started = time.perf_counter()
     overrides = [f"model.checkpoint={checkpoint}", f"name={trial.name}", f"run_dir={run_dir}", "rollout.server.port=0"]
     # A second quickstart shows training again, not that it is done already.
     overrides += ["checkpoint.resume=never", *extra, *trial.overrides]
-    cuda = torch.cuda.is_available()
-    forks = {name: server.address() for name, server in warm.items() if server.runs and not cuda}
     code = run_job(config, overrides, NUM_RANKS, **forks)
     if code:
         raise MoeTrmError(f"the run {trial.name} ended with exit code {code}", where=str(run_dir / trial.name))
@@ -157,3 +156,7 @@ def report(outcomes: Sequence[Outcome], run_dir: Path) -> int:
     print(f"\npicture: {picture}")
     print(f"run directories: {', '.join(str(run_dir / o.trial.name) for o in outcomes)}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
-from moe_trm.errors import CheckpointError, ConfigError, EngineError
+from moe_trm.errors import CheckpointError, ConfigError, EngineError, RunError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.sglang.environment import child_environment
@@ -104,13 +105,12 @@ def start_server(
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
         cancelled: stop waiting, and end the server, once this is set.
-        warm: address of a process that has imported SGLang and forks the server (`rollout.sglang.warm`).
+        warm: address of a process that has imported SGLang and forks the server while it lives (`rollout.sglang.warm`).
 
     Raises:
         CheckpointError: the checkpoint folder does not exist, or its weights are in an unknown form.
         ConfigError: what is not known to work with quantised weights.
         EngineError: the port is taken, the server died while starting, or it was not ready within `startup_timeout_s`.
-        RunError: that process is gone.
     """
     checkpoint = Path(config.model.checkpoint).resolve()
     if not (checkpoint / "config.json").is_file():
@@ -217,12 +217,7 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    try:
-        process = _begin(command, environment, written, warm)
-    except BaseException:
-        source.close()
-        os.close(written)
-        raise
+    process = _begin(command, environment, written, warm)
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
@@ -236,10 +231,11 @@ def _spawn(
 
 
 def _begin(command: list[str], environment: dict[str, str], written: int, warm: str | None) -> Process:
-    """The process, with no input and this output; a fork of the warm process where there is one."""
+    """The process, with no input and this output; a fork of the warm process while that lives."""
     with open(os.devnull, "rb") as nothing:
         if warm is not None:
-            return WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
+            with suppress(RunError):
+                return WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
         return subprocess.Popen(
             command, env=environment, stdin=nothing, stdout=written, stderr=written, start_new_session=True
         )

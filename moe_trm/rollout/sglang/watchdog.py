@@ -46,7 +46,7 @@ class Watchdog:
         given_up: ends the first start with an `EngineError` once it is set.
         warm: as for `start_server`, the first time only.
 
-    Raises `CheckpointError`, `EngineError` and `RunError` as `start_server` does, the first time only.
+    Raises `CheckpointError` and `EngineError` as `start_server` does, the first time only.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def test_controls_must_not_learn() -> None:
     assert [Outcome(shuffled, 0.1, after, 1, 80).passed for after in (0.0, 0.19, 0.21)] == [True, True, False]
 
 
-def test_the_command_begins_other_imports_before_its_own() -> None:
-    program = "import sys, moe_trm.quickstart.__main__; print('launch.warm' in sys.modules, 'torch' in sys.modules)"
+def test_the_command_itself_imports_no_torch() -> None:
+    program = "import sys, moe_trm.quickstart.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout == "False\n"
