@@ -39,7 +39,8 @@ class ToPairs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _to_tokens(grads[0], *ctx.saved_tensors, ctx.num_copies), None, None, None
+        [place_of_pair_P] = ctx.saved_tensors
+        return _to_tokens(grads[0], place_of_pair_P, ctx.num_copies), None, None, None
 
 
 class ToTokens(torch.autograd.Function):
@@ -53,7 +54,8 @@ class ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _to_pairs(grads[0], *ctx.saved_tensors, ctx.num_copies), None, None, None
+        [pair_of_place_P] = ctx.saved_tensors
+        return _to_pairs(grads[0], pair_of_place_P, ctx.num_copies), None, None, None
 
 
 def experts_forward(module: Any, hidden_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -71,11 +73,12 @@ def experts_forward(module: Any, hidden_NH: Tensor, chosen_NK: Tensor, weights_N
     place_of_pair_P[pair_of_place_P] = torch.arange(len(pair_of_place_P))
     ends_E = torch.bincount(expert_of_place_P, minlength=module.num_experts).cumsum(0, dtype=torch.int32)
     order = pair_of_place_P, place_of_pair_P
-    rows_PH = ToPairs.apply(hidden_NH, *order, num_copies)
+    rows_PH: Tensor = ToPairs.apply(hidden_NH, *order, num_copies)  # type: ignore[no-untyped-call]
     inner = module._apply_gate(grouped_mm(rows_PH, module.gate_up_proj.transpose(1, 2), offs=ends_E))
     outer_PH = grouped_mm(inner, module.down_proj.transpose(1, 2), offs=ends_E)
-    weights_P1 = ToPairs.apply(weights_NK.reshape(-1, 1), *order, 1)
-    return ToTokens.apply(outer_PH * weights_P1, *order, num_copies)
+    weights_P1: Tensor = ToPairs.apply(weights_NK.reshape(-1, 1), *order, 1)  # type: ignore[no-untyped-call]
+    out_NH: Tensor = ToTokens.apply(outer_PH * weights_P1, *order, num_copies)  # type: ignore[no-untyped-call]
+    return out_NH
 
 
 def use_copied_rows(model: nn.Module) -> None:
