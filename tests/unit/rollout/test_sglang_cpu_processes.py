@@ -16,10 +16,11 @@ from moe_trm_sglang_cpu.architectures import files_of
 PROGRAM = """
 import gc, multiprocessing, sys, threading
 from moe_trm_sglang_cpu.processes import fork_from_here
-multiprocessing.set_start_method("spawn", force=True)
+with_thread = sys.argv[1] == "with a thread"
+multiprocessing.set_start_method("fork" if with_thread else "spawn", force=True)
 done = threading.Event()
 thread = threading.Thread(target=done.wait)
-if sys.argv[1] == "with a thread":
+if with_thread:
     thread.start()
 fork_from_here("positional", named=1)
 print(multiprocessing.get_start_method(), gc.get_freeze_count() > 0)
