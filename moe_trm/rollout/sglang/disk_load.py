@@ -5,7 +5,6 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -101,17 +100,13 @@ def _readable(push: WeightPush, file: str) -> Iterator[None]:
         ) from error
 
 
-async def load_folder(
-    api: EngineApi, push: WeightPush, expected: Mapping[str, str] | asyncio.Future[dict[str, str]] | None
-) -> None:
+async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
     """Make the engine serve `push` with an empty prefix cache.
 
-    `expected`: of `verified_checksums`, which the engine must report; a future may still be making them while the
-    engine loads. None: not asked.
+    `expected`: of `verified_checksums`, which the engine must report; None: not asked.
 
     Raises:
-        SyncError: the engine's tensors or its version label are not those of the push, it refuses to load them, or
-            `expected` fails.
+        SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
         EngineLost: the engine cannot be reached, or fails.
     """
     body = {
@@ -127,21 +122,11 @@ async def load_folder(
     except EngineLost:
         raise
     except EngineError as error:
-        await _known(expected)
         raise SyncError(
             "the engine did not load the push", where=push.directory, got=error.got, fix=error.fix
         ) from error
-    # What is wrong with the files themselves is told first.
-    checksums = await _known(expected)
     if not answer.get("success"):
         raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
     await check_version(api, push.version)
-    if checksums is not None:
-        await check_weights(api, checksums)
-
-
-async def _known(
-    expected: Mapping[str, str] | asyncio.Future[dict[str, str]] | None,
-) -> Mapping[str, str] | None:
-    """The checksums, once they are there. One server that gives up waiting does not end the wait of the others."""
-    return await asyncio.shield(expected) if isinstance(expected, asyncio.Future) else expected
+    if expected is not None:
+        await check_weights(api, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class SglangEngine:
         self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
-        self._push: tuple[WeightPush, asyncio.Future[dict[str, str]] | None] | None = None
+        self._push: tuple[WeightPush, Mapping[str, str] | None] | None = None
         self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
@@ -199,12 +199,10 @@ class SglangEngine:
 
         Raises `SyncError`, `EngineError`.
         """
-        proof = None
-        if self._verify:
-            # Beside the servers' loading: nobody samples before both are through.
-            proof = asyncio.ensure_future(asyncio.to_thread(verified_checksums, push, self._dtype, self._device))
-            proof.add_done_callback(_seen)
-        self._push = push, proof
+        expected = (
+            await asyncio.to_thread(verified_checksums, push, self._dtype, self._device) if self._verify else None
+        )
+        self._push = push, expected
         await self._fleet.update(push.version)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
@@ -246,8 +244,8 @@ class SglangEngine:
         if self._shares is not None:
             await self._receive(server, *self._shares)
         elif self._push is not None:
-            push, proof = self._push
-            await load_folder(server.http, push, proof)
+            push, expected = self._push
+            await load_folder(server.http, push, expected)
             server.version = push.version
         await server.resume_memory("kv_cache")
         await self._check.loaded(server.http)
@@ -302,9 +300,3 @@ class SglangEngine:
             if self._wanted.violation == "union":
                 request["top_logprobs_num"] = 1
         return request
-
-
-def _seen(proof: asyncio.Future[dict[str, str]]) -> None:
-    """Nobody waits for a proof where every server is lost before: its failure is no news to asyncio then."""
-    if not proof.cancelled():
-        proof.exception()

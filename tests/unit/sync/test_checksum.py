@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from moe_trm.errors import CheckpointError, EngineError, EngineLost, SyncError
+from moe_trm.errors import CheckpointError, EngineLost, SyncError
 from moe_trm.rollout.sglang import broadcast
 from moe_trm.rollout.sglang.api import check_can_verify, check_version, check_weights
 from moe_trm.rollout.sglang.checksum import EngineChecksums, compare, engine_place
@@ -346,62 +346,6 @@ def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: 
     with pytest.raises(SyncError, match=r"model\.norm\.weight"):
         asyncio.run(load_folder(FakeEngine(wrong, "1"), made, expected))
     asyncio.run(load_folder(FakeEngine(wrong, "1"), made, None))
-
-
-def test_files_are_proved_while_the_engine_loads_them(tmp_path: Path) -> None:
-    """The engine is asked before the proof is through. Nothing is served before it, and one waiting server that is
-    given up does not end the wait of another.
-    """
-    made, done = push(tmp_path), asyncio.Event()
-
-    class Loading(FakeEngine):
-        async def post(self, path: str, body: Mapping[str, object]) -> Any:
-            if path == "/update_weights_from_disk":
-                done.set()
-            return await super().post(path, body)
-
-    async def serve() -> None:
-        proof = asyncio.get_running_loop().create_future()
-        engine = Loading(TENSORS, "1")
-        first, second = (asyncio.ensure_future(load_folder(engine, made, proof)) for _ in range(2))
-        await done.wait()
-        await asyncio.sleep(0)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        assert not second.done()
-        proof.set_result(verified_checksums(made, "float32"))
-        await second
-
-    asyncio.run(serve())
-
-
-@pytest.mark.parametrize("answer", ["loads", "refuses", "fails"])
-def test_damaged_files_are_told_whatever_the_engine_says(tmp_path: Path, answer: str) -> None:
-    class Engine(FakeEngine):
-        async def post(self, path: str, body: Mapping[str, object]) -> Any:
-            if path == "/update_weights_from_disk" and answer != "loads":
-                if answer == "fails":
-                    raise EngineError("the engine cannot read it")
-                return {"success": False, "message": "no"}
-            return await super().post(path, body)
-
-    async def load(error: Exception | None) -> None:
-        proof = asyncio.get_running_loop().create_future()
-        if error is not None:
-            proof.set_exception(error)
-        else:
-            proof.set_result(verified_checksums(made, "float32"))
-        await load_folder(Engine(TENSORS, "1"), made, proof)
-
-    made = push(tmp_path)
-    with pytest.raises(SyncError, match="damaged files"):
-        asyncio.run(load(SyncError("damaged files")))
-    if answer == "loads":
-        asyncio.run(load(None))
-    else:
-        with pytest.raises(SyncError, match="did not load"):
-            asyncio.run(load(None))
 
 
 def test_checks_say_what_is_wrong() -> None:
