@@ -22,6 +22,8 @@ MOST_PLACES = 24
 """The same of places per expert: where a few experts have most tokens, the others compute as many places for nobody."""
 FEW_ROWS = 32
 """Tokens of an expert, in the mean, up to which a product is faster in float32, its matrix converted."""
+SMALL_MATRIX = 1 << 18
+"""Numbers of a matrix up to which that holds: converted, it stays in a core's cache."""
 MOST_MARKS = 1 << 14
 """Pairs of a choice and an expert up to which counting with a table is faster than sorting."""
 
@@ -83,7 +85,8 @@ def one_by_one(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor
     """
     ids = ids_NK.reshape(-1)
     order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(w13_EFD)).tolist()
-    dtype = torch.float32 if len(ids) <= FEW_ROWS * len(w13_EFD) else x_ND.dtype
+    few = len(ids) <= FEW_ROWS * len(w13_EFD) and w13_EFD[0].numel() <= SMALL_MATRIX
+    dtype = torch.float32 if few else x_ND.dtype
     chosen = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
     gate, up = _products(chosen, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
     sorted_out = _products(functional.silu(gate).mul_(up).to(dtype), sizes, w2_EDF).to(x_ND.dtype)

@@ -134,9 +134,10 @@ def test_experts_in_two_products(tokens: int, one_expert: bool) -> None:
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("few", [1, 10_000], ids=["own dtype", "float32"])
-def test_products_by_expert_round_as_the_batched_ones(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("few", "small"), [(1, 1 << 18), (100, 1), (100, 1 << 18)])
+def test_products_by_expert_round_as_the_batched_ones(few: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched_experts, "FEW_ROWS", few)
+    monkeypatch.setattr(batched_experts, "SMALL_MATRIX", small)
     generator = torch.Generator().manual_seed(few)
     x = torch.randn(40, 64, generator=generator).bfloat16()
     w13 = torch.randn(EXPERTS, 64, 64, generator=generator).mul_(0.2).bfloat16()
