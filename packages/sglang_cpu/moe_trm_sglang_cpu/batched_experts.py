@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_trm_sglang_cpu.linear import SMALL_MATRIX
+
 MOST_PADDING = 8
 """Places per choice up to which the batched products are faster."""
 MOST_PLACES = 24
 """The same of places per expert: where a few experts have most tokens, the others compute as many places for nobody."""
 FEW_ROWS = 32
 """Tokens of an expert, in the mean, up to which a product is faster in float32, its matrix converted."""
-SMALL_MATRIX = 1 << 18
-"""Numbers of a matrix up to which that holds: converted, it stays in a core's cache."""
 MOST_MARKS = 1 << 14
 """Pairs of a choice and an expert up to which counting with a table is faster than sorting."""
 
@@ -122,9 +122,9 @@ def wrap(loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
             and getattr(layer, "w2_weight_bias", None) is None
         )
         if plain and ids.numel():
-            found, capacity = places(ids, layer.num_experts)
-            if capacity <= MOST_PLACES and capacity * layer.num_experts <= MOST_PADDING * ids.numel():
-                return batched(x, weights, layer.w13_weight, layer.w2_weight, found, capacity)
+            most = int(torch.bincount(ids.reshape(-1)).max())
+            if most <= MOST_PLACES and most * layer.num_experts <= MOST_PADDING * ids.numel():
+                return batched(x, weights, layer.w13_weight, layer.w2_weight, *places(ids, layer.num_experts))
             return one_by_one(x, weights, layer.w13_weight, layer.w2_weight, ids)
         return loop(layer, x, topk_output, moe_runner_config)
 
