@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.job import SINGLE_THREAD
+from launch.threads import SINGLE_THREAD
 from moe_trm.models.registry import MOE_FAMILIES
 
 FOUND = Path(__file__).parent / "models.json"

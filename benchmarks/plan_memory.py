@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from launch.job import SINGLE_THREAD
+from launch.threads import SINGLE_THREAD
 from moe_trm.config.schema import Config
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.plan.adapters import with_adapters

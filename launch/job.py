@@ -16,13 +16,12 @@ from pathlib import Path
 from types import FrameType
 
 from launch.server_start import ServerStart
+from launch.threads import SINGLE_THREAD
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.warm import WarmProcess
 
-# Two threads on busy cores turn one-second steps into minutes: the engines share the cores by processes.
-SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 POLL_S = 0.2
 """Pause between two looks at the learner while the server starts."""
 # Linux gives ports from 32768 on to whoever asks for any, and to outgoing connections.
@@ -51,11 +50,18 @@ def run(args: argparse.Namespace) -> int:
     return run_job(args.config, args.overrides, args.nproc_per_node, args.warm_ranks)
 
 
-def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = None, warm: str | None = None) -> int:
+def run_job(
+    config_path: str,
+    overrides: Sequence[str],
+    num_ranks: int | None = None,
+    warm: str | None = None,
+    warm_engine: str | None = None,
+) -> int:
     """Start what the configuration needs on this host and wait for the learner; returns its exit code.
 
-    `warm`: address of a `WarmServer` that forks the ranks. Refusals come before anything is started. Raises
-    `ConfigError`, `CheckpointError`, `EngineError`; `RunError` where that server is gone.
+    `warm`: address of a `WarmServer` that forks the ranks; `warm_engine`: of one that forks a rollout server on a CPU.
+    Refusals come before anything is started. Raises `ConfigError`, `CheckpointError`, `EngineError`; `RunError` where
+    the first one is gone.
     """
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
@@ -82,7 +88,8 @@ def run_job(config_path: str, overrides: Sequence[str], num_ranks: int | None = 
         with Watchdog(config, run_dir / "rollout.log", api_key):
             return run_learner(config_path, overrides, ranks, api_key, warm=warm)
     overrides.append(f"rollout.server.wait_s={config.rollout.server.startup_timeout_s}")
-    with ServerStart(lambda given_up: Watchdog(config, run_dir / "rollout.log", api_key, given_up=given_up)) as server:
+    log = run_dir / "rollout.log"
+    with ServerStart(lambda up: Watchdog(config, log, api_key, given_up=up, warm=warm_engine)) as server:
         return run_learner(config_path, overrides, ranks, api_key, server, warm)
 
 

@@ -7,18 +7,17 @@ too. A CPU only: a context of CUDA does not survive a fork.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from launch.job import SINGLE_THREAD
-from launch.preload import LEARNERS, RANK, import_all
-from moe_trm.runtime.fork_server import serve
-from moe_trm.runtime.forks import check_one_thread
+from launch.threads import SINGLE_THREAD
+from moe_trm.runtime.fork_server import live
 from moe_trm.runtime.warm import WarmServer
 
 JOB = (
+    "launch.job",
     "launch.ranks",
     "moe_trm.cli",
     "moe_trm.doctor.preflight",
@@ -29,19 +28,18 @@ JOB = (
 
 
 def warm_server(log: Path) -> WarmServer:
-    """A server of warm processes; `log` is for its own output."""
+    """A server of warm processes; `log` is for its own output. It begins at `address()`, and this imports little."""
     return WarmServer("launch.warm", (), SINGLE_THREAD, log)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     """Import, then fork for others until standard input ends."""
+    from launch.preload import LEARNERS, RANK, import_all
+
     descriptor, *further = arguments
     import_all((*JOB, *RANK, LEARNERS["megatron"], *further))
-    check_one_thread()
-    with socket.socket(fileno=int(descriptor)) as listener:
-        serve(listener, sys.stdin.fileno())
-    return 0
+    live(int(descriptor))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.engines.scored import Scored, Setting, Text
-from launch.job import SINGLE_THREAD
+from launch.threads import SINGLE_THREAD
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_step
 from moe_trm.config import load

@@ -2,11 +2,12 @@
 
 `python -m benchmarks.evidence.flip_depth [--seeds N] [--json FILE] [--picture FILE]`. Tiny Qwen3-MoE models with random
 weights score random tokens in float32 and in a lower precision, from the same rounded weights, so that arithmetic alone
-differs. No engine takes part. Two questions:
+differs. No engine takes part. Three questions:
 
 - how the share of tokens with a flip in any layer grows with depth, and what 1 - prod_l (1 - p_l) says, which is that
   share if flips of layers were independent (p_l is the share in layer l);
-- how the rate in a layer depends on its depth, the number of experts, top-k and the precision.
+- how the rate in a layer depends on its depth, the number of experts, top-k and the precision;
+- how many flips the batch alone makes: rows computed together against each row alone, in one precision (`batch`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ DEPTHS = (2, 4, 8, 16, 24)
 EXPERTS = (8, 16, 32, 64, 128)
 TOP_K = (1, 2, 4, 8)
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {**PRECISIONS, "float32": torch.float32}
+COMPOSITION = "batch"
+"""The sweep that compares batches and no precisions."""
 ROWS, TOKENS = 8, 64
 FIRST_ID = 4
 """Ids below are special."""
@@ -65,12 +69,15 @@ def settings() -> Iterator[tuple[str, str, TinyShape, str]]:
         yield "top_k", str(top_k), replace(BASE, top_k=top_k), "bfloat16"
     for precision in PRECISIONS:
         yield "precision", precision, BASE, precision
+    for precision in DTYPES:
+        yield COMPOSITION, precision, BASE, precision
 
 
 def measure(seeds: int) -> Iterator[Row]:
     """One row per setting: means over random models, and the 95% intervals of the rates."""
     for sweep, value, shape, precision in settings():
-        points = [point(shape, precision, seed) for seed in range(seeds)]
+        compare = regrouped if sweep == COMPOSITION else compared
+        points = [point(compare(shape, precision, seed, ROWS)) for seed in range(seeds)]
         row: Row = {"sweep": sweep, "value": value}
         for name in ("any_layer", "independent", "token_layers"):
             row |= with_interval(name, [getattr(one, name) for one in points], f"{name}_")
@@ -81,9 +88,8 @@ def measure(seeds: int) -> Iterator[Row]:
         }
 
 
-def point(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Point:
+def point(found: Flips) -> Point:
     """Flips of one random model on random tokens."""
-    found = compared(shape, precision, seed, rows)
     return Point(
         any_layer=found.token_any_layer_rate,
         independent=independent(found.per_layer),
@@ -95,12 +101,23 @@ def point(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Poin
 
 def compared(shape: TinyShape, precision: str, seed: int, rows: int = ROWS) -> Flips:
     """The routes in float32 against those in `precision`, at the weights that `precision` can hold."""
-    model = tiny_model(seed, shape).eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(FIRST_ID, shape.vocab_size, (rows, TOKENS), generator=generator)
+    model, ids = tiny_model(seed, shape).eval(), tokens(shape, seed, rows)
     low = routes(model.to(PRECISIONS[precision]), ids)
     high = routes(model.to(torch.float32), ids)
     return flips(high, low, num_experts=shape.experts)
+
+
+def regrouped(shape: TinyShape, precision: str, seed: int, rows: int) -> Flips:
+    """The routes of rows computed together against those of each row alone, in the same precision."""
+    model, ids = tiny_model(seed, shape).eval().to(DTYPES[precision]), tokens(shape, seed, rows)
+    alone = torch.cat([routes(model, ids[row : row + 1]) for row in range(rows)])
+    return flips(routes(model, ids), alone, num_experts=shape.experts)
+
+
+def tokens(shape: TinyShape, seed: int, rows: int) -> Tensor:
+    """Random ids, `[rows, tokens]`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_ID, shape.vocab_size, (rows, TOKENS), generator=generator)
 
 
 def independent(per_layer: np.ndarray) -> float:

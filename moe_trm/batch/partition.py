@@ -9,6 +9,8 @@ expert parallelism in every micro-batch), so what counts is the most loaded one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 
 Bin = list[int]
 """Indices of rows, longest row first."""
@@ -64,9 +66,7 @@ def _shares(
 ) -> list[list[Bin]]:
     """`num_micro` micro-batches for each rank: in turn, the costliest left for the rank that has least so far."""
     wanted = num_ranks * num_micro
-    bins = _runs(lengths, order, _smallest_limit(lengths, order, wanted, budget))
-    while len(bins) < wanted:
-        bins = _split(lengths, bins)
+    bins = _split(lengths, _runs(lengths, order, _smallest_limit(lengths, order, wanted, budget)), wanted)
     bins.sort(key=lambda rows: -cost(lengths, rows))
     shares: list[list[Bin]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -100,15 +100,28 @@ def _smallest_limit(lengths: Sequence[int], order: Sequence[int], wanted: int, b
     return low
 
 
-def _split(lengths: Sequence[int], bins: Sequence[Bin]) -> list[Bin]:
-    """One bin more: the cut that saves most padding, or an empty bin when every bin has one row."""
+def _split(lengths: Sequence[int], bins: Sequence[Bin], wanted: int) -> list[Bin]:
+    """`wanted` bins: again and again the cut that saves most padding, and empty bins once every bin has one row.
 
-    cuts = [
-        ((len(rows) - at) * (lengths[rows[0]] - lengths[rows[at]]), number, at)
-        for number, rows in enumerate(bins)
-        for at in range(1, len(rows))
-    ]
-    if not cuts:
-        return [*bins, []]
-    _, number, at = max(cuts)
-    return [*bins[:number], bins[number][:at], bins[number][at:], *bins[number + 1 :]]
+    Of cuts that save the same the last one is made. A bin is known by its first row's place among all rows.
+    """
+    places = accumulate((len(rows) for rows in bins), initial=0)
+    bin_at = dict(zip(places, bins, strict=False))
+    cuts = [_best_cut(lengths, rows, place) for place, rows in bin_at.items() if len(rows) > 1]
+    heapify(cuts)
+    while cuts and len(bin_at) < wanted:
+        _, last, later = heappop(cuts)
+        place, at = -last, -later
+        rows = bin_at[place]
+        for begin, part in ((place, rows[:at]), (place + at, rows[at:])):
+            bin_at[begin] = part
+            if len(part) > 1:
+                heappush(cuts, _best_cut(lengths, part, begin))
+    return [bin_at[place] for place in sorted(bin_at)] + [[] for _ in range(wanted - len(bin_at))]
+
+
+def _best_cut(lengths: Sequence[int], rows: Bin, place: int) -> tuple[int, int, int]:
+    """Padded tokens that the best cut of a bin saves, the bin's place, and the rows before the cut: all negative."""
+    longest = lengths[rows[0]]
+    saved, at = max(((len(rows) - at) * (longest - lengths[rows[at]]), at) for at in range(1, len(rows)))
+    return -saved, -place, -at

@@ -40,27 +40,28 @@ class Share:
         """The items that this process computes."""
         return items[self.rank :: self.size]
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum over all processes, in place: through shared memory where there is room, or else in one message."""
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all processes: through shared memory where there is room, or else in one message."""
         if self.size == 1:
-            return
+            return list(tensors)
         sizes = [tensor.numel() for tensor in tensors]
         if self._places is None or sum(sizes) > ROOM or any(tensor.dtype != torch.float32 for tensor in tensors):
-            flat = torch.cat([tensor.flatten() for tensor in tensors])
-            dist.all_reduce(flat)
+            flat_N = torch.cat([tensor.flatten() for tensor in tensors])
+            dist.all_reduce(flat_N)
         else:
             places_SN = self._places[self._turn, :, : sum(sizes)]
             self._turn = 1 - self._turn
             torch.cat([tensor.flatten() for tensor in tensors], out=places_SN[self.rank])
             dist.barrier()
-            flat = places_SN.sum(0)
-        for tensor, total in zip(tensors, torch.split(flat, sizes), strict=True):
-            tensor.copy_(total.view_as(tensor))
+            flat_N = torch.add(places_SN[0], places_SN[1])
+            for place_N in places_SN[2:]:
+                flat_N += place_N
+        parts = torch.split(flat_N, sizes)
+        return [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
     def total(self, number: float) -> float:
         """The sum of the numbers of all processes."""
-        value = torch.tensor(number, dtype=torch.float64)
-        self.add([value])
+        [value] = self.sums([torch.tensor(number, dtype=torch.float64)])
         return float(value)
 
 

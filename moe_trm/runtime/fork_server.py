@@ -8,19 +8,22 @@ gone is killed with its process group. When the owner of this process is gone, s
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import msgspec
 
 from moe_trm.errors import RunError
-from moe_trm.runtime.forks import fork, run_program
+from moe_trm.runtime.forks import check_one_thread, fork, run_program
 
 POLL_S = 0.02
 """Pause between two looks at running programs."""
@@ -66,6 +69,21 @@ class _Running:
     client: socket.socket
     heard: bytes = b""
     """The beginning of a line."""
+
+
+def live(descriptor: int) -> NoReturn:
+    """The rest of the life of a process that has done its imports: `serve` until its standard input ends.
+
+    It ends without the teardown of all that it imported, which takes a second. `descriptor`: of the listening socket.
+    Raises `RunError` where this process has several threads.
+    """
+    # Collections in a fork would otherwise write to, and so copy, every page of what was imported.
+    gc.collect()
+    gc.freeze()
+    check_one_thread()
+    with socket.socket(fileno=descriptor) as listener:
+        serve(listener, sys.stdin.fileno())
+    os._exit(0)
 
 
 def serve(listener: socket.socket, owner: int) -> None:

@@ -105,6 +105,7 @@ def run_program(program: Sequence[str]) -> int:
     try:
         if program[0] == "-m":
             sys.argv = list(program[1:])
+            sys.modules.pop(program[1], None)  # it is imported for what it imports, and begins anew
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(program)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -84,6 +85,11 @@ class WarmServer:
                 log.close()
 
     @property
+    def runs(self) -> bool:
+        """True while there is a process, which has done its imports or is about to."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int | None:
         """Of the process; None before `address` was asked for."""
         return None if self._process is None else self._process.pid
@@ -133,7 +139,7 @@ class WarmProcess:
         descriptors: tuple[int, int, int] = (0, 1, 2),
     ) -> None:
         self.args, self.returncode = list(program), None
-        self._heard = b""
+        self._heard, self._turn = b"", threading.Lock()
         self._connection = socket.socket(socket.AF_UNIX)
         asked = Asked(list(program), dict(os.environ if environment is None else environment), os.getcwd())
         began = None
@@ -168,17 +174,22 @@ class WarmProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, after the end. Raises `subprocess.TimeoutExpired`."""
-        if self.returncode is None:
-            line = self._next_line(timeout)
-            # Without a status the warm process is gone, and takes its forks with it.
-            self.returncode = msgspec.json.decode(line, type=Ended).status if line else -signal.SIGKILL
-            self._connection.close()
-        return self.returncode
+        """The exit status, after the end. Threads that wait take turns. Raises `subprocess.TimeoutExpired`."""
+        with self._turn:
+            if self.returncode is None:
+                line = self._next_line(timeout)
+                # Without a status the warm process is gone, and takes its forks with it.
+                self.returncode = msgspec.json.decode(line, type=Ended).status if line else -signal.SIGKILL
+                self._connection.close()
+            return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send a signal to it, unless it has ended."""
         self._tell(Told(number))
+
+    def terminate(self) -> None:
+        """Send it SIGTERM, unless it has ended."""
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill it and all of its process group, and wait for its end. Safe to call twice."""

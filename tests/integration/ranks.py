@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.job import SINGLE_THREAD
+from launch.threads import SINGLE_THREAD
 from moe_trm.runtime.warm import WarmProcess, WarmServer
 
 ROOT = Path(__file__).parents[2]

@@ -163,6 +163,13 @@ def test_start_accepts_the_right_server(served_config: Config, rollout_server: S
     with_engine(served_config, rollout_server, lambda engine: engine.start())
 
 
+def test_its_processes_are_forks_that_import_the_code_of_one_model(rollout_server: Server) -> None:
+    """SGLang's log has a warning of each process that imports it, and of each model that cannot be imported."""
+    log = rollout_server.log_path.read_text(errors="replace")
+    assert log.count("UserWarning: Only CUDA, HIP and XPU support AWQ") == 1
+    assert "sglang.srt.models." not in log
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

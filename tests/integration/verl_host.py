@@ -111,7 +111,8 @@ def corrected_gap(
         else:
             with standing_in(place):
                 batch, _ = helper.compute_rollout_correction_and_add_to_batch(batch, None)
-        weights = batch.batch["rollout_is_weights"] if "rollout_is_weights" in batch.batch.keys() else None  # noqa: SIM118
+        weighed = "rollout_is_weights" in batch.batch.keys()  # noqa: SIM118
+        weights = batch.batch["rollout_is_weights"] if weighed else None
         mask = batch.batch["response_mask"].bool()
         results.append(
             loss_and_gradient(core.get_policy_loss_fn("vanilla"), data, config, mask, rollout_is_weights=weights)

@@ -46,9 +46,12 @@ class ServerConfig(Section):
     where it starts server and learner at the same time, and an experiment where runs share a server."""
     max_restarts: Count = 5
     """Times that a server which died or hangs is started again; after that it stays away."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """A server that says nothing for so many seconds, while its process neither computes nor waits for a processor,
+    counts as hung. One that is busy gets until `hang_timeout_s`."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """A server that answers requests but generated nothing for so many seconds counts as hung. Set it
-    longer than a weight push takes."""
+    """A server that generated nothing for so many seconds counts as hung, whatever else it does. Set it longer than a
+    weight push takes, also on a loaded machine."""
     extra_args: tuple[str, ...] = ()
     """Further `sglang.launch_server` arguments, as typed on its command line."""
 

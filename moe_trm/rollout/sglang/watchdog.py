@@ -1,5 +1,6 @@
 """Restarts of one rollout server that died or hangs, on the same port with the same key.
 
+A server that is late on a loaded machine is not lost: what counts is that its process does nothing while it is asked.
 A restarted server serves the checkpoint's weights without a version number. The controller notices this and gives it
 the newest push. It samples nothing from the server before the push is proved (`rollout.sglang.fleet`).
 """
@@ -18,13 +19,14 @@ from types import TracebackType
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
 from moe_trm.rollout.sglang.supervisor import Server, on_cpu, start_server
+from moe_trm.runtime.activity import Activity, activity_of
 
 POLL_S = 0.5
 """Pause between two looks at the process."""
 LOOK_S = 5.0
 """Pause between two requests to the server."""
-ANSWER_S = 10.0
-"""A server process that does not even say which model it serves within this time is stopped or stuck."""
+LAST_ASK_S = 1.0
+"""Time for the answer to the last question, once a silence is over."""
 GRACE_S = 3.0
 """Time in which a server on GPUs may end by itself."""
 HEALTH_S = 30.0
@@ -37,25 +39,33 @@ class Watchdog:
     """A running server and the thread that watches it. A context manager: leaving it ends both.
 
     Args:
-        config: as for `start_server`; `rollout.server.max_restarts` and `hang_timeout_s` are read too.
+        config: as for `start_server`; `max_restarts`, `silence_timeout_s` and `hang_timeout_s` of
+            `rollout.server` are read too.
         log_path: where the server's output goes, of all its lives.
         api_key: as for `start_server`.
         given_up: ends the first start with an `EngineError` once it is set.
+        warm: as for `start_server`, the first time only.
 
     Raises `CheckpointError` and `EngineError` as `start_server` does, the first time only.
     """
 
     def __init__(
-        self, config: Config, log_path: Path, api_key: str, *, given_up: threading.Event | None = None
+        self,
+        config: Config,
+        log_path: Path,
+        api_key: str,
+        *,
+        given_up: threading.Event | None = None,
+        warm: str | None = None,
     ) -> None:
         self._log_path, self._api_key = log_path, api_key
-        self._server = start_server(config, log_path, api_key, cancelled=given_up)
+        self._server = start_server(config, log_path, api_key, cancelled=given_up, warm=warm)
         port = urllib.parse.urlsplit(self._server.url).port
         server = config.rollout.server.model_copy(update={"port": port})
         self._settings = server
         self._config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
         self._ending, self._over = threading.Event(), threading.Event()
-        self.restarts = 0
+        self.restarts, self._spoke = 0, True
         self._thread = threading.Thread(target=self._watch, name="rollout-watchdog", daemon=True)
         self._thread.start()
 
@@ -108,6 +118,7 @@ class Watchdog:
             self.restarts += 1
             log.warning("the rollout server %s: starting it again (%d)", trouble, self.restarts)
             self._start_again()
+            self._spoke = True
             looked = well = time.monotonic()
 
     def _death(self) -> str | None:
@@ -116,13 +127,48 @@ class Watchdog:
 
     def _look(self, well: float) -> tuple[str | None, bool]:
         """The fault to act on, if there is one, and whether all is well."""
-        if not self._answers("/model_info", ANSWER_S):
-            return f"gave no sign of life for {ANSWER_S:g} s", False
-        if self._answers("/health", HEALTH_S):
-            return None, True
-        # A large weight update keeps the engine from generating; only a long standstill is a fault.
+        begun, before = time.monotonic(), self._activity()
+        if self._speaks():
+            self._spoke = True
+            if self._answers("/health", HEALTH_S):
+                return None, True
+        elif self._ending.is_set():
+            return None, False
+        elif died := self._death():
+            return died, False
+        elif not self._worked(before, time.monotonic() - begun):
+            return f"neither answered nor computed for {self._settings.silence_timeout_s:g} s", False
+        # A large weight update keeps the engine from generating, and a loaded machine from answering; only a long
+        # standstill is a fault.
         stuck_s = time.monotonic() - well
         return (f"generated nothing for {stuck_s:.0f} s" if stuck_s > self._settings.hang_timeout_s else None), False
+
+    def _speaks(self) -> bool:
+        """True when the server says in time which model it serves."""
+        until = time.monotonic() + self._settings.silence_timeout_s
+        while (left := until - time.monotonic()) > 0 and not self._death():
+            if self._answers("/model_info", left):
+                return True
+            if self._ending.wait(min(POLL_S, left)):
+                return False
+        # Where the whole machine was paused, time has passed in which the server could not answer.
+        return self._answers("/model_info", LAST_ASK_S)
+
+    def _worked(self, before: Activity | None, seconds: float) -> bool:
+        """True when the process that should have answered was busy meanwhile. Said once until it answers."""
+        now = self._activity()
+        busy = before is not None and now is not None and now.busy_since(before, seconds)
+        if busy and self._spoke:
+            log.warning("the rollout server has not answered for %.0f s, but is at work: it gets more time", seconds)
+            self._spoke = False
+        return busy
+
+    def _activity(self) -> Activity | None:
+        """Of the server's first process, which answers requests; None where it cannot be known."""
+        try:
+            return activity_of(self._server.process.pid)
+        except OSError:
+            return None
 
     def _answers(self, path: str, timeout_s: float) -> bool:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self._api_key}"})

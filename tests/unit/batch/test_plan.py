@@ -99,6 +99,27 @@ def test_the_fewest_micro_batches_that_the_budget_allows() -> None:
     assert partition([], 2, 16) == [[[]], [[]]]
 
 
+def test_micro_batches_that_ranks_lack_are_cut_where_padding_is_saved() -> None:
+    """The middle one of the runs 15, 5 5 3 and 1 has padding. Where none has, the last row of the last goes alone."""
+    assert partition([15, 5, 5, 3, 1], 4, 30) == [[[0]], [[1, 2]], [[3]], [[4]]]
+    assert partition([8, 1, 1, 1], 3, 16) == [[[0]], [[1, 2]], [[3]]]
+    assert partition([8, 1], 3, 16) == [[[0]], [[1]], [[]]]
+
+
+def test_rows_are_looked_at_a_few_times_also_for_hundreds_of_ranks() -> None:
+    class Counted(list[int]):
+        looks = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            Counted.looks += 1
+            return super().__getitem__(index)
+
+    lengths = np.clip(np.random.default_rng(0).lognormal(7, 1.0, 2048).astype(int) + 20, 20, 32768).tolist()
+    shares = partition(Counted(lengths), 512, 32768)
+    assert sorted(i for share in shares for rows in share for i in rows) == list(range(2048))
+    assert Counted.looks < 200 * len(lengths)
+
+
 def test_a_row_longer_than_the_budget_is_an_error_that_names_it() -> None:
     rows = [TrainRow(make_record(sample_id=i, num_sampled=n), 0.0) for i, n in enumerate([3, 30])]
     with pytest.raises(ControllerError, match="sample 1") as error:

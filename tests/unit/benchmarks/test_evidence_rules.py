@@ -1,27 +1,22 @@
-"""The evidence about rules: ratios of known divergence, flips of known rates, thresholds at an age, and the suite."""
+"""The evidence about rules: ratios of known divergence, flips of known rates, and thresholds at an age."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.evidence import length, staleness_figures
+from benchmarks.evidence import length
 from benchmarks.evidence.budget import said, sampler, weights
 from benchmarks.evidence.calibrate import mean_age, thresholds
 from benchmarks.evidence.chain import Divergence, softmax
 from benchmarks.evidence.collapse import Course, Setting, area, logistic, train
-from benchmarks.evidence.flip_depth import BASE, compared, independent
+from benchmarks.evidence.flip_depth import BASE, compared, independent, regrouped
 from benchmarks.evidence.tasks import reasoning
 from moe_trm.errors import ConfigError
-from moe_trm.experiment.arms import Arm
-from moe_trm.experiment.plan import make_plan
-from moe_trm.experiment.states import RunState
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
-from moe_trm.report.run import Run
 
 
 @pytest.mark.parametrize("shape", length.SHAPES)
@@ -45,6 +40,12 @@ def test_flips_of_layers_that_do_not_know_of_one_another() -> None:
     found = compared(replace(BASE, layers=3), "bfloat16", seed=0, rows=2)
     assert found.num_token_layers == 2 * 64 * 3
     assert 0 < found.per_layer.max() <= found.token_any_layer_rate <= found.per_layer.sum()
+
+
+def test_a_row_meets_the_same_experts_alone_and_together_up_to_rounding() -> None:
+    found = regrouped(replace(BASE, layers=2), "float32", seed=0, rows=3)
+    assert found.num_token_layers == 3 * 64 * 2
+    assert found.token_layer_rate < 0.01, "another order of rows would differ nearly everywhere"
 
 
 def update(age: int, seed: int) -> ScoredUpdate:
@@ -133,46 +134,3 @@ def test_a_run_that_may_collapse_takes_its_figures() -> None:
     assert stale.figures[-1, 0] < 1
     assert stale.figures[-1, 2] > 0
     assert len(fresh.rewards) == 8
-
-
-def test_the_suite_compares_what_it_says() -> None:
-    plan = make_plan(staleness_figures.FILE, check=lambda _config, _ranks: None)
-    assert set(staleness_figures.AGAINST) <= set(plan.file.arms)
-    assert len(plan.file.seeds) >= 4
-    assert 24 <= plan.file.steps <= 30
-    assert all(config.task.eval_size >= 512 and config.eval.samples for config in plan.configs.values())
-    allowed = ("correction.", "replay.mode", "pipeline.mode", "pipeline.max_staleness")
-    for arm in plan.file.arms:
-        assert all(key.startswith(allowed) for key in plan.apart(arm)), arm
-        rules = plan.configs[arm].correction.rules
-        assert all(rule.thresholds["ratio"] == "merged" and rule.target_reject_rate is None for rule in rules)
-    assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs), "seed by seed"
-
-
-def arm(name: str, values: dict[int, float]) -> Arm:
-    runs = {}
-    for seed, value in values.items():
-        rows = [
-            {"step": 0, "eval/avg_at_1": 0.4, "eval/accuracy": 0.4},
-            {"step": 24, "eval/avg_at_1": value, "eval/accuracy": value + 0.1, "total/k3_kl": 0.05},
-        ]
-        runs[seed] = Run(Path(name), {"name": name}, rows, ())
-    states = tuple(RunState(run=f"{name}-seed{s}", arm=name, seed=s, state="finished") for s in values)
-    failed = RunState(run=f"{name}-seed9", arm=name, seed=9, state="failed", reason="lost")
-    return Arm(name, runs, (*states, failed))
-
-
-def test_figures_of_the_suite_pair_seeds_and_count_failures() -> None:
-    arms = [arm("none", {0: 0.3, 1: 0.4, 2: 0.5}), arm("TIS", {0: 0.5, 1: 0.6, 2: 0.71, 3: 0.9})]
-    row = staleness_figures.arm_row(arms[1])
-    assert (row["finished"], row["failed"], row["sampled_runs"]) == (4, 1, "0.500 0.600 0.710 0.900")
-    assert row["grad_norm"] == "not measured"
-    first, second = staleness_figures.differences(arms, "none")
-    assert (first["in"], second["in"]) == staleness_figures.METRICS
-    assert (first["difference"], first["pairs"]) == ("TIS - none", 3)
-    assert float(first["mean"]) == pytest.approx(0.61 / 3)
-    assert "1 of 4 runs of none" in str(first["may_be_said"])
-    assert list(staleness_figures.differences(arms, "sync_R3")) == []
-    picture = staleness_figures.draw(arms)
-    assert picture.count("<circle") == 7
-    assert "TIS (4)" in picture

@@ -230,10 +230,10 @@ def test_nothing_needs_to_change_only_with_evidence() -> None:
 
 
 def test_products_over_rows_are_told_where_a_rule_uses_them() -> None:
-    far = {"parts": {"engine": noise(0.15)}, "seed": 1}
-    metrics = measured(**far, rules=({"name": "seq_tis", "ratio": "total"},)) | {"total/chi2_seq": 1e4}  # type: ignore[arg-type]
+    far: dict[str, Any] = {"parts": {"engine": noise(0.15)}, "seed": 1}
+    metrics = measured(**far, rules=({"name": "seq_tis", "ratio": "total"},)) | {"total/chi2_seq": 1e4}
     assert verdict([metrics]).config == "correction.preset=decoupled_geo_rs_token_tis"
-    alone = measured(**far) | {"total/chi2_seq": 1e4, "total/log_ppl_abs_diff": 0.01}  # type: ignore[arg-type]
+    alone = measured(**far) | {"total/chi2_seq": 1e4, "total/log_ppl_abs_diff": 0.01}
     assert verdict([alone]).case == "ok"
 
 

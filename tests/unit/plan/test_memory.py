@@ -31,7 +31,7 @@ QWEN = hf_config("qwen3_30b_a3b")
 
 
 def learner(dtype: str = "bfloat16", recompute: str = "full", **parallel: int) -> LearnerConfig:
-    return LearnerConfig(dtype=dtype, recompute=recompute, parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+    return LearnerConfig.model_validate({"dtype": dtype, "recompute": recompute, "parallel": parallel})
 
 
 def load(world: int = 24, tokens: int = 16384, *, keeps_masks: bool = True) -> Load:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from moe_trm.quickstart.__main__ import Outcome, Trial, trials
 from moe_trm.quickstart.figure import draw
 from moe_trm.quickstart.summary import pooled_mismatch, print_mismatch, read_metrics
+from moe_trm.quickstart.trials import Outcome, Trial, trials
 
 
 def make_run(folder: Path, seed: int) -> Path:
@@ -71,3 +73,9 @@ def test_controls_must_not_learn() -> None:
     assert isinstance(learning, Trial)
     assert [Outcome(frozen, 0.1, after, 1, 80).passed for after in (0.1, 0.12, 0.14)] == [True, True, False]
     assert [Outcome(shuffled, 0.1, after, 1, 80).passed for after in (0.0, 0.19, 0.21)] == [True, True, False]
+
+
+def test_the_command_itself_imports_no_torch() -> None:
+    program = "import sys, moe_trm.quickstart.__main__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 FAKE_SERVER = '''
-"""Serves /health after a while; a child and the server itself ignore SIGTERM when told to."""
+"""Serves /health after a while; a child and the server itself ignore SIGTERM when told to.
+
+It computes or sleeps for so many seconds before it first says which model it serves."""
 import http.server, json, os, signal, subprocess, sys, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 print("server_args", open(options["--config"]).read().strip(), os.environ["SGLANG_USE_CPU_ENGINE"], \
@@ -25,8 +27,16 @@ if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--never" in sys.argv:
     time.sleep(60)
+pending = {name: float(sys.argv[sys.argv.index(name) + 1]) for name in ("--burn", "--doze") if name in sys.argv}
+def take(burn, doze):
+    until = time.monotonic() + burn
+    while time.monotonic() < until:
+        pass
+    time.sleep(doze)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/model_info":
+            take(pending.pop("--burn", 0), pending.pop("--doze", 0))
         if "--chatty" in sys.argv:
             print("chatter " * 50_000, flush=True)
         self.send_response(200); self.end_headers()

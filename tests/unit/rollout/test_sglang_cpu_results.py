@@ -38,6 +38,8 @@ def request(**other: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**plain, **own}, sampling_params=SimpleNamespace(**params))
 
 
+PLAIN = SimpleNamespace(customized_info=None)
+"""The output of a pass about which a request has nothing to say."""
 MAY_END: list[dict[str, Any]] = [
     {"finished_reason": "length"},
     {"to_finish": "abort"},
@@ -93,26 +95,28 @@ def test_the_tokens_that_end_a_request_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("own", "batch", "processor", "output"),
     [
-        ({"finished_reason": "stop"}, None, None, None),
-        ({"kv": SimpleNamespace(mamba_ping_pong_track_buffer=[1])}, None, None, None),
-        ({}, [True], None, None),
-        ({}, None, object(), None),
-        ({}, None, None, {"a": [1]}),
+        ({"finished_reason": "stop"}, None, None, PLAIN),
+        ({"kv": SimpleNamespace(mamba_ping_pong_track_buffer=[1])}, None, None, PLAIN),
+        ({}, [True], None, PLAIN),
+        ({}, None, object(), PLAIN),
+        ({}, None, None, SimpleNamespace(customized_info={"a": [1]})),
+        ({}, None, None, None),
     ],
 )
 def test_what_is_more_to_do_for_a_request_is_done(own: dict[str, Any], batch: Any, processor: Any, output: Any) -> None:
     done = []
     handle = wrap_handling(lambda *arguments: done.append(arguments))
 
-    def handled(req: Any, batch: Any, processor: Any, output: Any) -> None:
-        logits = SimpleNamespace(customized_info=output)
+    def handled(req: Any, batch: Any, processor: Any, logits: Any) -> None:
         of_batch = SimpleNamespace(mamba_track_mask_cpu=batch)
-        handle(SimpleNamespace(decode_offload_manager=processor), req, of_batch, None, 0, logits)
+        handle(SimpleNamespace(decode_offload_manager=processor), req, of_batch, "result", 3, logits)
 
-    handled(request(), None, None, None)
+    handled(request(), None, None, PLAIN)
     assert not done
-    handled(request(**own), batch, processor, output)
-    assert len(done) == 1
+    req = request(**own)
+    handled(req, batch, processor, output)
+    [(_, *others)] = done
+    assert [others[0], *others[2:]] == [req, "result", 3, output]
 
 
 def test_only_requests_with_something_to_send_are_sent() -> None:

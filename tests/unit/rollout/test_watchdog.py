@@ -1,10 +1,11 @@
-"""A server that dies or stops is started again on its port; one that cannot be kept is given up."""
+"""A server that dies, stops or hangs is started again on its port, a late one is not; at last one is given up."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from tests.unit.rollout.test_supervisor import config, wait_until_dead
 
 @pytest.fixture(autouse=True)
 def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("ANSWER_S", 1.0)):
+    for name, seconds in (("POLL_S", 0.05), ("LOOK_S", 0.1), ("LAST_ASK_S", 0.2)):
         monkeypatch.setattr(watchdog_module, name, seconds)
 
 
 def settings(tmp_path: Path, **server: object) -> Config:
     base = config(tmp_path)
-    changed = base.rollout.server.model_copy(update=server)
+    changed = base.rollout.server.model_copy(update={"silence_timeout_s": 0.5, **server})
     return base.model_copy(update={"rollout": base.rollout.model_copy(update={"server": changed})})
 
 
@@ -56,3 +57,29 @@ def test_after_its_last_restart_a_server_is_given_up(tmp_path: Path, pids_file: 
         os.killpg(watchdog.server.process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="given up after 0 restarts"):
             watchdog.wait()
+
+
+def test_a_server_that_is_late_because_it_computes_gets_more_time(
+    tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy = settings(tmp_path, silence_timeout_s=0.3, extra_args=("--burn", "1.2"))
+    with Watchdog(busy, tmp_path / "rollout.log", "key") as watchdog:
+        first = watchdog.server.process.pid
+        until(lambda: "it gets more time" in caplog.text)
+        with urllib.request.urlopen(f"{watchdog.url}/model_info", timeout=20) as answer:
+            assert answer.status == 200
+        assert (watchdog.restarts, watchdog.server.process.pid) == (0, first)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("--doze", "neither answered nor computed for 0.3 s"), ("--burn", "generated nothing for ")]
+)
+def test_a_server_that_sleeps_or_computes_for_ever_hangs(
+    fault: str, said: str, tmp_path: Path, pids_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second one is busy, which is no excuse beyond the longest standstill."""
+    hanging = settings(tmp_path, silence_timeout_s=0.3, hang_timeout_s=0.8, max_restarts=0, extra_args=(fault, "60"))
+    with Watchdog(hanging, tmp_path / "rollout.log", "key") as watchdog:
+        with pytest.raises(EngineError, match="given up after 0 restarts"):
+            watchdog.wait()
+        assert said in caplog.text

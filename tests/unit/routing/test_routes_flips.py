@@ -71,7 +71,8 @@ def test_equals_a_naive_loop(rows: int, layers: int, top_k: int, seed: int) -> N
     rng = np.random.default_rng(seed)
     a, b = (np.argsort(rng.random((rows, layers, 6)), axis=-1)[..., :top_k] for _ in range(2))
     mask = rng.random((rows, layers)) < 0.7
-    kept = [(set(a[t, l].tolist()), set(b[t, l].tolist())) for t in range(rows) for l in range(layers) if mask[t, l]]  # noqa: E741
+    places = [(row, layer) for row in range(rows) for layer in range(layers) if mask[row, layer]]
+    kept = [(set(a[place].tolist()), set(b[place].tolist())) for place in places]
     result = routing.flips(a, b, mask, num_experts=6)
     count = max(len(kept), 1)
     assert result.token_layer_rate == pytest.approx(sum(x != y for x, y in kept) / count)

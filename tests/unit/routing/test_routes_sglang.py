@@ -134,8 +134,9 @@ def test_long_payloads_are_decoded_in_parts() -> None:
 
 
 def test_missing_payload_is_refused() -> None:
+    missing: Any = None
     with pytest.raises(RouteError) as error:
-        decode_payload(None, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)  # type: ignore[arg-type]
+        decode_payload(missing, tokens=TOKENS, num_layers=D, layer_ids=LAYERS, num_experts=E, top_k=K)
     assert error.value.reason == "payload"
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 
-from moe_trm.runtime.fork_server import serve
+from moe_trm.runtime.fork_server import live
 
 if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as listener:
-        serve(listener, sys.stdin.fileno())
+    live(int(sys.argv[1]))

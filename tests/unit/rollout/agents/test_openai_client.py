@@ -35,9 +35,10 @@ def test_random_conversations_of_the_client_are_trained_as_they_were_sampled() -
     async def talk(served: Served, session: LiveSession) -> int:
         address = served.server.open(session)
         history: list[Any] = [user(words(rng))]
+        tools: Any = [TOOL]
         async with openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, max_retries=0) as client:
             for _ in range(rng.randint(2, 8)):
-                answer = await client.chat.completions.create(model="policy", messages=history, tools=[TOOL])  # type: ignore[list-item]
+                answer = await client.chat.completions.create(model="policy", messages=history, tools=tools)
                 message = answer.choices[0].message
                 history.append(message)
                 for call in message.tool_calls or ():

@@ -1,0 +1,207 @@
+"""Figures of a suite of runs from what has run: JSON with every run, a table in Markdown, and a picture.
+
+`python -m benchmarks.evidence.suite_figures [FILE] [--out FOLDER] [--json FILE] [--table FILE] [--picture FILE]`.
+`FILE` is the experiment's, `FOLDER` where it ran. `benchmarks/evidence/suites.py` says what is compared. Differences
+are taken between runs of the same seed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.evidence.suites import SUITES, Figure, Gain, Suite
+from benchmarks.figure import COLOURS, INK, MUTED, circle, document, text
+from benchmarks.options import command_line
+from benchmarks.table import Row, report
+from moe_trm.experiment.arms import Arm, read_arms
+from moe_trm.experiment.commands import about
+from moe_trm.experiment.comparison import Comparison
+from moe_trm.experiment.plan import make_plan
+from moe_trm.experiment.states import States
+from moe_trm.experiment.tables import NOT_MEASURED, Table
+from moe_trm.report.conclusion import Measure
+from moe_trm.report.intervals import around_mean
+from moe_trm.report.run import Run
+from moe_trm.report.scale import short
+
+FILE = Path("benchmarks/evidence/staleness.yaml")
+LEFT, RIGHT, TOP, LINE = 150, 560, 60, 26
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("file", type=Path, nargs="?", default=FILE, help=f"the experiment's file (default: {FILE})")
+    parser.add_argument("--out", type=Path, help="folder of its runs, if not its own")
+    parser.add_argument("--table", type=Path, help="write the tables here, in Markdown")
+    parser.add_argument("--picture", type=Path, help="write the figure here, as SVG")
+    args = parser.parse_args(argv)
+    plan = make_plan(args.file, args.out, lambda _config, _ranks: None)
+    states = States(plan)
+    suite = SUITES[plan.file.name]
+    arms = [arm for arm in read_arms(plan, states) if arm.runs or arm.failed]
+    found = list(comparisons(arms, suite))
+    details = {
+        "experiment": about(plan, states),
+        "arms": {arm.name: {key: own for key, (_, own) in plan.apart(arm.name).items()} for arm in arms},
+        "runs": [
+            {"run": s.run, "state": s.state, "attempts": s.attempts, "reason": s.reason, "earlier": s.earlier}
+            for arm in arms
+            for s in arm.states
+        ],
+    }
+    rows = [*(arm_row(arm, suite) for arm in arms), *map(difference_row, found)]
+    report("Held-out success at the end, by arm; then paired differences", rows, args.json, details)
+    if args.table:
+        parts = [made.markdown() for made in (arm_table(arms, suite), difference_table(found))]
+        args.table.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    if args.picture:
+        args.picture.write_text(draw(arms, suite), encoding="utf-8")
+    return 0
+
+
+def values(arm: Arm, figure: Figure, late: int) -> dict[int, float]:
+    """The finite value of each finished run that has one, by seed."""
+    if figure.by is not None:
+        if figure.by not in arm.evaluations:
+            return {}
+        told = zip(arm.runs, arm.evaluations[figure.by], strict=True)
+        return {seed: sum(own[m] for m in figure.metrics) for seed, own in told if own.keys() >= set(figure.metrics)}
+    found = {}
+    for seed, run in arm.runs.items():
+        parts = [_of(run, metric, late) for metric in figure.metrics]
+        known = [part for part in parts if part is not None]
+        if len(known) == len(parts):
+            found[seed] = sum(known)
+    return found
+
+
+def _of(run: Run, metric: str, late: int) -> float | None:
+    points = [(step, value) for step, value in run.series(metric) if value is not None]
+    if metric.startswith("eval/"):
+        counted = [value for step, value in points if step == run.last_step]
+    else:
+        counted = [value for step, value in points if step >= late]
+    return fmean(counted) if counted else None
+
+
+def arm_row(arm: Arm, suite: Suite) -> Row:
+    """Means over seeds, and each run's value of what is compared."""
+    row: Row = {"arm": arm.name, "finished": len(arm.runs), "failed": len(arm.failed)}
+    for figure in (*suite.compared, *suite.beside):
+        own = values(arm, figure, suite.late).values()
+        row[figure.name] = fmean(own) if own else NOT_MEASURED
+        if figure in suite.compared:
+            row[f"{figure.name}_runs"] = " ".join(f"{value:.4g}" for value in own) or NOT_MEASURED
+    return row
+
+
+def comparisons(arms: Sequence[Arm], suite: Suite) -> Iterator[Comparison]:
+    """Every difference of which a seed has both sides: arm by arm, then between gains."""
+    known = {arm.name: arm for arm in arms}
+    for first, others in suite.against.items():
+        for figure in suite.compared:
+            for other in others or [name for name in known if name != first]:
+                if first in known and other in known:
+                    own = {name: values(known[name], figure, suite.late) for name in (first, other)}
+                    yield from _paired(known[first], own[first], known[other], own[other], figure)
+    for gains in suite.crossings:
+        if all(name in known for gain in gains for name in gain):
+            for figure in suite.compared:
+                before, after = (_gain(known, gain, figure, suite.late) for gain in gains)
+                yield from _paired(*before, *after, figure)
+
+
+def _gain(known: Mapping[str, Arm], gain: Gain, figure: Figure, late: int) -> tuple[Arm, dict[int, float]]:
+    """The difference of two arms as if it were an arm, with its value for each seed that both have."""
+    above, below = (values(known[name], figure, late) for name in gain)
+    both = Arm(" - ".join(gain), {}, tuple(state for name in gain for state in known[name].states))
+    return both, {seed: above[seed] - below[seed] for seed in above.keys() & below.keys()}
+
+
+def _paired(
+    first: Arm, low: Mapping[int, float], other: Arm, high: Mapping[int, float], figure: Figure
+) -> Iterator[Comparison]:
+    pairs = tuple((seed, low[seed], high[seed]) for seed in sorted(low.keys() & high.keys()))
+    if pairs:
+        yield Comparison(Measure(figure.source, figure.metrics), "", first, other, pairs)
+
+
+def difference_row(found: Comparison) -> Row:
+    """A paired difference, and what may be said."""
+    low, high = found.difference.interval or ("none", "none")
+    return {
+        "difference": _name(found),
+        "in": found.measure.words,
+        "pairs": len(found.pairs),
+        "mean": found.difference.mean,
+        "low": low,
+        "high": high,
+        "p": found.difference.p,
+        "may_be_said": found.certainty,
+    }
+
+
+def _name(found: Comparison) -> str:
+    names = (found.other.name, found.first.name)
+    return " - ".join(f"({name})" if " - " in name else name for name in names)
+
+
+def arm_table(arms: Sequence[Arm], suite: Suite) -> Table:
+    """Means over seeds with their intervals."""
+    figures = (*suite.compared, *suite.beside)
+    rows = tuple(
+        (arm.name, arm.told, *(_told(list(values(arm, figure, suite.late).values())) for figure in figures))
+        for arm in arms
+    )
+    note = f"Means over seeds with 95% intervals. What is no evaluation is the mean from step {suite.late} on."
+    return Table("Arms", note, ("arm", "runs", *(figure.source for figure in figures)), rows)
+
+
+def difference_table(found: Sequence[Comparison]) -> Table:
+    """Paired differences, and what may be said."""
+    rows = tuple((_name(each), each.measure.words, str(len(each.pairs)), each.told, each.certainty) for each in found)
+    note = "Between runs of the same seed. Nothing is corrected for the number of comparisons."
+    return Table("Paired differences", note, ("arms", "in", "pairs", "difference", "may be said"), rows)
+
+
+def _told(own: Sequence[float]) -> str:
+    if not own:
+        return NOT_MEASURED
+    interval = around_mean(own)
+    return short(fmean(own)) + (f" [{short(interval[0])}, {short(interval[1])}]" if interval else " (one run)")
+
+
+def draw(arms: Sequence[Arm], suite: Suite) -> str:
+    """SVG: every run as a circle, the mean as a line with its 95% interval, an arm to a line; the first figure."""
+    known = [(arm, list(own.values())) for arm in arms if (own := values(arm, suite.compared[0], suite.late))]
+    low, high = (bound(v for _, own in known for v in own) for bound in (min, max))
+    low, high = max(0.0, low - 0.08), min(1.0, high + 0.08)
+
+    def x(value: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (min(max(value, low), high) - low) / (high - low)
+
+    parts = [text(LEFT, 28, suite.title, size=15, weight=600)]
+    bottom = TOP + LINE * len(known)
+    ticks = [tick / 20 for tick in range(21) if low <= tick / 20 <= high]
+    for tick in ticks:
+        parts.append(f'<path d="M{x(tick):.1f} {TOP - 14}V{bottom - 8}" stroke="#e2e8f0"/>')
+        parts.append(text(x(tick), bottom + 10, f"{tick:.2f}", anchor="middle", colour=MUTED))
+    for place, (arm, found) in enumerate(known):
+        y, colour = TOP + LINE * place, COLOURS[place % len(COLOURS)]
+        parts.append(text(LEFT - 12, y + 4, f"{arm.name} ({len(found)})", anchor="end", colour=INK))
+        interval = around_mean(found)
+        if interval is not None:
+            parts.append(f'<path d="M{x(interval[0]):.1f} {y}H{x(interval[1]):.1f}" stroke="{colour}"/>')
+        parts.append(f'<path d="M{x(fmean(found)):.1f} {y - 7}v14" stroke="{colour}" stroke-width="3"/>')
+        parts += [circle(x(value), y, 4, colour) for value in found]
+    parts.append(
+        text(LEFT, bottom + 32, "circles: runs; bar: mean; line: Student's 95% interval over seeds", colour=MUTED)
+    )
+    return document(parts, RIGHT + 60, bottom + 50)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

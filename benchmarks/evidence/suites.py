@@ -1,0 +1,107 @@
+"""What is compared in each suite of runs: arms, figures, and late steps. Fixed before the runs but where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a run.
+
+    Attributes:
+        name: its column.
+        metrics: their sum. An evaluation counts after the last step, anything else by its mean over the late steps.
+        by: who answered when the run had ended (`evaluations` of the file); None: the run measured it itself.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    by: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The metrics, and who answered."""
+        names = " + ".join(self.metrics)
+        return names if self.by is None else f"{names}, final weights by {self.by}"
+
+
+SAMPLED = Figure("sampled", ("eval/avg_at_1",))
+GREEDY = Figure("greedy", ("eval/accuracy",))
+UNROUNDED = Figure("unrounded", ("eval/avg_at_1",), by="sglang")
+TOTAL_K3 = Figure("total_k3", ("total/k3_kl",))
+ENGINE_K3 = Figure("engine_k3", ("engine/k3_kl",))
+UPDATE_K3 = Figure("update_k3", ("update/k3_kl",))
+TAIL = Figure("tail", ("engine/rollout_is_high_fraction", "engine/rollout_is_low_fraction"))
+"""Share of tokens whose ratio between the engines is above 2 or below 1/2."""
+GRAD_NORM = Figure("grad_norm", ("optimizer/grad_norm",))
+
+Gain = tuple[str, str]
+"""What the first arm has above the second."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The comparisons of an experiment.
+
+    Attributes:
+        title: of the picture, which shows the first figure.
+        late: first step of the means over late steps.
+        against: by the arm that others are compared with, these; all others if there are none.
+        compared: figures with paired differences.
+        beside: figures whose means stand beside them.
+        crossings: two gains, of which the second is compared with the first.
+    """
+
+    title: str
+    late: int
+    against: Mapping[str, tuple[str, ...]]
+    compared: tuple[Figure, ...] = (SAMPLED, GREEDY)
+    beside: tuple[Figure, ...] = (TOTAL_K3, GRAD_NORM)
+    crossings: tuple[tuple[Gain, Gain], ...] = field(default=())
+
+
+SUITES: Mapping[str, Suite] = {
+    "staleness": Suite(
+        "Held-out success of sampled answers after the last step",
+        late=12,
+        # The last two were added when the runs were known.
+        against={
+            "none": (),
+            "sync_R3": (),
+            "TIS": (),
+            "eta2_none": ("eta2_R3_TIS",),
+            "eta4_none": ("eta4_R3_TIS",),
+        },
+    ),
+    "dose": Suite(
+        "Held-out success of sampled answers, by the engine that rounds",
+        late=12,
+        against={"float32": (), "int4": ("int4_R3_TIS",)},
+        compared=(SAMPLED, UNROUNDED, GREEDY, ENGINE_K3, TAIL),
+        beside=(GRAD_NORM,),
+    ),
+    "precision": Suite(
+        "Held-out success of sampled answers after the last step",
+        late=12,
+        against={"float32": (), "bfloat16": ("float16",)},
+        beside=(ENGINE_K3, GRAD_NORM),
+    ),
+    "phase_map": Suite(
+        "Held-out success of sampled answers, by updates, replay and clip",
+        late=7,
+        against={
+            "n1_none": ("n1_R3",),
+            "n4_none": ("n4_R2", "n4_R3"),
+            "n4_R2": ("n4_R3",),
+            "n8_none": ("n8_R2", "n8_R3", "n8_none_noclip"),
+            "n8_R2": ("n8_R3",),
+            "n8_R3": ("n8_R3_noclip",),
+        },
+        compared=(SAMPLED, GREEDY, ENGINE_K3, TAIL, UPDATE_K3),
+        beside=(GRAD_NORM,),
+        crossings=((("n4_R3", "n4_R2"), ("n8_R3", "n8_R2")),),
+    ),
+}
+"""By the name of the experiment."""

@@ -1,0 +1,165 @@
+"""The suites of runs: arms that differ by what they are about alone, and their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence import suite_figures
+from benchmarks.evidence.suites import ENGINE_K3, SAMPLED, SUITES, TAIL, UNROUNDED, Suite
+from moe_trm.experiment.arms import Arm
+from moe_trm.experiment.plan import Plan, make_plan
+from moe_trm.experiment.states import RunState
+from moe_trm.report.run import Row, Run
+
+FOLDER = suite_figures.FILE.parent
+ABOUT = {
+    "staleness": ("correction.", "replay.mode", "pipeline.mode", "pipeline.max_staleness"),
+    "dose": ("correction.", "replay.mode", "rollout.fake_quantization"),
+    "precision": ("learner.dtype", "rollout.server.dtype"),
+    "phase_map": ("learner.minibatches", "replay.mode", "loss.clip_"),
+}
+"""Settings by which the arms of a suite may differ."""
+
+
+@pytest.fixture(scope="module")
+def plans() -> Mapping[str, Plan]:
+    return {name: make_plan(FOLDER / f"{name}.yaml", check=lambda _config, _ranks: None) for name in SUITES}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_compares_what_it_says(plans: Mapping[str, Plan], name: str) -> None:
+    plan, suite = plans[name], SUITES[name]
+    assert plan.file.name == name
+    assert len(plan.file.seeds) >= 3
+    assert suite.late <= plan.file.steps <= 30
+    for config in plan.configs.values():
+        assert config.task.eval_size >= 512
+        assert config.eval.samples
+        assert (config.optimizer.lr, config.train.eval_every) == (1e-4, 0)
+    for arm in plan.file.arms:
+        assert all(key.startswith(ABOUT[name]) for key in plan.apart(arm)), arm
+    compared = {*suite.against, *(other for others in suite.against.values() for other in others)}
+    assert compared | {each for gains in suite.crossings for gain in gains for each in gain} <= set(plan.file.arms)
+    assert suite.compared[0].metrics == (plan.file.primary_metric,)
+    assert {figure.by for figure in suite.compared} <= {None, *plan.file.evaluations}
+    assert [run.seed for run in plan.runs] == sorted(run.seed for run in plan.runs), "seed by seed"
+
+
+def test_rules_of_stale_arms_read_engines_and_lag_in_one(plans: Mapping[str, Plan]) -> None:
+    plan = plans["staleness"]
+    assert len(plan.file.seeds) >= 4
+    rules = [rule for config in plan.configs.values() for rule in config.correction.rules]
+    assert all(rule.thresholds["ratio"] == "merged" and rule.target_reject_rate is None for rule in rules)
+
+
+def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, Plan]) -> None:
+    configs = plans["dose"].configs
+    assert configs["float32"].rollout.fake_quantization is None
+    for config in configs.values():
+        assert (config.learner.dtype, config.rollout.server.dtype) == ("float32", "float32")
+        assert config.pipeline.staleness_limit == 0
+
+
+def test_arms_of_one_precision_have_it_on_both_sides(plans: Mapping[str, Plan]) -> None:
+    for name, config in plans["precision"].configs.items():
+        assert config.learner.dtype == config.rollout.server.dtype == name
+
+
+def test_the_phase_map_compares_arms_that_differ_by_one_thing(plans: Mapping[str, Plan]) -> None:
+    plan, suite = plans["phase_map"], SUITES["phase_map"]
+    clips = {(config.loss.clip_low, config.loss.clip_high) for config in plan.configs.values()}
+    assert len(clips) == 2, "with the clip, and out of reach"
+    for first, others in suite.against.items():
+        for other in others:
+            one, two = plan.configs[first], plan.configs[other]
+            apart = [
+                one.learner.minibatches != two.learner.minibatches,
+                one.replay.mode != two.replay.mode,
+                one.loss.clip_low != two.loss.clip_low,
+            ]
+            assert sum(apart) == 1, (first, other)
+    for name, config in plan.configs.items():
+        updates, mode = name.removeprefix("n").split("_")[:2]
+        assert (config.learner.minibatches, config.replay.mode) == (int(updates), mode)
+        assert config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches >= 16
+
+
+def arm(name: str, own: Mapping[int, float], unrounded: float | None = None) -> Arm:
+    """Finished runs by seed, whose engine k3 is a hundredth of their success, and one that failed."""
+    runs = {}
+    for seed, value in own.items():
+        rows: list[Row] = [
+            {"step": 0, "eval/avg_at_1": 0.4, "eval/accuracy": 0.4},
+            {"step": 1, "engine/k3_kl": 9.0},
+            {"step": 20, "engine/k3_kl": None},
+            {"step": 24, "eval/avg_at_1": value, "eval/accuracy": value + 0.1, "engine/k3_kl": value / 100},
+        ]
+        runs[seed] = Run(Path(name), {"name": name}, rows, ())
+    states = tuple(RunState(run=f"{name}-seed{s}", arm=name, seed=s, state="finished") for s in own)
+    failed = RunState(run=f"{name}-seed9", arm=name, seed=9, state="failed", reason="lost")
+    after = {} if unrounded is None else {"sglang": [{"eval/avg_at_1": unrounded + seed} for seed in own]}
+    return Arm(name, runs, (*states, failed), after)
+
+
+SUITE = Suite("Success", late=12, against={"none": ()}, beside=(ENGINE_K3,))
+
+
+def test_figures_pair_seeds_and_count_failures() -> None:
+    arms = [arm("none", {0: 0.3, 1: 0.4, 2: 0.5}), arm("TIS", {0: 0.5, 1: 0.6, 2: 0.71, 3: 0.9})]
+    row = suite_figures.arm_row(arms[1], SUITE)
+    assert (row["finished"], row["failed"], row["sampled_runs"]) == (4, 1, "0.5 0.6 0.71 0.9")
+    assert float(row["engine_k3"]) == pytest.approx(0.006775), "of late steps alone"
+    first, second = map(suite_figures.difference_row, suite_figures.comparisons(arms, SUITE))
+    assert (first["in"], second["in"]) == ("eval/avg_at_1", "eval/accuracy")
+    assert (first["difference"], first["pairs"]) == ("TIS - none", 3)
+    assert float(first["mean"]) == pytest.approx(0.61 / 3)
+    assert "1 of 4 runs of none" in str(first["may_be_said"])
+    assert list(suite_figures.comparisons(arms[1:], SUITE)) == [], "the arm to compare with has not run"
+    picture = suite_figures.draw(arms, SUITE)
+    assert picture.count("<circle") == 7
+    assert "TIS (4)" in picture
+
+
+def test_answers_after_the_run_are_figures_of_their_own() -> None:
+    suite = Suite("Success", late=12, against={"none": ()}, compared=(UNROUNDED,))
+    arms = [arm("none", {0: 0.3, 2: 0.5}, unrounded=10), arm("int4", {0: 0.1, 1: 0.1, 2: 0.1}, unrounded=20)]
+    assert suite_figures.values(arms[0], UNROUNDED, 12) == {0: 10, 2: 12}
+    assert suite_figures.values(arm("none", {0: 0.3}), UNROUNDED, 12) == {}, "nobody answered"
+    [found] = suite_figures.comparisons(arms, suite)
+    assert list(found.difference.differences) == [10, 10]
+    assert "no claim is possible with 2 seeds" in found.certainty
+
+
+def test_a_figure_of_two_metrics_needs_both() -> None:
+    high, low = TAIL.metrics
+    rows = [{"step": 12, high: 0.1, low: 0.25}, {"step": 24, high: 0.2, low: 0.25}]
+    both, one = (Run(Path("a"), {}, own, ()) for own in (rows, [{"step": 24, high: 0.2}]))
+    assert suite_figures.values(Arm("a", {0: both, 1: one}, ()), TAIL, 12) == {0: pytest.approx(0.4)}
+    assert TAIL.source == f"{high} + {low}"
+
+
+def test_gains_are_compared_where_a_seed_has_all_four_runs() -> None:
+    suite = Suite("Success", 12, {}, (SAMPLED,), crossings=((("n4_R3", "n4_R2"), ("n8_R3", "n8_R2")),))
+    four = [arm("n4_R2", {0: 0.4, 1: 0.4, 2: 0.4}), arm("n4_R3", {0: 0.3, 1: 0.3, 2: 0.3})]
+    eight = [arm("n8_R2", {0: 0.2, 1: 0.2}), arm("n8_R3", {0: 0.4, 1: 0.41, 2: 0.5})]
+    [found] = suite_figures.comparisons([*four, *eight], suite)
+    row = suite_figures.difference_row(found)
+    assert row["difference"] == "(n8_R3 - n8_R2) - (n4_R3 - n4_R2)"
+    assert found.difference.differences == pytest.approx((0.3, 0.31))
+    assert list(suite_figures.comparisons([*four, eight[0]], suite)) == []
+    assert found.difference.interval is not None
+    assert (row["low"], row["high"]) == found.difference.interval
+
+
+def test_tables_say_how_many_runs_and_what_is_not_shown() -> None:
+    arms = [arm("none", {0: 0.3, 1: 0.4, 2: 0.5}), arm("TIS", {0: 0.5, 1: 0.3, 2: 0.5})]
+    arms.append(Arm("late", {}, (RunState(run="late-seed0", arm="late", seed=0, state="failed"),)))
+    told = suite_figures.arm_table(arms, SUITE).markdown()
+    assert "| late | 0 of 1 runs finished, 1 failed | not measured |" in told
+    assert "| none | 3 of 4 runs finished, 1 failed | 0.4 [" in told
+    [sampled, _greedy] = suite_figures.difference_table(list(suite_figures.comparisons(arms, SUITE))).rows
+    assert sampled[0] == "TIS - none"
+    assert sampled[-1].startswith("not shown: the interval holds 0, of the finished runs alone")
