@@ -97,7 +97,7 @@ def one_by_one(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor
 def _products(rows: Tensor, sizes: list[int], matrices: Tensor) -> Tensor:
     """The rows of each expert times its transposed matrix."""
     out = rows.new_empty(len(rows), matrices.shape[1])
-    for own, matrix, into in zip(rows.split(sizes), matrices, out.split(sizes), strict=True):
+    for own, matrix, into in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
         if len(own):
             torch.mm(own, matrix.to(rows.dtype).t(), out=into)
     return out
