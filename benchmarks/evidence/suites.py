@@ -76,7 +76,7 @@ SUITES: Mapping[str, Suite] = {
         },
     ),
     "dose": Suite(
-        "Held-out success of sampled answers, by the engine that rounds",
+        "Held-out success, answered by the engine that rounds",
         late=12,
         against={"float32": (), "int4": ("int4_R3_TIS",)},
         compared=(SAMPLED, UNROUNDED, GREEDY, ENGINE_K3, TAIL),
@@ -89,7 +89,7 @@ SUITES: Mapping[str, Suite] = {
         beside=(ENGINE_K3, GRAD_NORM),
     ),
     "phase_map": Suite(
-        "Held-out success of sampled answers, by updates, replay and clip",
+        "Held-out success by updates, replay and clip",
         late=7,
         against={
             "n1_none": ("n1_R3",),
