@@ -88,6 +88,12 @@ SUITES: Mapping[str, Suite] = {
         against={"float32": (), "bfloat16": ("float16",)},
         beside=(ENGINE_K3, GRAD_NORM),
     ),
+    "decay": Suite(
+        "Held-out success of sampled answers after the last step",
+        late=12,
+        against={"constant_3e-4": ("decay_3e-4",), "constant_1e-4": ("decay_1e-4",)},
+        beside=(ENGINE_K3, UPDATE_K3, GRAD_NORM),
+    ),
     "phase_map": Suite(
         "Held-out success by updates, replay and clip",
         late=7,
