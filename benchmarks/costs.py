@@ -1,21 +1,25 @@
 """Costs of recording, replay, proof and correction on the quickstart's step, by switching them off one by one.
 
-`python -m benchmarks.costs --checkpoint DIR [--rounds 6] [--steps 16] [--json FILE]` makes short runs in turn. Each run
-without a part stands between two with everything on, and is compared with their mean. Every other round is in the
+`python -m benchmarks.costs --checkpoint DIR [--rounds 4] [--steps 10] [--json FILE]` makes short runs. A round has
+every part once switched off, all of them twice, and runs with everything on between; every other round is in the
 opposite order. The learning rate is 0, so that all runs sample from the same policy. Ranks are forks of one process.
 Two servers run, of which one has no recorder of routes: runs without routes sample from it. One waits while the other
-works.
+works. They are started anew after every other round, because two processes that do the same may differ by a percent.
 
-A row has the seconds of a step, and the CPU seconds of all processes of the run (server, controller, ranks) for 1,000
-sampled tokens. Beside them is what the part costs: medians over the rounds of `1 - without / with`, and for the CPU a
-95% interval of the mean. CPU seconds depend less on neighbours than wall clock, and still grow by a third where ten
-processes share two cores: measure on an idle machine. Probes are off in all runs: what they cost is `probe.tokens`'
-choice.
+A run has the seconds of a step, and the CPU seconds of all processes (server, controller, ranks) for 1,000 sampled
+tokens. How long answers are is chance, and moves both by more than a part does. So logarithms of all runs together are
+explained by least squares: what is switched off, the round, and the logarithms of the mean and the longest answer. The
+95% intervals are Student's, from what is left of all runs. CPU seconds depend less on neighbours than wall clock, and
+still grow by a third where ten processes share two cores: measure on an idle machine.
+
+`sync.verify=false` leaves a push as it is and asks for no proof: the digests that ranks make of their tensors stay.
+Probes are off in all runs: what they cost is `probe.tokens`' choice.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import secrets
 import statistics
@@ -23,11 +27,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import orjson
 import psutil
 
@@ -35,15 +40,15 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from launch.warm import warm_server
 from moe_trm.config import load
-from moe_trm.report.intervals import paired
+from moe_trm.report.intervals import Interval, t_quantile
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
 from moe_trm.rollout.sglang import supervisor
 from moe_trm.runtime.warm import WarmProcess
 
 CONFIG = Path("configs/quickstart.yaml")
-SKIPPED = 4
+SKIPPED = 3
 """Steps at the beginning that warm up."""
-PAUSE_S = 0.01
+PAUSE_S = 0.02
 RECORDER = "--enable-return-routed-experts"
 WHOLE = "everything on"
 ROUTES = "routes, their replay and its proof"
@@ -57,6 +62,11 @@ WITHOUT: Mapping[str, tuple[str, ...]] = {
     EVERYTHING: ("sampling_mask.mode=off", "replay.mode=none", "correction.rules=[]", "sync.verify=false"),
 }
 """Parts and the settings without them."""
+ROUND = (
+    WHOLE, "sampling masks", EVERYTHING, ROUTES, WHOLE, "correction", EVERYTHING, "proof of pushes", WHOLE,
+)  # fmt: skip
+"""Runs of a round: most of those that all others are compared with, then of the sum."""
+ROUNDS_OF_SERVERS = 2
 SETTINGS = (
     "optimizer.lr=0.0",
     "probe.every=0",
@@ -68,111 +78,149 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Cost:
-    """One run: the median of its steps' wall seconds, and CPU seconds of all its processes for 1,000 sampled tokens."""
+class Run:
+    """One run: the median of its steps' wall seconds, and CPU seconds of all its processes for 1,000 sampled tokens.
+
+    `length` is the mean length of its answers in tokens, and `longest` the mean of the longest ones of its steps.
+    """
 
     seconds: float
     cpu_seconds: float
+    length: float
+    longest: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a part takes of the whole, with its 95% interval."""
+
+    value: float
+    interval: Interval
+
+
+Make = Callable[[str, int], Run]
+"""Makes the run without a part; the numbers of runs differ."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs are made: the process that forks them, the server of each kind, and the key of both."""
+    """Where runs are made, how long they are, and the process that forks them."""
 
     folder: Path
     checkpoint: str
+    steps: int
     warm: str
     warm_pid: int
-    servers: Mapping[bool, supervisor.Server]
-    """By whether the server records routes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
-    parser.add_argument("--rounds", type=int, default=6, help="runs without each part (default: 6)")
-    parser.add_argument("--steps", type=int, default=16, help="steps of a run (default: 16)")
+    parser.add_argument("--rounds", type=int, default=4, help=f"of {len(ROUND)} runs each (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a run (default: %(default)s)")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, place(args.checkpoint, Path(folder)) as here:
-        found = measured(lambda name, number: run(here, name, number, args.steps), args.rounds)
-    report("Costs of a step's parts, from runs in turn", list(rows(found)), args.json)
+    with tempfile.TemporaryDirectory() as name, warm_server(Path(name) / "warm.log") as warm:
+        address = warm.address()
+        assert warm.pid is not None
+        here = Place(Path(name), args.checkpoint, args.steps, address, warm.pid)
+        found = measured(lambda: serving(here), args.rounds)
+    report("Costs of a step's parts, from runs in turn", list(rows(found)), args.json, {"runs": details(found)})
     return 0
 
 
-def measured(make: Callable[[str, int], Cost], rounds: int) -> dict[str, list[tuple[Cost, Cost]]]:
-    """By part, round by round: the mean of the whole runs before and after, and the run without it.
-
-    `make(name, number)` makes the run without the part `name`; the numbers of runs differ.
-    """
+def measured(serve: Callable[[], AbstractContextManager[Make]], rounds: int) -> list[list[tuple[str, Run]]]:
+    """Round by round, each run with what was switched off. `serve` starts new servers, and makes runs with them."""
     number = itertools.count()
-    make(EVERYTHING, next(number)), make(WHOLE, next(number))  # servers and files warm up
-    found: dict[str, list[tuple[Cost, Cost]]] = {name: [] for name in WITHOUT if name != WHOLE}
-    before = make(WHOLE, next(number))
-    for turn in range(rounds):
-        for name in list(found)[:: -1 if turn % 2 else 1]:
-            cost, after = make(name, next(number)), make(WHOLE, next(number))
-            found[name].append((_mean(before, after), cost))
-            before = after
+    found: list[list[tuple[str, Run]]] = []
+    for first in range(0, rounds, ROUNDS_OF_SERVERS):
+        with serve() as make:
+            make(EVERYTHING, next(number)), make(WHOLE, next(number))  # servers and files warm up
+            for turn in range(first, min(first + ROUNDS_OF_SERVERS, rounds)):
+                order = ROUND[:: -1 if turn % 2 else 1]
+                found.append([(name, make(name, next(number))) for name in order])
     return found
 
 
-def _mean(one: Cost, other: Cost) -> Cost:
-    return Cost((one.seconds + other.seconds) / 2, (one.cpu_seconds + other.cpu_seconds) / 2)
-
-
-def rows(found: Mapping[str, Sequence[tuple[Cost, Cost]]]) -> Iterator[Row]:
-    """A row for each part, after one of the whole runs."""
-    yield {"without": "-", **_medians([base for pairs in found.values() for base, _ in pairs])}
-    for name, pairs in found.items():
-        wall = [1 - cost.seconds / base.seconds for base, cost in pairs]
-        cpu = [1 - cost.cpu_seconds / base.cpu_seconds for base, cost in pairs]
-        row: Row = {"without": name, **_medians([cost for _, cost in pairs])}
-        row |= {"of the step": statistics.median(wall), "of the CPU": statistics.median(cpu)}
-        if (interval := paired(cpu).interval) is not None:
-            row |= {"CPU from": interval[0], "CPU to": interval[1]}
-        yield row
-
-
-def _medians(costs: Sequence[Cost]) -> Row:
+def shares(found: Sequence[Sequence[tuple[str, Run]]], value: Callable[[Run], float]) -> dict[str, Share]:
+    """By part, `1 - without / with`: the logarithms of `value` by least squares over all runs."""
+    runs = [(turn, name, run) for turn, made in enumerate(found) for name, run in made]
+    parts = [name for name in WITHOUT if name != WHOLE]
+    chance = np.log([[run.length, run.longest] for _, _, run in runs])
+    design = np.column_stack(
+        [
+            *(np.array([float(name == part) for _, name, _ in runs]) for part in parts),
+            *(np.array([float(turn == each) for turn, _, _ in runs]) for each in range(len(found))),
+            chance - chance.mean(0),
+        ]
+    )
+    values = np.log([value(run) for _, _, run in runs])
+    effects, _, rank, _ = np.linalg.lstsq(design, values)
+    left, degrees = values - design @ effects, len(runs) - int(rank)
+    spread = np.sqrt(np.diag(np.linalg.pinv(design.T @ design)) * (left @ left) / degrees) * t_quantile(degrees)
     return {
-        "step s": statistics.median(cost.seconds for cost in costs),
-        "CPU s / 1,000 tokens": statistics.median(cost.cpu_seconds for cost in costs),
+        part: Share(1 - math.exp(effect), (1 - math.exp(effect + reach), 1 - math.exp(effect - reach)))
+        for part, effect, reach in zip(parts, effects[: len(parts)], spread[: len(parts)], strict=True)
     }
 
 
+def rows(found: Sequence[Sequence[tuple[str, Run]]]) -> Iterator[Row]:
+    """A row for each part, after one of the whole runs."""
+    of_step, of_cpu = shares(found, lambda run: run.seconds), shares(found, lambda run: run.cpu_seconds)
+    for name in WITHOUT:
+        own = [run for made in found for part, run in made if part == name]
+        row: Row = {
+            "without": "-" if name == WHOLE else name,
+            "runs": len(own),
+            "step s": statistics.median(run.seconds for run in own),
+            "CPU s / 1,000 tokens": statistics.median(run.cpu_seconds for run in own),
+        }
+        if name != WHOLE:
+            row |= _columns("step", of_step[name]) | _columns("CPU", of_cpu[name])
+        yield row
+
+
+def _columns(what: str, share: Share) -> Row:
+    return {f"of the {what}": share.value, f"{what} from": share.interval[0], f"{what} to": share.interval[1]}
+
+
+def details(found: Sequence[Sequence[tuple[str, Run]]]) -> list[Row]:
+    """Every run, for the file."""
+    return [{"round": turn, "without": name, **asdict(run)} for turn, made in enumerate(found) for name, run in made]
+
+
 @contextmanager
-def place(checkpoint: str, folder: Path) -> Iterator[Place]:
-    """Servers and the process of warm ranks, inside the `with`."""
+def serving(place: Place) -> Iterator[Make]:
+    """Servers of both kinds, inside the `with`, and runs with them."""
     key = secrets.token_hex(16)
     with ExitStack() as stack:
-        warm = stack.enter_context(warm_server(folder / "warm.log"))
-        address = warm.address()
-        servers = {records: stack.enter_context(serving(checkpoint, folder, key, records)) for records in (True, False)}
-        assert warm.pid is not None
-        yield Place(folder, checkpoint, address, warm.pid, servers)
+        servers = {records: stack.enter_context(server_of(place, key, records)) for records in (True, False)}
+
+        def make(name: str, number: int) -> Run:
+            return run(place, servers["replay.mode=none" not in WITHOUT[name]], name, number)
+
+        yield make
 
 
 @contextmanager
-def serving(checkpoint: str, folder: Path, key: str, records: bool) -> Iterator[supervisor.Server]:
+def server_of(place: Place, key: str, records: bool) -> Iterator[supervisor.Server]:
     """A server with or without the recorder of routes, which the product always starts."""
     command = supervisor.launch_command
 
     def bare(*args: object, **options: object) -> list[str]:
         return [word for word in command(*args, **options) if word != RECORDER]  # type: ignore[arg-type]
 
-    config = load(CONFIG, [f"model.checkpoint={checkpoint}", "rollout.server.port=0"])
+    config = load(CONFIG, [f"model.checkpoint={place.checkpoint}", "rollout.server.port=0"])
     with nullcontext() if records else patch.object(supervisor, "launch_command", bare):
-        server = supervisor.start_server(config, folder / f"server-{records}.log", key)
+        server = supervisor.start_server(config, place.folder / f"server-{records}.log", key)
     try:
         yield server
     finally:
         server.stop()
 
 
-def run(place: Place, name: str, number: int, steps: int) -> Cost:
+def run(place: Place, server: supervisor.Server, name: str, number: int) -> Run:
     """One run of the quickstart's settings without the part `name`. Raises `SystemExit` when it fails."""
-    server = place.servers["replay.mode=none" not in WITHOUT[name]]
-    folder = place.folder / f"{number}"
+    folder, steps = place.folder / f"{number}", place.steps
     settings = [*SETTINGS, *WITHOUT[name], f"model.checkpoint={place.checkpoint}", f"train.steps={steps}"]
     settings += [f"run_dir={folder.parent}", f"name={folder.name}", f"rollout.url={server.url}"]
     command = ["-m", "moe_trm", "train", str(CONFIG), *settings, "--warm-ranks", place.warm]
@@ -189,9 +237,13 @@ def run(place: Place, name: str, number: int, steps: int) -> Cost:
     if code or begun is None or ended is None:
         raise SystemExit(f"{' '.join(command)}\n{log_path.read_text()[-2000:]}")
     counted = steps_of(folder)[SKIPPED:]
-    tokens = sum(row["response/length_mean"] for row in counted) * answers_of_a_step()
-    seconds = statistics.median(row["time/step_s"] for row in counted)
-    return Cost(seconds, 1000 * (ended - begun) / tokens)
+    lengths = [row["response/length_mean"] for row in counted]
+    return Run(
+        statistics.median(row["time/step_s"] for row in counted),
+        1000 * (ended - begun) / (sum(lengths) * answers_of_a_step()),
+        statistics.fmean(lengths),
+        statistics.fmean(row["response/length_max"] for row in counted),
+    )
 
 
 def answers_of_a_step() -> int:

@@ -6,8 +6,9 @@ and keep it, and this process opens each record, as the controller does. None, o
 that a neighbour slows all alike; the ratio is that of two to one in each pair.
 
 Two processes need two processors, and what the servers and this process use besides takes from the gain: the columns
-of seconds say how much. `--from-memory` leaves the network out: each process reads the same bytes again and again, so
-that the ratio is that of the intake alone.
+of processor seconds say how much. `at most` is the ratio if two processes left no processor idle with all this work.
+`--from-memory` leaves the network out: each process reads the same bytes again and again, so that the ratio is that of
+the intake alone.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from benchmarks.answering_servers import MODEL, answer, answering
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
-from moe_trm.rollout.intake.pulse import state_of
 from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
@@ -53,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-Measured = dict[int, list[tuple[float, float, float]]]
-"""By number of processes: seconds of each measurement, and processor seconds of the intakes and of this process."""
+Took = tuple[float, float, float, float]
+"""Seconds of a measurement, and processor seconds of the intakes, of this process and of the servers."""
+Measured = dict[int, list[Took]]
+"""By number of processes."""
 
 
 async def through_servers(args: object) -> Measured:
@@ -64,11 +68,12 @@ async def through_servers(args: object) -> Measured:
     pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
     measured: Measured = {count: [] for count in (NONE, *COUNTS)}
     with answering([answer(PROMPT, tokens - PROMPT)], OPEN) as urls:
+        servers = psutil.Process().children()
         for pool in pools.values():
             await pool.start()
         for number in range(pairs + 1):  # the first pair warms up
             for count in measured:
-                took = await _measured(pools.get(count), urls, question, answers)
+                took = await _measured(pools.get(count), urls, question, answers, servers)
                 if number:
                     measured[count].append(took)
     for pool in pools.values():
@@ -77,8 +82,8 @@ async def through_servers(args: object) -> Measured:
 
 
 async def _measured(
-    pool: IntakePool | None, urls: Sequence[str], question: Question, answers: int
-) -> tuple[float, float, float]:
+    pool: IntakePool | None, urls: Sequence[str], question: Question, answers: int, servers: Sequence[psutil.Process]
+) -> Took:
     left = iter(range(answers))
 
     async def lane(url: str) -> None:
@@ -90,14 +95,16 @@ async def _measured(
                     body = await http.request("POST", "/generate", question.request)
                     read(body, question, MODEL, None)
 
-    before, own, began = _ticks(pool), time.process_time(), time.perf_counter()
+    intakes = [psutil.Process(process) for process in pool.process_ids] if pool is not None else []
+    before, own, began = (_spent(intakes), _spent(servers)), time.process_time(), time.perf_counter()
     await asyncio.gather(*(lane(url) for url in urls))
     seconds = time.perf_counter() - began
-    return seconds, (_ticks(pool) - before) / os.sysconf("SC_CLK_TCK"), time.process_time() - own
+    return seconds, _spent(intakes) - before[0], time.process_time() - own, _spent(servers) - before[1]
 
 
-def _ticks(pool: IntakePool | None) -> int:
-    return sum(state_of(process)[0] for process in pool.process_ids) if pool is not None else 0
+def _spent(processes: Sequence[psutil.Process]) -> float:
+    """Processor seconds so far."""
+    return float(sum(times.user + times.system for times in (process.cpu_times() for process in processes)))
 
 
 def alone(args: object) -> Measured:
@@ -116,28 +123,31 @@ def alone(args: object) -> Measured:
             for process in processes:
                 assert process.stdout is not None
                 process.stdout.readline()
-            began = time.perf_counter()
             for process in processes:
                 assert process.stdin is not None
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            used = [float(process.communicate()[0]) for process in processes]
-            measured[count].append((time.perf_counter() - began, sum(used), 0.0))
+            told = [[float(word) for word in process.communicate()[0].split()] for process in processes]
+            used, began, ended = zip(*told, strict=True)
+            measured[count].append((max(ended) - min(began), sum(used), 0.0, 0.0))
     return measured
 
 
 def read_again_and_again(tokens: int, answers: int) -> int:
-    """Read `answers` answers once the parent says so, keep each as a block, and print the processor seconds."""
+    """Read `answers` answers once the parent says so, and keep each as a block.
+
+    Prints the processor seconds, and when it began and ended: its own end as a process takes as long as some answers.
+    """
     body, file = answer(PROMPT, tokens - PROMPT), SharedFile()
     writer, question = BlockWriter(file.descriptor), Question({"input_ids": list(range(PROMPT))}, WANTED)
     read(body, question, MODEL, None)
     print("ready", flush=True)
     sys.stdin.readline()
-    began = time.process_time()
+    before, began = time.process_time(), time.monotonic()
     for _ in range(answers):
         _, *buffers = wire.encode(read(body, question, MODEL, None).value)
         file.open(writer.write(buffers))
-    print(time.process_time() - began)
+    print(time.process_time() - before, began, time.monotonic())
     return 0
 
 
@@ -146,7 +156,7 @@ def rows(measured: Measured, answers: int, tokens: int) -> list[Row]:
     size = answers * len(answer(PROMPT, tokens - PROMPT)) / 1e9
     found: list[Row] = []
     for count, took in measured.items():
-        seconds, intake, own = (statistics.median(part) for part in zip(*took, strict=True))
+        seconds, intake, own, servers = (statistics.median(part) for part in zip(*took, strict=True))
         found.append(
             {
                 "processes": count,
@@ -154,15 +164,18 @@ def rows(measured: Measured, answers: int, tokens: int) -> list[Row]:
                 "answers/s": answers / seconds,
                 "intake s/GB": intake / size,
                 "controller s/GB": own / size,
+                "servers s/GB": servers / size,
             }
         )
-    ratios = sorted(one[0] / two[0] for one, two in zip(*(measured[count] for count in COUNTS), strict=True))
-    quarter = len(ratios) // 4
+    pairs = list(zip(*(measured[count] for count in COUNTS), strict=True))
+    ratios = sorted(one[0] / two[0] for one, two in pairs)
+    quarter, cores = len(ratios) // 4, len(os.sched_getaffinity(0))
     found.append(
         {
             "two to one": statistics.median(ratios),
             "lower quartile": ratios[quarter],
             "upper quartile": ratios[-1 - quarter],
+            "at most": statistics.median(one[0] * cores / sum(two[1:]) for one, two in pairs),
             "pairs": len(ratios),
         }
     )

@@ -1,4 +1,4 @@
-"""Weights on their way to the engine, in seconds per GB, beside a copy in memory and one digest.
+"""Weights on their way to the engine, in seconds per GB, beside what memory, folder and processor need at least.
 
 `python -m benchmarks.weights [--gib 2] [--folder DIR] [--rounds 5] [--json FILE]` makes float32 tensors of a mixture of
 experts, exports them as a rank does (`export`: rounded to bfloat16, digested, written in buckets) and reads them back
@@ -6,11 +6,14 @@ as the controller does (`proof`: digests of the files, checksums that the engine
 after the other` and `proof, one after the other` make the same steps without threads and buckets. GB are those of the
 bfloat16 files; all rows are medians of rounds in turn. Beside the seconds are the CPU seconds of all threads: what
 there is to share out, also where neighbours keep the cores busy.
+
+The first rows are limits: the bytes copied in memory, written to the folder and read from it, the cast to bfloat16, and
+one SHA-256. An export has to cast, hash and write; a proof to read and to hash twice, tensor by tensor and as the
+engine joins them. The last rows have both over the sum of these limits on one core: what threads gain is below 1.
 """
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import sys
 import tempfile
@@ -33,6 +36,8 @@ from moe_trm.sync.tensors import HASH_THREADS, tensor_bytes, tensor_digest
 
 EXPERTS, WIDTH, HIDDEN = 32, 768, 2048
 ROUNDING = Rounding("bfloat16")
+LIMITS = {"export": ("cast", "hash", "write"), "proof": ("read", "hash", "hash")}
+"""What each has to do at least with every byte."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="where files go (default: a temporary folder)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # as a rank without a device has
     tensors = dict(experts(int(args.gib * 2**30)))
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         rows = list(measured(tensors, Path(folder), args.rounds))
@@ -65,12 +71,16 @@ def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterat
     folder = folder / "v000001"
     gigabytes = sum(tensor.numel() for tensor in tensors.values()) * 2 / 1e9
     push = WeightPush(1, str(folder), export(tensors, folder))
-    block = torch.cat([tensor.view(-1)[: 1 << 20] for tensor in tensors.values()]).bfloat16()
-    repeated = gigabytes * 1e9 / block.nbytes
+    block = torch.cat([tensor.view(-1)[: 1 << 20] for tensor in list(tensors.values())[:128]]).bfloat16()
+    repeated, wide = gigabytes * 1e9 / block.nbytes, block.float()
+    written, memory = folder / "block", bytearray(block.nbytes)
+    written.write_bytes(tensor_bytes(block))
     ways: dict[str, Callable[[], object]] = {
         "copy in memory": lambda: block.clone(),
-        "one digest (blake2b)": lambda: tensor_digest(block),
-        "one checksum (SHA-256)": lambda: hashlib.sha256(tensor_bytes(block)).hexdigest(),
+        "write": lambda: written.write_bytes(tensor_bytes(block)),
+        "read": lambda: read_again(written, memory),
+        "cast": lambda: wide.bfloat16(),
+        "hash": lambda: tensor_digest(block),
         "export": lambda: export(tensors, folder),
         "export, one after the other": lambda: export_in_turn(tensors, folder / "in-turn.safetensors"),
         "proof": lambda: verified_checksums(push, "bfloat16"),
@@ -93,6 +103,15 @@ def measured(tensors: Mapping[str, Tensor], folder: Path, rounds: int) -> Iterat
             "max": max(wall),
             "CPU s/GB": statistics.median(cpu),
         }
+    for name, parts in LIMITS.items():
+        limits = [sum(times) for times in zip(*([wall for wall, _ in seconds[part]] for part in parts), strict=True)]
+        ratios = [wall / limit for (wall, _), limit in zip(seconds[name], limits, strict=True)]
+        yield {"what": name, "over": " + ".join(parts), "ratio": statistics.median(ratios)}
+
+
+def read_again(path: Path, memory: bytearray) -> None:
+    with path.open("rb", buffering=0) as file:
+        file.readinto(memory)
 
 
 def export(tensors: Mapping[str, Tensor], folder: Path) -> tuple[TensorEntry, ...]:

@@ -67,7 +67,7 @@ def train(
     )
     guard = RateGuard(config.optimizer)
     best = Best(config, folder_of(config, run_dir))
-    steps, every, done = config.train.steps, config.train.eval_every, checkpoints.first_step
+    steps, done = config.train.steps, checkpoints.first_step
     cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
     if saved := checkpoints.load(learner):
         objective.restore(saved["objective"], learner)
@@ -133,7 +133,7 @@ def train(
                     pusher.push(version=step)
                     pushed = step
         with phases.time("eval"):
-            evaluation = rollouts.evaluate(step) if step == steps or (every and step % every == 0) else {}
+            evaluation = rollouts.evaluate(step) if config.train.evaluates_after(step) else {}
             best.offer(step, evaluation, learner)
         batch = joined(arrived)
         measured = objective.take(learner) | probed

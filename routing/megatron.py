@@ -181,7 +181,7 @@ class MegatronReplayer:
         counters = torch.cat((self._counters, self._gates.take()), dim=1)
         self._counters.zero_()
         passes, self._by_sample = self._by_sample, []
-        if group is not None:
+        if group is not None and group.size() > 1:
             torch.distributed.all_reduce(counters, group=group)
         flips = total(passes, len(counters), group, self._device)
         return judge(

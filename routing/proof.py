@@ -16,7 +16,7 @@ from torch import Tensor
 
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.record import RouteRecord
-from routing.replay import layer_columns
+from routing.replay import routes_of_layers
 
 
 def locate(layout: AnyLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -50,13 +50,6 @@ def _locate_packed(layout: PackedLayout) -> tuple[np.ndarray, np.ndarray]:
     shard = len(sequence) // layout.sp_size
     mine = slice(layout.sp_rank * shard, (layout.sp_rank + 1) * shard)
     return sequence[mine], column[mine]
-
-
-def _tokens_of(layout: AnyLayout, sequence: np.ndarray, index: int) -> slice:
-    """Local tokens of one sequence."""
-    if isinstance(layout, PackedLayout):
-        return slice(*np.searchsorted(sequence, [index, index + 1]).tolist())
-    return slice(index, None, layout.batch)
 
 
 def sample_of_tokens(layout: AnyLayout) -> Tensor | None:
@@ -100,14 +93,13 @@ def expected_routes(
     """
     sequence, column = locate(layout)
     routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
-    for index, record in enumerate(records):
-        if record is None:
-            continue
-        wanted = layer_columns(record, layer_ids, num_experts, top_k)
-        mine = _tokens_of(layout, sequence, index)
-        own = column[mine]
-        real = own < record.num_rows
-        routes_NLK[mine][real] = record.experts[own[real]][:, wanted]
+    rows_B = np.array([0 if record is None else record.num_rows for record in records])
+    real = column < rows_B[sequence]
+    if real.any():
+        given = [record for record in records if record is not None]
+        routes_SLK = np.concatenate([routes_of_layers(record, layer_ids, num_experts, top_k) for record in given])
+        first_B = np.cumsum(rows_B) - rows_B
+        routes_NLK[real] = routes_SLK[(first_B[sequence] + column)[real]]
     return {layer: torch.from_numpy(routes_NLK[:, place].astype(np.int64)) for place, layer in enumerate(layer_ids)}
 
 

@@ -246,9 +246,13 @@ def check_rows(
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
     whole = target_ids is None
-    inputs = rows.sequences(input_ids.cpu())
-    targets = inputs if target_ids is None else rows.sequences(target_ids.cpu())
-    for row, (record, tokens) in enumerate(zip(records, inputs, strict=True)):
+    inputs_N = input_ids.cpu().numpy().reshape(-1)
+    targets_N = inputs_N
+    if target_ids is not None:
+        rows.check_shape(target_ids)
+        targets_N = target_ids.cpu().numpy().reshape(-1)
+    for row, (record, (start, stop)) in enumerate(zip(records, rows.spans, strict=True)):
+        tokens = inputs_N[start:stop]
         length = len(tokens) - whole if len(tokens) else 0
         if record is None or length == 0:
             if record is None and length == 0:
@@ -265,7 +269,7 @@ def check_rows(
             raise RouteError(
                 "rows", "wrong number of route rows", where=f"row {row}", got=record.num_rows, expected=length
             )
-        if missing == "reject" and not record.coverage().all():
+        if missing == "reject" and record.covered is not None and not record.covered.all():
             raise RouteError(
                 "rows",
                 "some tokens have no recorded routes",
@@ -277,7 +281,7 @@ def check_rows(
                     "live router."
                 ),
             )
-        ids = np.append(tokens[:length].numpy(), targets[row][-1:].numpy())
+        ids = np.append(tokens[:length], targets_N[stop - 1])
         try:
             record.check_tokens(ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
@@ -293,7 +297,8 @@ def check_rows(
 
 def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> list[int]:
     """Columns of `record.experts` that hold `layer_ids`. Raises `RouteError` when the record is of another model."""
-    missing = sorted(set(layer_ids) - set(record.layer_ids))
+    is_same = record.layer_ids == tuple(layer_ids)
+    missing = [] if is_same else sorted(set(layer_ids) - set(record.layer_ids))
     if missing or len(record.layer_ids) != record.experts.shape[1]:
         raise RouteError(
             "layers",
@@ -312,7 +317,14 @@ def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: in
         raise RouteError(
             "dtype", "wrong integer type for routes", got=record.experts.dtype, expected=expert_dtype(num_experts)
         )
-    return [record.layer_ids.index(layer) for layer in layer_ids]
+    places = range(len(record.layer_ids))
+    return list(places) if is_same else [record.layer_ids.index(layer) for layer in layer_ids]
+
+
+def routes_of_layers(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> np.ndarray:
+    """`[T - 1, layers, K]` of the record, as it is where it has just these layers. Raises as `layer_columns` does."""
+    columns = layer_columns(record, layer_ids, num_experts, top_k)
+    return record.experts if columns == list(range(record.experts.shape[1])) else record.experts[:, columns]
 
 
 def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -346,6 +358,7 @@ def local_targets(
     # One byte an id where that holds them all: the cut moves an eighth of the memory.
     narrow = torch.uint8 if num_experts <= 256 else torch.int32
     routes_PLK = filler.to(narrow).expand(-1, len(layer_ids), -1).clone()
+    places, chosen = [], []
     for row, record in enumerate(records):
         if record is None:
             continue
@@ -358,10 +371,12 @@ def local_targets(
                 got=record.num_rows,
                 expected=f"at most {room}",
             )
-        columns = layer_columns(record, layer_ids, num_experts, top_k)
-        routes_PLK[start : start + record.num_rows] = torch.from_numpy(
-            record.experts[:, columns].astype(np.uint8 if narrow == torch.uint8 else np.int32)
-        )
+        places.append(np.arange(start, start + record.num_rows))
+        chosen.append(routes_of_layers(record, layer_ids, num_experts, top_k))
+    if chosen:
+        # One copy for all rows: one for each would cost more than what it copies.
+        routes_SLK = np.concatenate(chosen).astype(np.uint8 if narrow == torch.uint8 else np.int32, copy=False)
+        routes_PLK[torch.from_numpy(np.concatenate(places))] = torch.from_numpy(routes_SLK)
     # A pipeline chunk may have dense layers only.
     if routes_PLK.numel() and int(routes_PLK.max()) >= num_experts:
         raise RouteError("range", "expert id out of range", got=int(routes_PLK.max()), expected=f"0..{num_experts - 1}")

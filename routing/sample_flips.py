@@ -122,6 +122,7 @@ def total(
         counts = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy().transpose(1, 2, 0).astype(np.int64)
     real = due.any(1)
     keys, place = np.unique(given[real], return_inverse=True)
+    group = None if group is None or group.size() == 1 else group
     everywhere = keys if group is None else _united(keys, group, device)
     table = np.zeros((3, len(everywhere), num_layers), np.int64)
     rows = np.searchsorted(everywhere, keys)[place]

@@ -1,4 +1,4 @@
-"""What is compared in each suite of runs: the arms, the figures, and the late steps. Fixed before the runs but where it says so."""
+"""What is compared in each suite of runs: arms, figures, and late steps. Fixed before the runs but where it says so."""
 
 from __future__ import annotations
 

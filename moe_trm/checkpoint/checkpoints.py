@@ -85,7 +85,7 @@ class Checkpoints:
         """
         settings, last = self._config.checkpoint, step == self._config.train.steps
         stop = self._peers.any(bool(self._interruption.requested)) and not last
-        if stop or (settings.every and (step % settings.every == 0 or last)):
+        if stop or settings.saves_after(step, self._config.train.steps):
             run = capture()
             # The first rank has the books that belong to this step before any rank asks for the next step's samples.
             self._peers.gather(b"")

@@ -1,7 +1,7 @@
 """Causal attention inside each sequence of a pack, in plain torch. Nothing is as large as the pack squared.
 
 Short sequences are rows of a few calls, padded on the right: one call for each would cost more than what it computes.
-Long ones have a call each.
+Long ones have a call each. A pack of short ones alone is a few batched products (`batched_attention`), on a CPU.
 
 Shape letters: T tokens of a pack, P places of all calls, B rows of a call, C columns that ask, S columns that are seen,
 N query heads, G key/value heads, D head dimension.
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moe_trm.learner.batched_attention import Blocks, attend_blocks, blocks_of
+
 TOGETHER = 256
 """Tokens of the longest sequences that share a call, with those of the same octave of length."""
 
@@ -28,6 +30,9 @@ CALL = 2**15
 
 So a call computes less than twice as many columns as it has tokens, and `CALL` over its longest sequence more.
 """
+
+BATCHED = 128
+"""Columns of the rows that are attended in batched products. The weights of longer ones would take much memory."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class AttentionKind:
     sinks: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Calls:
     """The calls that attend a pack.
 
@@ -79,6 +84,9 @@ def attend_within(
         kind: of the layer.
     """
     calls = _calls(tuple(lengths))
+    if _are_batched(calls, query_TND, kind):
+        blocks = _blocks(calls, key_TGD.shape[1])
+        return attend_blocks(query_TND, key_TGD, value_TGD, blocks, kind.scale, kind.columns_before)
     query, key, value = query_TND, key_TGD, value_TGD
     together = len(calls.shapes) < len(lengths)
     if together:
@@ -95,6 +103,13 @@ def attend_within(
     if together:
         return _Collected.apply(context_PND, calls)  # type: ignore[no-untyped-call, no-any-return]
     return context_PND
+
+
+def _are_batched(calls: _Calls, query: Tensor, kind: AttentionKind) -> bool:
+    """True where batched products round as torch's own kernel does: in float32."""
+    is_plain = kind.sinks is None and not kind.dropout
+    is_short = max(columns for _, columns in calls.shapes) <= BATCHED
+    return is_plain and is_short and query.device.type == "cpu" and query.dtype == torch.float32
 
 
 def for_all_heads(heads: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,6 +229,11 @@ def _calls(lengths: tuple[int, ...]) -> _Calls:
             first += columns
     found = (torch.from_numpy(each) for each in (np.concatenate(tokens), places_T, np.concatenate(fillers)))
     return _Calls(tuple(shapes), *found)
+
+
+@lru_cache(maxsize=8)
+def _blocks(calls: _Calls, groups: int) -> Blocks:
+    return blocks_of(calls.shapes, calls.tokens, calls.places, calls.fillers, groups)
 
 
 def _grouped(lengths: Sequence[int]) -> list[list[int]]:

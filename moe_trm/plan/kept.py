@@ -3,7 +3,8 @@
 A tensor counts once, when some operation saves it for its gradient. What an operation saves follows from its formula: a
 product saves both factors, a sum neither. The rules are those of two sets of layers. `fused` are Transformer Engine's
 on a GPU with flash attention. `plain` are those of a CPU (`moe_trm/learner/megatron/cpu_spec.py`), whose norms also
-keep the normed values, and whose attention keeps keys and values repeated for every query head.
+keep the normed values, and whose attention keeps keys and values repeated for every query head. Of short sequences in
+packs it keeps its weights instead, which are about as many.
 
 Letters: d bytes of a number of `learner.dtype`, H hidden size, t tensor-parallel ranks, N query heads, G key/value
 heads, D head dimension, K experts per token, F columns of an expert on a rank, E experts.
@@ -146,8 +147,9 @@ def _attention(hf: Mapping[str, Any], learner: LearnerConfig, kernels: Kernels) 
         found += projected
     rope = hf.get("rope_parameters") or {}
     rotated = dim * float(rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0)
-    # Cosines and sines, once for the queries and once for the keys.
-    return found, 4 * size * rotated
+    # Cosines and sines, once for the queries and once for the keys. Layers share those of a pack.
+    is_shared = kernels == "plain packed" and rotated == dim and not family_of(hf, "config.json").yarn(hf)
+    return found, 0.0 if is_shared else 4 * size * rotated
 
 
 def _view_norm(columns: float, size: int, kernels: Kernels, norms: float, *, frozen: bool) -> float:

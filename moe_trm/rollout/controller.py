@@ -199,13 +199,18 @@ class RolloutController:
         await self._engine.close()
 
     def _admit(self, version: int) -> None:
-        """Admit one more step's groups, eta steps ahead, where sampling overlaps training.
+        """Admit one more step's groups, eta steps ahead where sampling overlaps training.
 
-        Elsewhere the step itself asks for them.
+        Elsewhere the step itself asks for them, unless it surely comes next: the ranks still close the step before.
         """
+        train = self._config.train
         if self.overlaps:
             ahead = version + self._config.pipeline.staleness_limit + 1
-            self._producer.admit_steps(min(ahead, self._config.train.steps))
+        elif not (train.evaluates_after(version) or self._config.checkpoint.saves_after(version, train.steps)):
+            ahead = version + 1
+        else:
+            return
+        self._producer.admit_steps(min(ahead, train.steps))
 
     async def _draw_again(self, step: int, version: int) -> list[Again]:
         """Groups of earlier steps that this one trains again."""

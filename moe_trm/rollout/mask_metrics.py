@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_trm.sampling_mask.codec import encode
-from moe_trm.sampling_mask.record import join
+from moe_trm.sampling_mask.codec import encoded_lengths
+from moe_trm.sampling_mask.record import SamplingMask, join
 from moe_trm.types import RolloutRecord, SamplingParams
+
+MEASURED_IDS = 1 << 20
+"""Kept ids of a step whose encoded bytes are counted, at most by one answer more: deflating all takes long."""
 
 
 def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> dict[str, float]:
@@ -20,7 +23,7 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     | `kept_mass_mean` | the rollout engine's own probability of the kept sets |
     | `violations` | repaired sampled tokens outside their set; rejected ones: `records/rejected/mask_violation` |
     | `top_k` | in force |
-    | `id_bytes_per_token`, `bytes_per_token` | as encoded, without and with the log-probs |
+    | `id_bytes_per_token`, `bytes_per_token` | encoded, without and with log-probs; of the first answers |
     """
     recorded = [(record, record.sampling_mask) for record in records if record.sampling_mask is not None]
     if not recorded:
@@ -31,7 +34,7 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     scored = sizes > 0
     log_mass = np.concatenate([record.full_logprobs - record.rollout_logprobs for record, _ in recorded])[scored]
     vocab_size = 1 + int(max(mask.ids.max(), sampled.max()))
-    without_logprobs = type(mask)(mask.ids, mask.offsets)
+    id_bytes, all_bytes = _bytes_per_token([mask for _, mask in recorded], vocab_size)
     return {
         "sampling_mask/size_mean": float(sizes[scored].mean()),
         "sampling_mask/size_median": float(np.median(sizes[scored])),
@@ -41,6 +44,14 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
         "sampling_mask/violations": float(mask.violations),
         "sampling_mask/top_k": float(params.top_k),
-        "sampling_mask/id_bytes_per_token": len(encode(without_logprobs, sampled, vocab_size)) / len(sizes),
-        "sampling_mask/bytes_per_token": len(encode(mask, sampled, vocab_size)) / len(sizes),
+        "sampling_mask/id_bytes_per_token": id_bytes,
+        "sampling_mask/bytes_per_token": all_bytes,
     }
+
+
+def _bytes_per_token(masks: Sequence[SamplingMask], vocab_size: int) -> tuple[float, float]:
+    """Encoded bytes of a sampled token without log-probs and with them, of the first masks with `MEASURED_IDS` ids."""
+    before = np.cumsum([0, *(len(mask.ids) for mask in masks[:-1])])
+    measured = join([mask for mask, ids in zip(masks, before.tolist(), strict=True) if ids < MEASURED_IDS])
+    bare, whole = encoded_lengths(measured, vocab_size)
+    return bare / measured.num_rows, whole / measured.num_rows

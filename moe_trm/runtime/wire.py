@@ -1,14 +1,19 @@
-"""Messages between the rollout controller and the learner ranks: msgpack for structure, one raw frame per array.
+"""Messages between the rollout controller and the learner ranks: msgpack for structure, raw frames for arrays.
 
 Never pickle.
 
-A message is a list of frames: the msgpack body first, then the buffers its arrays refer to by index. An array that lies
-in shared memory may go as its place instead, for a receiver on the same machine to copy from there.
+A message is a list of frames: the msgpack body first, then the buffers its arrays refer to by index. The first of these
+is that of all small arrays together: a record has ten of them, and a frame costs more than what is in it. An array that
+lies in shared memory may go as its place instead, for a receiver on the same machine to copy from there.
+
+An array is `(index, dtype, shape)`, with its first byte in the frame of small arrays (index 1), or with its place
+(index 0).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +24,9 @@ from moe_trm.runtime.shared_blocks import Place, PlaceReader
 
 T = TypeVar("T")
 
+SMALL_BYTES = 1 << 12
+"""Arrays below go into one frame."""
+_ALIGNMENT = 8
 _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i2", "<i4", "<i8", "<f4", "<f8"})
 
 
@@ -27,20 +35,26 @@ def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = Non
 
     `lend` names the place of arrays that the receiver reads in shared memory (`shared_blocks.place_of`).
     """
-    buffers: list[memoryview] = []
+    small, buffers, num_small = bytearray(), list[memoryview](), 0
 
     def hook(value: object) -> object:
+        nonlocal num_small
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}")
         if value.dtype.str not in _DTYPES:
             raise TypeError(f"cannot send an array of {value.dtype}")
         if lend is not None and (place := lend(value)) is not None:
             return (0, value.dtype.str, value.shape, place)
+        if value.nbytes < SMALL_BYTES:
+            start, num_small = len(small), num_small + 1
+            small.extend(value.tobytes())
+            small.extend(bytes(-len(small) % _ALIGNMENT))
+            return (1, value.dtype.str, value.shape, start)
         buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        return (len(buffers), value.dtype.str, value.shape)
+        return (1 + len(buffers), value.dtype.str, value.shape)
 
     body = msgspec.msgpack.encode(message, enc_hook=hook)
-    return [body, *buffers]
+    return [body, *([memoryview(small).toreadonly()] if num_small or buffers else []), *buffers]
 
 
 def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceReader | None = None) -> T:
@@ -52,14 +66,21 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
     def hook(expected: type, value: Any) -> object:
         if expected is not np.ndarray:
             raise TypeError(f"cannot receive a {expected.__name__}")
-        index, dtype, shape, *lent = value
+        index, dtype, shape, *further = value
         if dtype not in _DTYPES:
             raise ValueError(f"array of {dtype}")
-        if places is not None and index == 0 and len(lent) == 1:
-            return np.frombuffer(places.read(msgspec.convert(lent[0], Place)), dtype=dtype).reshape(shape)
-        if lent or not 1 <= index < len(frames):
+        if places is not None and index == 0 and len(further) == 1:
+            return np.frombuffer(places.read(msgspec.convert(further[0], Place)), dtype=dtype).reshape(shape)
+        if index == 0 or len(further) != (index == 1) or not 1 <= index < len(frames):
             raise ValueError(f"array of {dtype} in frame {index}")
-        return np.frombuffer(frames[index], dtype=dtype).reshape(shape)
+        frame = memoryview(frames[index])
+        if index == 1:
+            first = msgspec.convert(further[0], int)
+            end = first + prod(shape) * np.dtype(dtype).itemsize
+            if not 0 <= first <= end <= len(frame):
+                raise ValueError(f"array of {dtype} and shape {shape} at {first} of {len(frame)} bytes")
+            frame = frame[first:end]
+        return np.frombuffer(frame, dtype=dtype).reshape(shape)
 
     if not frames:
         raise ControllerError("empty message", expected="a msgpack body")

@@ -54,15 +54,25 @@ def encode(mask: SamplingMask, sampled_ids: np.ndarray, vocab_size: int) -> byte
     blocks = [_deflated(_size_bytes(sizes)), _id_bits(mask, sizes, np.asarray(sampled_ids, np.int64), vocab_size)]
     flags = 0
     if mask.logprobs is not None:
-        values, flags = mask.logprobs.astype("<f4"), HAS_LOGPROBS
-        of_single = np.repeat(sizes == 1, sizes)
-        if not values[of_single].view("<u4").any():
-            values, flags = values[~of_single], flags | SINGLES_LEFT_OUT
-        blocks.append(_deflated(np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T).tobytes()))
+        flags, block = _logprob_block(mask.logprobs, sizes)
+        blocks.append(block)
     frame = [_HEADER.pack(VERSION, flags, vocab_size, len(sizes))]
     for block in blocks:
         frame += [_LENGTH.pack(len(block)), block]
     return b"".join(frame)
+
+
+def encoded_lengths(mask: SamplingMask, vocab_size: int) -> tuple[int, int]:
+    """Bytes of `encode` without log-probs and with those of `mask`, whose rows are in ascending order of ids.
+
+    Ids are not written: sizes and vocabulary determine the length of theirs.
+    """
+    sizes = np.diff(mask.offsets)
+    ids = sum(length for _, length in _layouts(sizes, vocab_size).values())
+    bare = _HEADER.size + _LENGTH.size + len(_deflated(_size_bytes(sizes))) + _LENGTH.size + ids
+    if mask.logprobs is None:
+        return bare, bare
+    return bare, bare + _LENGTH.size + len(_logprob_block(mask.logprobs, sizes)[1])
 
 
 def decode(data: bytes, sampled_ids: np.ndarray) -> SamplingMask:
@@ -194,6 +204,15 @@ def _inflated(block: bytes, limit: int) -> bytes:
     return raw
 
 
+def _logprob_block(logprobs: np.ndarray, sizes: np.ndarray) -> tuple[int, bytes]:
+    """Flags and block of the log-probs."""
+    values, flags = logprobs.astype("<f4"), HAS_LOGPROBS
+    of_single = np.repeat(sizes == 1, sizes)
+    if not values[of_single].view("<u4").any():
+        values, flags = values[~of_single], flags | SINGLES_LEFT_OUT
+    return flags, _deflated(np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T).tobytes())
+
+
 def _size_bytes(sizes: np.ndarray) -> bytes:
     small: bytes = np.minimum(sizes, _ESCAPE).astype(np.uint8).tobytes()
     return small + bytes(sizes[sizes >= _ESCAPE].astype("<u4").tobytes())
@@ -224,18 +243,28 @@ def _id_bits(mask: SamplingMask, sizes: np.ndarray, sampled_S: np.ndarray, vocab
     return b"".join(parts)
 
 
+def _layouts(sizes: np.ndarray, vocab_size: int) -> dict[int, tuple[_Layout, int]]:
+    """The layout of the rows of each size, ascending, and the bytes of all of them together."""
+    found, counts = np.unique(sizes[sizes > 1], return_counts=True)
+    chosen = {size: _Layout.of(size - 1, vocab_size - 1) for size in found.tolist()}
+    return {
+        size: (layout, -(-count * layout.bits // 8))
+        for (size, layout), count in zip(chosen.items(), counts.tolist(), strict=True)
+    }
+
+
 def _ids(block: bytes, sizes: np.ndarray, offsets: np.ndarray, sampled_S: np.ndarray, vocab_size: int) -> np.ndarray:
     reader = _Reader(block)
-    layouts = {size: _Layout.of(size - 1, vocab_size - 1) for size in np.unique(sizes[sizes > 1]).tolist()}
-    lengths = {size: -(-int((sizes == size).sum()) * layout.bits // 8) for size, layout in layouts.items()}
-    if sum(lengths.values()) != len(block):
-        raise _damaged(f"{len(block)} bytes of ids", f"{sum(lengths.values())}")
+    layouts = _layouts(sizes, vocab_size)
+    total = sum(length for _, length in layouts.values())
+    if total != len(block):
+        raise _damaged(f"{len(block)} bytes of ids", f"{total}")
     ids = np.empty(offsets[-1], np.int64)
     single = sizes == 1
     ids[offsets[:-1][single]] = sampled_S[single]
-    for size, layout in layouts.items():
+    for size, (layout, length) in layouts.items():
         rows = np.flatnonzero(sizes == size)
-        packed = np.frombuffer(reader.take(lengths[size]), np.uint8)
+        packed = np.frombuffer(reader.take(length), np.uint8)
         others = layout.read(np.unpackbits(packed, count=len(rows) * layout.bits).reshape(len(rows), layout.bits))
         sampled = sampled_S[rows, None]
         kept = np.sort(np.concatenate([others + (others >= sampled), sampled], axis=1), axis=1)

@@ -40,7 +40,8 @@ class SamplingMask:
     def ascending(self) -> SamplingMask:
         """The same sets with the ids of each row in ascending order."""
         row = np.repeat(np.arange(self.num_rows), np.diff(self.offsets))
-        order = np.lexsort((self.ids, row))
+        # Pairs as single numbers are sorted once, not by one key after the other.
+        order = np.argsort((row << 32) + self.ids, kind="stable")
         logprobs = None if self.logprobs is None else self.logprobs[order]
         return replace(self, ids=self.ids[order], logprobs=logprobs)
 
@@ -77,12 +78,14 @@ class SamplingMask:
             )
         row_of = np.repeat(np.arange(rows), sizes)
         keys = row_of.astype(np.int64) * vocab_size + self.ids
-        if len(np.unique(keys)) != len(keys):
+        # Rows in ascending order need no sort to be seen to be distinct.
+        if (keys[1:] <= keys[:-1]).any() and len(np.unique(keys)) != len(keys):
             raise RecordRejected("mask_duplicate", "a token id is kept twice at one position", expected="distinct ids")
-        inside = np.zeros(rows, dtype=bool)
-        inside[row_of[self.ids == np.asarray(sampled_ids)[row_of]]] = True
-        inside |= sizes == 0
-        if not inside.all():
+        hits = self.ids == np.asarray(sampled_ids)[row_of]
+        # No id is twice in its row, so there is one hit in each row that has its sampled id.
+        if np.count_nonzero(hits) != np.count_nonzero(sizes):
+            inside = sizes == 0
+            inside[row_of[hits]] = True
             position = int(np.argmin(inside))
             raise RecordRejected(
                 "mask_violation",

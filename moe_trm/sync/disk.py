@@ -14,19 +14,19 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_trm.errors import CheckpointError, SyncError
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
-from moe_trm.sync.tensors import HASH_THREADS, tensor_digest
+from moe_trm.sync.shard import write_tensors
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, in_lots, tensor_digest
 
 MANIFEST = "push.json"
 INDEX = "model.safetensors.index.json"
@@ -58,6 +58,7 @@ def write_buckets(
     rounding: Rounding,
     *,
     bucket_bytes: int = BUCKET_BYTES,
+    lot_bytes: int = LOT_BYTES,
 ) -> tuple[TensorEntry, ...]:
     """As `write_shard`, in files of about `bucket_bytes`: one is digested and written while the next is made.
 
@@ -67,28 +68,30 @@ def write_buckets(
         tensors: Hugging Face names and values; two buckets are held at most.
         rounding: of the weights.
         bucket_bytes: a file ends with the tensor that reaches it.
+        lot_bytes: what a thread digests at once; files that are smaller are made without threads.
     """
-    with _Writer(folder, rounding) as writer:
-        for number, bucket in enumerate(_buckets(_rounded(tensors, rounding), bucket_bytes)):
-            writer.begin(f"{stem}{f'-{number:04d}' if number else ''}.safetensors", bucket)
+    with _Writer(folder, rounding, lot_bytes) as writer:
+        sized = (((name, tensor), tensor.nbytes) for name, tensor in _rounded(tensors, rounding))
+        for number, bucket in enumerate(in_lots(sized, bucket_bytes)):
+            writer.begin(f"{stem}{f'-{number:04d}' if number else ''}.safetensors", dict(bucket))
         return writer.finished()
 
 
 @dataclass(frozen=True)
 class _Written:
-    """A file that is being written, and the digests of its tensors."""
+    """A file that is being written, and the digests of its tensors, lot by lot."""
 
     file: str
     tensors: Mapping[str, Tensor]
-    digests: Mapping[str, Future[str]]
+    digests: Sequence[Future[dict[str, str]]]
     done: Future[None]
 
 
 class _Writer:
-    """Digests and writes files in other threads, one file after the other."""
+    """Digests and writes files in other threads, one file after the other; small ones at once."""
 
-    def __init__(self, folder: Path, rounding: Rounding) -> None:
-        self._folder, self._rounding = folder, rounding
+    def __init__(self, folder: Path, rounding: Rounding, lot_bytes: int = LOT_BYTES) -> None:
+        self._folder, self._rounding, self._lot_bytes = folder, rounding, lot_bytes
         self._hashing, self._disk = ThreadPoolExecutor(HASH_THREADS), ThreadPoolExecutor(1)
         self._pending: deque[_Written] = deque()
         self._entries: list[TensorEntry] = []
@@ -103,47 +106,43 @@ class _Writer:
 
     def begin(self, file: str, tensors: dict[str, Tensor]) -> None:
         """Start a file, once the one before is finished."""
-        digests = {name: self._hashing.submit(tensor_digest, tensor) for name, tensor in tensors.items()}
-        done = self._disk.submit(save_file, tensors, self._folder / file, metadata={"format": "pt"})
+        if sum(tensor.nbytes for tensor in tensors.values()) < self._lot_bytes:
+            self._finish(left=0)
+            write_tensors(self._folder / file, tensors)
+            self._enter(file, tensors, _digests(tensors.items()))
+            return
+        lots = in_lots((((name, tensor), tensor.nbytes) for name, tensor in tensors.items()), self._lot_bytes)
+        digests = [self._hashing.submit(_digests, lot) for lot in lots]
+        done = self._disk.submit(write_tensors, self._folder / file, tensors)
         self._pending.append(_Written(file, tensors, digests, done))
-        while len(self._pending) > 1:
-            self._finish(self._pending.popleft())
+        self._finish(left=1)
 
     def finished(self) -> tuple[TensorEntry, ...]:
         """Entries of all files, once they are written."""
-        while self._pending:
-            self._finish(self._pending.popleft())
+        self._finish(left=0)
         return tuple(self._entries)
 
-    def _finish(self, written: _Written) -> None:
-        written.done.result()
+    def _finish(self, left: int) -> None:
+        """Wait until all files but the last `left` are written."""
+        while len(self._pending) > left:
+            written = self._pending.popleft()
+            written.done.result()
+            digests = {name: digest for lot in written.digests for name, digest in lot.result().items()}
+            self._enter(written.file, written.tensors, digests)
+
+    def _enter(self, file: str, tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         self._entries += [
-            TensorEntry(
-                name,
-                written.file,
-                self._rounding.dtype_of(name),
-                tuple(tensor.shape),
-                written.digests[name].result(),
-            )
-            for name, tensor in written.tensors.items()
+            TensorEntry(name, file, self._rounding.dtype_of(name), tuple(tensor.shape), digests[name])
+            for name, tensor in tensors.items()
         ]
+
+
+def _digests(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in tensors}
 
 
 def _rounded(tensors: Iterable[tuple[str, Tensor]], rounding: Rounding) -> Iterator[tuple[str, Tensor]]:
     return ((name, rounding.pushed(name, tensor)) for name, tensor in tensors)
-
-
-def _buckets(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
-    bucket: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        bucket[name] = tensor
-        size += tensor.nbytes
-        if size >= most:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket
 
 
 def finish_push(directory: str, entries: tuple[TensorEntry, ...], version: int, checkpoint: str) -> WeightPush:

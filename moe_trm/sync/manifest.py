@@ -8,8 +8,8 @@ import msgspec
 class TensorEntry(msgspec.Struct, frozen=True):
     """One Hugging Face tensor of a push.
 
-    `file` is relative to the push folder (empty for the distributed method). `digest` is the blake2b-16 hex digest of
-    the bytes in the engine's dtype, computed by the owning rank from its memory.
+    `file` is relative to the push folder (empty for the distributed method). `digest` is that of
+    `moe_trm.sync.tensors.tensor_digest`, of the bytes in the engine's dtype, made by the owning rank from its memory.
     """
 
     name: str

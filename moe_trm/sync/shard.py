@@ -1,4 +1,4 @@
-"""Tensors of a pushed safetensors file, each by its name, in any thread.
+"""Pushed safetensors files: written from where the tensors are, and read each by its name, in any thread.
 
 `safe_open(..., framework="pt").get_tensor` of safetensors 0.5 to 0.8 never frees two integers of each tensor, 64 bytes.
 A controller that proves a push of 20,000 tensors at every step would grow by more than a megabyte a step, so pushes are
@@ -8,20 +8,57 @@ read here.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from io import FileIO
+from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_trm.sync.rounding import DTYPES
+from moe_trm.sync.tensors import tensor_bytes
 
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": DTYPES["float16"]}
 """Of a push, by their names in a safetensors header."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_BUFFERS = 512
+"""Buffers of one call of the system, which takes 1,024."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file of these tensors, of the dtypes of a push. Wide types come first, so that every tensor is aligned.
+
+    The writer of safetensors takes as long for the names and addresses of small tensors as for all of their bytes.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    buffers = [tensor_bytes(tensors[name]) for name in order]
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, buffer in zip(order, buffers, strict=True):
+        begin, end = end, end + len(buffer)
+        fields[name] = _Place(_NAMES[tensors[name].dtype], tuple(tensors[name].shape), (begin, end))
+    header = msgspec.json.encode(fields)
+    header += b" " * (-len(header) % _LENGTH_BYTES)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file.fileno(), [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers])
+
+
+def _write_all(file: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """One call of the system writes 2 GiB at most, and may write less than it is given."""
+    waiting = deque(memoryview(buffer) for buffer in buffers)
+    while waiting:
+        written = os.writev(file, list(islice(waiting, _MOST_BUFFERS)))
+        while waiting and written >= len(waiting[0]):
+            written -= len(waiting.popleft())
+        if written:
+            waiting[0] = waiting[0][written:]
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -30,6 +67,27 @@ class _Place(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+class Stored(NamedTuple):
+    """The bytes of a tensor, and what they are."""
+
+    data: memoryview
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Memory:
+    """Bytes that one tensor after the other is read into: new ones cost as much as the copy."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """`[size]`, the same as before if they are enough: what was read into them is gone."""
+        if len(self._bytes) < size:
+            self._bytes = np.empty(size, np.uint8)
+        return self._bytes[:size]
 
 
 class Shard:
@@ -59,7 +117,12 @@ class Shard:
         self._file.close()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`.
+        """The tensor `name`. Raises as `read` does."""
+        stored = self.read(name, Memory())
+        return torch.frombuffer(stored.data, dtype=stored.dtype).reshape(stored.shape)
+
+    def read(self, name: str, memory: Memory) -> Stored:
+        """The bytes of the tensor `name`, in `memory` of the calling thread.
 
         Raises:
             OSError: the file cannot be read.
@@ -77,18 +140,17 @@ class Shard:
         )
         if dtype is None or not fits or not 0 <= first < last <= size:
             raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
-        data = bytearray(last - first)
+        data = memory.take(last - first).data
         if _read_into(self._file.fileno(), data, self._begin + first) != len(data):
             raise ValueError(f"the file ends within {name}")
-        return torch.frombuffer(data, dtype=dtype).reshape(place.shape)
+        return Stored(data, dtype, place.shape)
 
 
-def _read_into(file: int, data: bytearray, offset: int) -> int:
+def _read_into(file: int, data: memoryview, offset: int) -> int:
     """Bytes read: one call of the system reads 2 GiB at most."""
     read = 0
-    with memoryview(data) as view:
-        while read < len(view) and (count := os.preadv(file, [view[read:]], offset + read)):
-            read += count
+    while read < len(data) and (count := os.preadv(file, [data[read:]], offset + read)):
+        read += count
     return read
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-HASH_THREADS = min(8, os.cpu_count() or 1)
+T = TypeVar("T")
+
+HASH_THREADS = min(8, len(os.sched_getaffinity(0)))
 """Threads that hash at the same time: hashing frees the interpreter, and is slower than memory by far."""
+LOT_BYTES = 32 << 20
+"""Bytes that a thread takes at once. What is smaller in all is done without threads: they would wait for each other."""
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -18,5 +24,27 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """blake2b-16 hex digest of a tensor's bytes: what a push manifest holds."""
-    return hashlib.blake2b(tensor_bytes(tensor), digest_size=16).hexdigest()
+    """The first 16 bytes of the SHA-256 of a tensor's bytes, in hex: what a push manifest holds.
+
+    Processors have instructions for SHA-256, and the engine's checksums are made with it.
+    """
+    return bytes_digest(tensor_bytes(tensor))
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """`tensor_digest` of a tensor with these bytes."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def in_lots(items: Iterable[tuple[T, int]], most: int = LOT_BYTES) -> Iterator[list[T]]:
+    """Items with their bytes, in runs of about `most`: a run ends with the item that reaches it."""
+    lot: list[T] = []
+    size = 0
+    for item, num_bytes in items:
+        lot.append(item)
+        size += num_bytes
+        if size >= most:
+            yield lot
+            lot, size = [], 0
+    if lot:
+        yield lot

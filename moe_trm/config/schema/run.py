@@ -25,6 +25,10 @@ class TrainConfig(Section):
     """`moe-trm train`: restarts of learner ranks that died, from the newest checkpoint; 0: the run ends, and the same
     command goes on later. An error that can only repeat ends the run at once."""
 
+    def evaluates_after(self, step: int) -> bool:
+        """True where the run evaluates after training step `step`; 0: before the first."""
+        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
+
 
 class CheckpointConfig(Section):
     """The saved state of a run, from which it continues after any end."""
@@ -42,6 +46,10 @@ class CheckpointConfig(Section):
     export_every: Count = 0
     """Training steps between Hugging Face checkpoints of the weights alone (`hf-000100`), all
     of which are kept; 0: none."""
+
+    def saves_after(self, step: int, last: int) -> bool:
+        """True where a run of `last` steps saves its state after training step `step`."""
+        return bool(self.every) and (step % self.every == 0 or step == last)
 
 
 class RecordConfig(Section):

@@ -18,19 +18,22 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from moe_trm.learner.megatron.rotation import Rotation
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within, for_all_heads
 from routing.layout import Layout
 
 
 @dataclass
 class PlainPack(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, for layers whose rotary angles are made of positions: lengths, and no starts.
+    """Megatron's description of a pack, for layers whose angles are made of positions: lengths, and no starts.
 
     Attributes:
         lengths: places of each sequence, alignment included.
+        rotation: of queries and keys, where the layers do not get angles to rotate them themselves; set by the model.
     """
 
     lengths: tuple[int, ...] = ()
+    rotation: Rotation | None = None
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
@@ -91,8 +94,12 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         Each sequence by itself. Where ranks share sequences, every rank gathers all keys and values.
         """
         group = parallel_state.get_context_parallel_group()
-        is_plain = isinstance(parameters, PlainPack)
-        lengths = parameters.lengths if is_plain else parameters.cu_seqlens_q.diff().tolist()
+        if isinstance(parameters, PlainPack):
+            lengths = parameters.lengths
+            if parameters.rotation is not None:
+                query, key = parameters.rotation.apply(query), parameters.rotation.apply(key)
+        else:
+            lengths = parameters.cu_seqlens_q.diff().tolist()
         if group.size() == 1:
             return attend_within(query, key, value, lengths, self.kind()).flatten(1)
         own = [length // group.size() for length in lengths]

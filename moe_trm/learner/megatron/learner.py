@@ -79,6 +79,7 @@ class MegatronLearner(LearnerBase):
         self._temperature, self._device = temperature, device
         self._modules = [module for chunk in wrapped for module in chunk.modules()]
         self._schedule = Schedule(wrapped, parts, replayer, device)
+        self._has_gradients = True
 
     @torch.no_grad()
     def score(
@@ -118,7 +119,9 @@ class MegatronLearner(LearnerBase):
             return objective(index, replace(scores, router_shift=router_shift))
 
         self._train(True)
-        self._optimizer.zero_grad()
+        if self._has_gradients:
+            self._optimizer.zero_grad()
+        self._has_gradients = True
         with self._snapshots.computing():
             planes, _ = self._schedule.run(batches, sources, scoring_of, loss)
             if not self._parts.on_last_stage:
@@ -130,6 +133,7 @@ class MegatronLearner(LearnerBase):
             self._verify(batches, sources, partial(self._look, batches))
         result = self._optimizer.step(lr_scale)
         self._optimizer.zero_grad()
+        self._has_gradients = False
         return result
 
     def _train(self, mode: bool) -> None:

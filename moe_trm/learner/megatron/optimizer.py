@@ -130,7 +130,7 @@ class GuardedOptimizer(Steps):
         self.megatron.prepare_grads()
         # Megatron's step finds these gradients as they are left here.
         cosine = None if self._alignment is None else self._alignment.apply(self._gradients(), self._inner)
-        norm, lr = float(self.megatron.get_grad_norm()), lr_scale * self.lr
+        norm, lr = self._norm(), lr_scale * self.lr
         applied = False
         if math.isfinite(norm):
             for group in self.megatron.param_groups:
@@ -138,6 +138,20 @@ class GuardedOptimizer(Steps):
             self._clip(norm)
             applied = bool(self.megatron.step_with_ready_grads())
         return self.finish(norm, lr, applied=applied, cosine=cosine)
+
+    def _norm(self) -> float:
+        """Of the gradient of the whole model, each parameter once. On a CPU Megatron makes calls for each tensor."""
+        if self._device.type != "cpu":
+            return float(self.megatron.get_grad_norm())
+        total = 0.0
+        for part in self._parts:
+            own = part.get_main_grads_for_grad_norm()
+            norms = torch.stack(torch._foreach_norm(own)) if own else torch.zeros(1)
+            square = norms.double().square().sum()
+            if (group := part.get_grad_stats_parallel_group()).size() > 1:
+                dist.all_reduce(square, group=group)
+            total += float(square)
+        return math.sqrt(total)
 
     def _clip(self, norm: float) -> None:
         """Megatron's clipping. Its own `step` would prepare the gradients and take their norm once more."""

@@ -16,6 +16,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_trm.errors import SyncError
@@ -99,6 +100,7 @@ class EngineChecksums:
             fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
         }
         self._taken = dict.fromkeys(self._order, 0)
+        self._as_is = {fused: self._kept_dtype(fused, parts) for fused, parts in self._order.items()}
         self._held: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -111,6 +113,20 @@ class EngineChecksums:
             tensor, stacked = self._held.pop(part), _STACKED.fullmatch(part)
             self._hash(fused, tensor.mT if stacked and not stacked[3] else tensor)
             self._taken[fused] += 1
+
+    def add_bytes(self, name: str, data: memoryview, dtype: torch.dtype) -> bool:
+        """Take the next tensor of its engine tensor by its bytes, once.
+
+        False where they are not what the engine hashes, because it casts, turns or pads the tensor, or where others
+        come first: then nothing is taken.
+        """
+        fused = self._tensor_of[name]
+        place = self._taken[fused]
+        if self._as_is[fused] != dtype or self._order[fused][place] != name:
+            return False
+        self._hashers[fused].update(data)
+        self._taken[fused] = place + 1
+        return True
 
     def parts(self) -> tuple[Sequence[str], ...]:
         """The parts of each engine tensor, in order."""
@@ -125,10 +141,19 @@ class EngineChecksums:
             )
         return {fused: hasher.hexdigest()[:16] for fused, hasher in self._hashers.items()}
 
+    def _dtypes(self, fused: str) -> tuple[torch.dtype, torch.dtype]:
+        """Of the engine's arithmetic, and of the tensor as it holds it."""
+        dtype = DTYPES[Rounding(self._dtype).dtype_of(fused)]
+        return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
+
+    def _kept_dtype(self, fused: str, parts: Sequence[str]) -> torch.dtype | None:
+        """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
+        dtype, held = self._dtypes(fused)
+        return dtype if dtype == held and fused not in _VOCAB and not _STACKED.fullmatch(parts[0]) else None
+
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
-        dtype = DTYPES[Rounding(self._dtype).dtype_of(fused)]
-        held = DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
+        dtype, held = self._dtypes(fused)
         hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE

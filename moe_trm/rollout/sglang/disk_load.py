@@ -5,36 +5,49 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from math import prod
 from pathlib import Path
+
+import torch
 
 from moe_trm.errors import EngineError, EngineLost, SyncError
 from moe_trm.rollout.sglang.api import EngineApi, check_version, check_weights, paused
 from moe_trm.rollout.sglang.checksum import EngineChecksums
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import DTYPES
-from moe_trm.sync.shard import Shard
-from moe_trm.sync.tensors import HASH_THREADS, tensor_digest
+from moe_trm.sync.shard import Memory, Shard
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots
 
 
-def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dict[str, str]:
+def verified_checksums(
+    push: WeightPush, dtype: str, device: str = "cpu", *, lot_bytes: int = LOT_BYTES
+) -> dict[str, str]:
     """Read every tensor once and check it against the manifest, engine tensors side by side in several threads.
+
+    A thread takes about `lot_bytes` at once; a push of one lot needs no threads.
 
     Returns the checksums that an engine in `dtype` on `device` must report. Raises `SyncError` naming the tensors whose
     file differs from the writer's memory.
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     entries = {entry.name: entry for entry in push.tensors}
-    with ExitStack() as opened, ThreadPoolExecutor(HASH_THREADS) as pool:
+    sized = ((parts, sum(_num_bytes(entries[name]) for name in parts)) for parts in checksums.parts())
+    lots = list(in_lots(sized, lot_bytes))
+    with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
 
-        def damaged_in(names: Sequence[str]) -> list[str]:
-            return [name for name in names if not _take(push, entries[name], shards, checksums)]
+        def damaged_in(lot: Sequence[Sequence[str]]) -> list[str]:
+            memory, names = Memory(), chain.from_iterable(lot)
+            return [name for name in names if not _take(push, entries[name], shards, checksums, memory)]
 
-        damaged = sorted(chain.from_iterable(pool.map(damaged_in, checksums.parts())))
+        found: Iterable[list[str]] = map(damaged_in, lots)
+        if len(lots) > 1 and HASH_THREADS > 1:
+            found = opened.enter_context(ThreadPoolExecutor(HASH_THREADS)).map(damaged_in, lots)
+        damaged = sorted(chain.from_iterable(found))
     if damaged:
         raise SyncError(
             "files of the push differ from the learner's memory",
@@ -46,13 +59,27 @@ def verified_checksums(push: WeightPush, dtype: str, device: str = "cpu") -> dic
     return checksums.result()
 
 
-def _take(push: WeightPush, entry: TensorEntry, shards: Mapping[str, Shard], checksums: EngineChecksums) -> bool:
-    """Add the tensor to the checksums. False where it differs from the manifest."""
+def _num_bytes(entry: TensorEntry) -> int:
+    return prod(entry.shape) * DTYPES[entry.dtype].itemsize
+
+
+def _take(
+    push: WeightPush,
+    entry: TensorEntry,
+    shards: Mapping[str, Shard],
+    checksums: EngineChecksums,
+    memory: Memory,
+) -> bool:
+    """Add the tensor to the checksums. False where it differs from the manifest.
+
+    All before it in its engine tensor are added, so that nothing of `memory` is kept.
+    """
     with _readable(push, entry.file):
-        tensor = shards[entry.file].tensor(entry.name)
-    checksums.add(entry.name, tensor)
-    same_kind = tuple(tensor.shape) == entry.shape and tensor.dtype == DTYPES[entry.dtype]
-    return same_kind and tensor_digest(tensor) == entry.digest
+        data, dtype, shape = shards[entry.file].read(entry.name, memory)
+    if not checksums.add_bytes(entry.name, data, dtype):
+        checksums.add(entry.name, torch.frombuffer(data, dtype=dtype).reshape(shape))
+    same_kind = shape == entry.shape and dtype == DTYPES[entry.dtype]
+    return same_kind and bytes_digest(data) == entry.digest
 
 
 def _shard(push: WeightPush, file: str) -> Shard:

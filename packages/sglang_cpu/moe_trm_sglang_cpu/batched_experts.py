@@ -1,7 +1,7 @@
-"""Experts of a small batch in two batched products, for SGLang's torch-native mixture of experts.
+"""Plain SwiGLU experts for SGLang's torch-native mixture of experts: in two batched products, or expert by expert.
 
-SGLang's own loops over the experts in Python, which costs more than the products when an expert has a few tokens.
-Imported by SGLang's scheduler only.
+SGLang's own makes two dozen calls for each expert, which cost more than the products of a few tokens. Imported by
+SGLang's scheduler only.
 
 Shape letters: N tokens, K experts per token, E experts, C places per expert, D hidden size, F expert width.
 """
@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 MOST_PADDING = 8
-"""Places per token and expert up to which the batched products are faster than the loop."""
+"""Places per choice up to which the batched products are faster."""
+MOST_PLACES = 24
+"""The same of places per expert: where a few experts have most tokens, the others compute as many places for nobody."""
+FEW_ROWS = 32
+"""Tokens of an expert, in the mean, up to which a product is faster in float32, its matrix converted."""
 MOST_MARKS = 1 << 14
 """Pairs of a choice and an expert up to which counting with a table is faster than sorting."""
 
@@ -69,12 +73,41 @@ def batched(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, f
     chosen = x_ND.index_select(0, tokens).view(num_experts, capacity, -1)
     gate, up = torch.bmm(chosen, w13_EFD.transpose(1, 2)).chunk(2, -1)
     out = torch.bmm(functional.silu(gate).mul_(up), w2_EDF.transpose(1, 2)).flatten(0, 1)
-    out_NKD = out.index_select(0, found).view(*weights_NK.shape, -1).to(weights_NK.dtype)
-    return out_NKD.mul_(weights_NK.unsqueeze(-1)).sum(1).to(x_ND.dtype)
+    return _weighed(out.index_select(0, found), weights_NK).to(x_ND.dtype)
+
+
+def one_by_one(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, ids_NK: Tensor) -> Tensor:
+    """As `batched`, with a product per matrix of each expert, over the rows of its tokens alone.
+
+    Each product is rounded to the dtype of the tokens, whatever it was computed in.
+    """
+    ids = ids_NK.reshape(-1)
+    order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(w13_EFD)).tolist()
+    dtype = torch.float32 if len(ids) <= FEW_ROWS * len(w13_EFD) else x_ND.dtype
+    chosen = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
+    gate, up = _products(chosen, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
+    sorted_out = _products(functional.silu(gate).mul_(up).to(dtype), sizes, w2_EDF).to(x_ND.dtype)
+    out = torch.empty_like(sorted_out).index_copy_(0, order, sorted_out)
+    return _weighed(out, weights_NK).to(x_ND.dtype)
+
+
+def _products(rows: Tensor, sizes: list[int], matrices: Tensor) -> Tensor:
+    """The rows of each expert times its transposed matrix."""
+    out = rows.new_empty(len(rows), matrices.shape[1])
+    for own, matrix, into in zip(rows.split(sizes), matrices, out.split(sizes), strict=True):
+        if len(own):
+            torch.mm(own, matrix.to(rows.dtype).t(), out=into)
+    return out
+
+
+def _weighed(out: Tensor, weights_NK: Tensor) -> Tensor:
+    """The sum of each token's outputs, `[N * K, D]`, times its gate weights."""
+    out_NKD = out.view(*weights_NK.shape, -1).to(weights_NK.dtype)
+    return out_NKD.mul_(weights_NK.unsqueeze(-1)).sum(1)
 
 
 def wrap(loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SGLang's `moe_forward_native`, which is `loop`, with plain SwiGLU experts of small batches batched."""
+    """SGLang's `moe_forward_native`, which is `loop`, with plain SwiGLU experts in fewer calls."""
 
     def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
         weights, ids, _ = topk_output
@@ -87,8 +120,9 @@ def wrap(loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )
         if plain and ids.numel():
             found, capacity = places(ids, layer.num_experts)
-            if capacity * layer.num_experts <= MOST_PADDING * ids.numel():
+            if capacity <= MOST_PLACES and capacity * layer.num_experts <= MOST_PADDING * ids.numel():
                 return batched(x, weights, layer.w13_weight, layer.w2_weight, found, capacity)
+            return one_by_one(x, weights, layer.w13_weight, layer.w2_weight, ids)
         return loop(layer, x, topk_output, moe_runner_config)
 
     return moe_forward_native

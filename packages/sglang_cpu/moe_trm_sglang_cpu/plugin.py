@@ -38,6 +38,7 @@ def activate() -> None:
         _batch_experts()
         _fuse_norms()
         _shorten_results()
+        _gather_masks()
         _share_imports()
 
 
@@ -90,6 +91,22 @@ def _shorten_results() -> None:
     processor._handle_finish_state_updated_req = wrap_handling(processor._handle_finish_state_updated_req)
     streamer, every = output_streamer.SchedulerOutputStreamer, output_streamer.DEFAULT_FORCE_STREAM_INTERVAL
     streamer._stream_output_generation = wrap_sending(streamer._stream_output_generation, every)
+
+
+def _gather_masks() -> None:
+    """Sampling masks of a whole batch at once."""
+    from sglang.srt.layers.logits_processor import SamplingMaskOutput
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.managers import schedule_batch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.sampling.sampling_mask import SamplingMaskChunk
+
+    from moe_trm_sglang_cpu.masks import Rows, wrap_building, wrap_sharing
+
+    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output, SamplingMaskOutput)
+    shared = wrap_sharing(SchedulerBatchResultProcessor.materialize_sampling_mask_output)
+    SchedulerBatchResultProcessor.materialize_sampling_mask_output = staticmethod(shared)
+    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"chunk": SamplingMaskChunk})
 
 
 def _share_imports() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_trm.learner import sequence_attention
+from moe_trm.learner import batched_attention, sequence_attention
 from moe_trm.learner.sequence_attention import AttentionKind, attend, attend_within
 
 LENGTHS = (7, 1, 4, 12, 5)
@@ -65,6 +65,12 @@ def grouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     sequence_attention._calls.cache_clear()
 
 
+@pytest.fixture(params=[0, 128], ids=["by kernel", "in products"])
+def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any length through torch's kernel, and through batched products where these know the kind."""
+    monkeypatch.setattr(sequence_attention, "BATCHED", request.param)
+
+
 @pytest.mark.parametrize(
     ("grouped", "shapes"),
     [
@@ -89,7 +95,7 @@ def test_shorter_sequences_join_a_call_while_that_is_cheaper() -> None:
 
 
 @pytest.mark.parametrize("grouped", GROUPINGS, indirect=True)
-@pytest.mark.usefixtures("grouped")
+@pytest.mark.usefixtures("grouped", "batched")
 @pytest.mark.parametrize("value_dim", [D, D + 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_sequences_see_themselves_alone(name: str, value_dim: int) -> None:
@@ -116,3 +122,41 @@ def test_a_part_of_the_columns_asks_the_whole_sequence(name: str) -> None:
     own = torch.tensor([0, 1, 2, 9, 10, 11])
     part = attend(query[:, own], key[:, order], value[:, order], KINDS[name], own[:, None] - order[None])
     torch.testing.assert_close(part, whole[:, own], atol=1e-6, rtol=1e-6)
+
+
+def test_batched_products_are_for_short_rows_of_plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def attend_blocks(query: Tensor, *_others: object) -> Tensor:
+        asked.append(len(query))
+        return query
+
+    monkeypatch.setattr(sequence_attention, "attend_blocks", attend_blocks)
+    short, long = LENGTHS, (sequence_attention.BATCHED + 1, 3)
+    for lengths, dtype, name in (
+        (short, torch.float32, "causal"),
+        (short, torch.bfloat16, "causal"),
+        (short, torch.float32, "sinks"),
+        (long, torch.float32, "causal"),
+    ):
+        query, key, value = (torch.zeros(sum(lengths), count, D, dtype=dtype) for count in (N, G, G))
+        attend_within(query, key, value, lengths, KINDS[name])
+    assert asked == [T]
+
+
+def test_scores_and_gradients_come_from_the_same_bits() -> None:
+    """A pass without gradients and one with them are the two sides of a ratio that is 1."""
+    with torch.no_grad():
+        scored = attend_within(*tensors(), LENGTHS, KINDS["causal"])
+    assert torch.equal(attend_within(*tensors(), LENGTHS, KINDS["causal"]), scored)
+
+
+def test_blocks_give_every_token_a_place_for_each_key_head() -> None:
+    calls = sequence_attention._calls((36, *[8] * 30))
+    blocks = batched_attention.blocks_of(calls.shapes, calls.tokens, calls.places, calls.fillers, G)
+    tokens = torch.arange(len(calls.places) * G)
+    assert torch.equal(blocks.tokens[blocks.places], tokens)
+    assert sorted((*blocks.places.tolist(), *blocks.fillers.tolist())) == list(range(len(blocks.tokens)))
+    # In the order [B, G, C]: the columns of a row are neighbours, once for each head.
+    assert blocks.tokens[:36].tolist() == [*range(0, 72, 2)]
+    assert blocks.tokens[36:72].tolist() == [*range(1, 72, 2)]

@@ -127,8 +127,42 @@ def test_experts_in_two_products(tokens: int, one_expert: bool) -> None:
     found, capacity = batched_experts.places(ids, EXPERTS)
     assert len(set(found.tolist())) == ids.numel()
     assert torch.equal(found.view_as(ids) // capacity, ids)
+    expected = torch.stack([one(token) for token in range(tokens)])
     got = batched_experts.batched(x, weights, w13, w2, found, capacity)
-    torch.testing.assert_close(got, torch.stack([one(token) for token in range(tokens)]), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    got = batched_experts.one_by_one(x, weights, w13, w2, ids.to(torch.int32))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("few", [1, 10_000], ids=["own dtype", "float32"])
+def test_products_by_expert_round_as_the_batched_ones(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched_experts, "FEW_ROWS", few)
+    generator = torch.Generator().manual_seed(few)
+    x = torch.randn(40, 64, generator=generator).bfloat16()
+    w13 = torch.randn(EXPERTS, 64, 64, generator=generator).mul_(0.2).bfloat16()
+    w2 = torch.randn(EXPERTS, 64, 32, generator=generator).mul_(0.2).bfloat16()
+    weights, ids = torch.rand(40, EXPERTS, generator=generator).topk(2)
+    got = batched_experts.one_by_one(x, weights, w13, w2, ids)
+    assert got.dtype == torch.bfloat16
+    expected = batched_experts.batched(x, weights, w13, w2, *batched_experts.places(ids, EXPERTS))
+    torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
+    assert (got == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(("tokens", "crowded"), [(12, False), (12, True), (1, False), (200, False)])
+def test_crowded_experts_are_computed_one_by_one(tokens: int, crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched_experts, "MOST_PLACES", 11)
+    asked = []
+    for name in ("batched", "one_by_one"):
+        monkeypatch.setattr(batched_experts, name, lambda *_arguments, name=name: asked.append(name))
+    plain = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
+    layer = SimpleNamespace(num_experts=EXPERTS, w13_weight=None, w2_weight=None)
+    ids = torch.arange(2 * tokens).view(tokens, 2) % EXPERTS
+    if crowded:
+        ids[:, 0] = 3
+    chosen = (torch.ones(tokens, 2), ids, None)
+    batched_experts.wrap(lambda *_arguments: torch.zeros(1))(layer, torch.ones(tokens, DIM), chosen, plain)
+    assert asked == ["one_by_one" if crowded or tokens == 200 else "batched"]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,24 @@ def test_rows_of_padding_alone_and_masks_of_numbers(layout: str) -> None:
     check_rows([None, record(np.arange(3), 0)], rows, torch.tensor([[9, 9, 9], [0, 1, 2]]), None)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_last_token_of_a_sequence_is_its_last_target(name: str) -> None:
+    rows, wholes = LAYOUTS[name], [np.arange(length + 1) + 10 * index for index, length in enumerate(LENGTHS)]
+    records = [record(tokens, seed) for seed, tokens in enumerate(wholes)]
+    inputs, targets = (placed(rows, [tokens[part] for tokens in wholes]) for part in (slice(-1), slice(1, None)))
+    check_rows(records, rows, inputs, targets)
+    for index, place in enumerate(torch.tensor(LENGTHS).cumsum(0).tolist()):
+        wrong = targets.clone().flatten()
+        wrong[rows.places()[place - 1]] += 1
+        with pytest.raises(RouteError, match=f"row {index} of") as error:
+            check_rows(records, rows, inputs, wrong.view(rows.shape))
+        assert error.value.reason == "digest"
+    for pair in ((inputs[:, 1:], targets), (inputs, targets[:, 1:])):
+        with pytest.raises(RouteError) as error:
+            check_rows(records, rows, *pair)
+        assert error.value.reason == "shape"
+
+
 @pytest.mark.parametrize("wrong", [torch.ones(1, 1, 3, 3), torch.ones(3), torch.tensor([[0, 2, 1]])])
 def test_what_is_no_mask_of_tokens_is_refused(wrong: Tensor) -> None:
     with pytest.raises(RouteError):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,6 +35,56 @@ def test_arrays_travel_as_raw_frames_not_inside_the_body() -> None:
     body, *buffers = wire.encode(record)
     assert len(body) < 1000
     assert sum(len(buffer) for buffer in buffers) > 4000
+
+
+def test_small_arrays_share_a_frame_and_large_ones_have_their_own() -> None:
+    """Empty ones, odd sizes before wide types, parts of an array, and sizes at the border."""
+    whole = np.arange(4096, dtype=np.float64).reshape(64, 64)
+    sent: list[np.ndarray] = [
+        np.zeros(0, np.float32),
+        np.arange(3, dtype=np.uint8),
+        whole[:, 5],
+        np.array(True),
+        np.arange(wire.SMALL_BYTES - 1, dtype=np.uint8),
+        np.arange(wire.SMALL_BYTES, dtype=np.uint8),
+        whole,
+        whole.T[:3, :5],
+        np.zeros((2, 0, 3), np.int64),
+    ]
+    frames = wire.encode(sent)
+    assert len(frames) == 4, "the body, the small ones, and two large ones"
+    got = wire.decode(frames, list[np.ndarray])
+    for one, other in zip(sent, got, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.array_equal(one, other)
+        assert other.flags.aligned
+        assert not (other.nbytes < wire.SMALL_BYTES and other.flags.writeable)
+    assert len(wire.encode([np.zeros(0)])) == 2
+    assert len(wire.encode([1, 2])) == 1
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (1, "|u1", (4,)),
+        (1, "|u1", (4,), -8),
+        (1, "|u1", (4,), 5),
+        (1, "|u1", (-4,), 4),
+        (1, "|u1", (4,), "0"),
+        (1, "|u1", (4,), 0, 0),
+        (2, "|u1", (8,), 0),
+        (3, "|u1", (8,)),
+        (0, "|u1", (4,)),
+        (0, "|u1", (4,), 0),
+        (-1, "|u1", (8,)),
+    ],
+)
+def test_arrays_outside_of_their_frames_are_refused(place: tuple[object, ...]) -> None:
+    frames = [msgspec.msgpack.encode([place]), bytes(8), bytes(8)]
+    with pytest.raises(ControllerError):
+        wire.decode(frames, list[np.ndarray])
+    fine = [msgspec.msgpack.encode([(1, "|u1", (4,), 4), (2, "|u1", (8,))]), bytes(8), bytes(8)]
+    assert [len(array) for array in wire.decode(fine, list[np.ndarray])] == [4, 8]
 
 
 @pytest.mark.parametrize("value", [np.array([object()]), np.array(["a"]), {1: object()}])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.masks import entropy_bits_per_token, published_sizes, synthetic_mask
 from moe_trm.errors import RecordRejected
-from moe_trm.sampling_mask.codec import decode, encode
+from moe_trm.sampling_mask.codec import decode, encode, encoded_lengths
 from moe_trm.sampling_mask.record import SamplingMask, join, split
 from tests.unit.sampling_mask.sets import random_mask
 
@@ -33,6 +33,22 @@ def assert_same(got: SamplingMask, expected: SamplingMask) -> None:
 def test_round_trip(sizes: list[int], vocab: int, seed: int, logprobs: bool) -> None:
     mask, sampled = random_mask(sizes, vocab, seed, logprobs=logprobs)
     assert_same(decode(encode(mask, sampled, vocab), sampled), mask.ascending())
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=12),
+    vocab=st.sampled_from([9, 10, 17, 300, 151_936]),
+    seed=st.integers(0, 999),
+    logprobs=st.booleans(),
+)
+def test_the_lengths_of_frames_are_known_without_writing_them(
+    sizes: list[int], vocab: int, seed: int, logprobs: bool
+) -> None:
+    mask, sampled = random_mask(sizes, vocab, seed, logprobs=logprobs)
+    bare = SamplingMask(mask.ids, mask.offsets)
+    lengths = len(encode(bare, sampled, vocab)), len(encode(mask, sampled, vocab))
+    assert encoded_lengths(mask.ascending(), vocab) == lengths
 
 
 @pytest.mark.parametrize("sizes", [[700], [699, 700, 1], [255, 254, 256], [350], [690, 0]])

@@ -23,7 +23,7 @@ from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
 from moe_trm.sync.disk import finish_push, write_buckets, write_shard
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
-from moe_trm.sync.tensors import tensor_digest
+from moe_trm.sync.tensors import in_lots, tensor_bytes, tensor_digest
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2),
@@ -76,7 +76,7 @@ def test_a_literal() -> None:
     assert checksums({"model.norm.weight": LITERAL}) == {"model.norm.weight": "ee4ac73c2bd27756"}
     # bfloat16 keeps the upper half of each number: 80 3f 00 c0.
     assert checksums({"model.norm.weight": LITERAL}, "bfloat16") == {"model.norm.weight": "7b429b1e3fd37fd0"}
-    assert tensor_digest(LITERAL) == "f76600d11c87295e0d0a3f146dfdff06"
+    assert tensor_digest(LITERAL) == "ee4ac73c2bd27756ab82780f27c73a7b"
 
 
 def test_fused_tensors_are_hashed_part_by_part() -> None:
@@ -86,6 +86,23 @@ def test_fused_tensors_are_hashed_part_by_part() -> None:
 @given(st.permutations(sorted(TENSORS)))
 def test_the_order_of_arrival_does_not_matter(names: list[str]) -> None:
     assert checksums({name: TENSORS[name] for name in names}) == expected()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_are_taken_where_the_engine_hashes_them_as_they_are(dtype: str) -> None:
+    """Tensors that it casts, pads or turns are refused, and so are parts before their turn: nothing of these counts."""
+    result, refused = EngineChecksums(TENSORS, dtype), set[str]()
+    for name in [part for parts in result.parts() for part in reversed(parts)]:
+        if not result.add_bytes(name, tensor_bytes(TENSORS[name]), torch.float32):
+            refused.add(name)
+    first = {parts[0] for parts in result.parts()} - {"model.embed_tokens.weight"}
+    assert TENSORS.keys() - refused == (first if dtype == "float32" else set())
+    for name in sorted(refused):
+        result.add(name, TENSORS[name])
+    assert result.result() == checksums(TENSORS, dtype)
+    stacked = EngineChecksums(["model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.sinks"], "float32")
+    assert not stacked.add_bytes("model.layers.0.mlp.experts.down_proj", memoryview(bytes(4)), torch.float32)
+    assert not stacked.add_bytes("model.layers.0.self_attn.sinks", memoryview(bytes(4)), torch.float32)
 
 
 def test_a_tensor_that_never_came_is_named() -> None:
@@ -204,23 +221,32 @@ def test_a_push_folder_is_complete_and_verifiable(tmp_path: Path) -> None:
     assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
 
 
+@pytest.mark.parametrize("lot_bytes", [1, 40, 1 << 30])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 30])
-def test_buckets_hold_what_one_file_holds(tmp_path: Path, bucket_bytes: int) -> None:
-    """Tensors of every kind in files of every size: the same entries but for the file, and the same proof."""
+def test_buckets_hold_what_one_file_holds(tmp_path: Path, bucket_bytes: int, lot_bytes: int) -> None:
+    """Tensors of every kind in files of every size, in threads and without: the same entries but for the file, and the
+    same proof.
+    """
     folder = tmp_path / "v000001"
     rounding = Rounding("bfloat16")
     whole = write_shard(tmp_path / "whole.safetensors", TENSORS.items(), rounding)
-    cut = write_buckets(folder, "rank-0", TENSORS.items(), rounding, bucket_bytes=bucket_bytes)
+    cut = write_buckets(folder, "rank-0", TENSORS.items(), rounding, bucket_bytes=bucket_bytes, lot_bytes=lot_bytes)
     assert [(e.name, e.dtype, e.shape, e.digest) for e in cut] == [(e.name, e.dtype, e.shape, e.digest) for e in whole]
     files = sorted(path.name for path in folder.iterdir())
     assert sorted({entry.file for entry in cut}) == files
     assert files[-1] == "rank-0.safetensors"
     assert (len(files) == 1) == (bucket_bytes > 100)
     made = finish_push(str(folder), cut, 1, checkpoint(tmp_path / "base"))
-    assert verified_checksums(made, "bfloat16") == checksums(TENSORS, "bfloat16")
+    assert verified_checksums(made, "bfloat16", lot_bytes=lot_bytes) == checksums(TENSORS, "bfloat16")
 
 
-def test_two_buckets_are_held_at_most(tmp_path: Path) -> None:
+def test_lots_end_with_the_item_that_reaches_them() -> None:
+    assert list(in_lots([("a", 3), ("b", 1), ("c", 9), ("d", 0), ("e", 2)], 4)) == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(in_lots([], 4)) == []
+
+
+@pytest.mark.parametrize("lot_bytes", [1, 1 << 30])
+def test_two_buckets_are_held_at_most(tmp_path: Path, lot_bytes: int) -> None:
     """The third tensor is asked for when the first is on disk."""
     there: list[list[str]] = []
 
@@ -229,7 +255,7 @@ def test_two_buckets_are_held_at_most(tmp_path: Path) -> None:
             there.append(sorted(path.stem for path in tmp_path.glob("*.safetensors")))
             yield f"tensor.{number}", torch.ones(8)
 
-    write_buckets(tmp_path, "t", made(), Rounding("float32"), bucket_bytes=1)
+    write_buckets(tmp_path, "t", made(), Rounding("float32"), bucket_bytes=1, lot_bytes=lot_bytes)
     assert "t" in there[2]
     assert {"t", "t-0001"} <= set(there[3])
 
@@ -286,9 +312,10 @@ def test_a_file_that_differs_from_memory_is_refused_by_name(tmp_path: Path) -> N
             changed = tensors[name].clone()
             changed.view(-1)[0] += 1
             save_file({**tensors, name: changed}, path)
-            with pytest.raises(SyncError) as caught:
-                verified_checksums(made, "float32")
-            assert caught.value.got == name
+            for lot_bytes in (1, 60, 1 << 30):
+                with pytest.raises(SyncError) as caught:
+                    verified_checksums(made, "float32", lot_bytes=lot_bytes)
+                assert caught.value.got == name
             save_file(tensors, path)
             refused += 1
     assert refused == len(TENSORS)

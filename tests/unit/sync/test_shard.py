@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_trm.sync.shard import Shard
+from moe_trm.sync import shard as sync_shard
+from moe_trm.sync.shard import Memory, Shard, write_tensors
 
 NUM_TENSORS = 20
 
@@ -45,6 +46,43 @@ def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Ten
     for name, tensor in read:
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
+
+
+@pytest.mark.parametrize("most", [1, 3, 512])
+def test_written_files_are_those_that_safetensors_reads(
+    tmp_path: Path, tensors: dict[str, Tensor], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types in turn, odd sizes before wide types, a scalar, no tensor at all, and writes that stop halfway."""
+    writev = os.writev
+
+    def write_some(file: int, buffers: list[memoryview]) -> int:
+        whole = memoryview(b"".join(buffers))
+        return writev(file, [whole[: max(1, len(whole) // 2)]])
+
+    monkeypatch.setattr(sync_shard, "_MOST_BUFFERS", most)
+    monkeypatch.setattr(os, "writev", write_some)
+    for number, sent in enumerate(({}, tensors, {**tensors, "scalar": torch.tensor(2.5), "odd": torch.ones(3).half()})):
+        path = tmp_path / f"{number}.safetensors"
+        write_tensors(path, sent)
+        found = load_file(path)
+        assert found.keys() == sent.keys()
+        for name, tensor in sent.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+        assert [name for name, _ in read_tensors(path, sent)] == list(sent)
+
+
+def test_tensors_share_memory_one_after_the_other(shard: Path, tensors: dict[str, Tensor]) -> None:
+    """Longer ones and shorter ones in turn, of other types too: each is whole while it is there."""
+    memory, places = Memory(), set()
+    with Shard(shard) as opened:
+        for name in [*sorted(tensors), *sorted(tensors, reverse=True)]:
+            data, dtype, shape = opened.read(name, memory)
+            tensor = torch.frombuffer(data, dtype=dtype).reshape(shape)
+            places.add(tensor.data_ptr())
+            assert dtype == tensors[name].dtype
+            assert torch.equal(tensor, tensors[name])
+    assert len(places) < len(tensors)
 
 
 def test_a_scalar_is_read(tmp_path: Path) -> None:
