@@ -35,7 +35,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs_PI: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         ctx.counts = counts
-        ctx.save_for_backward(inputs_PI, *weights)
+        # Only gradients of matrices need the inputs.
+        ctx.save_for_backward(inputs_PI if any(ctx.needs_input_grad[2:]) else None, *weights)
         outputs_PO = inputs_PI.new_empty(len(inputs_PI), len(weights[0]))
         for inputs, weight, outputs in zip(
             torch.split(inputs_PI, counts), weights, torch.split(outputs_PO, counts), strict=True
@@ -48,14 +49,14 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, gradient_PO: Tensor) -> tuple[Tensor | None, ...]:
         inputs_PI, *weights = ctx.saved_tensors
         wants_inputs, _, *wants = ctx.needs_input_grad
-        inputs, gradients = torch.split(inputs_PI, ctx.counts), torch.split(gradient_PO, ctx.counts)
-        found: list[Tensor | None] = [
-            gradient.t().mm(own) if wanted else None
-            for gradient, own, wanted in zip(gradients, inputs, wants, strict=True)
-        ]
+        gradients = torch.split(gradient_PO, ctx.counts)
+        found: list[Tensor | None] = [None] * len(weights)
+        if inputs_PI is not None:
+            parts = zip(gradients, torch.split(inputs_PI, ctx.counts), wants, strict=True)
+            found = [gradient.t().mm(own) if wanted else None for gradient, own, wanted in parts]
         if not wants_inputs:
             return (None, None, *found)
-        to_inputs_PI = torch.empty_like(inputs_PI)
+        to_inputs_PI = gradient_PO.new_empty(len(gradient_PO), weights[0].shape[1])
         for gradient, weight, part in zip(gradients, weights, torch.split(to_inputs_PI, ctx.counts), strict=True):
             torch.mm(gradient, weight, out=part)
         return (to_inputs_PI, None, *found)

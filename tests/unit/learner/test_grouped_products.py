@@ -60,3 +60,24 @@ def test_bfloat16_rounds_once() -> None:
     got = grouped_products(inputs.detach().bfloat16(), (3, 2), narrow)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, one_by_one(inputs.detach().bfloat16(), (3, 2), narrow))
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_inputs_are_kept_only_where_a_matrix_trains(trained: int) -> None:
+    """As torch's own product does; adapters of attention leave all experts frozen."""
+    inputs, weights = tensors((2, 3))
+    for weight in weights[trained:]:
+        weight.requires_grad_(False)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = grouped_products(inputs, (2, 3), weights)
+    assert (inputs.data_ptr() in kept) == bool(trained)
+    out.sum().backward()
+    expected = torch.cat([weight.sum(0).expand(count, INPUTS) for weight, count in zip(weights, (2, 3), strict=True)])
+    assert inputs.grad is not None
+    torch.testing.assert_close(inputs.grad, expected)
