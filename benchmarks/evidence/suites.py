@@ -76,7 +76,7 @@ SUITES: Mapping[str, Suite] = {
         },
     ),
     "dose": Suite(
-        "Held-out success of sampled answers, by the engine that rounds",
+        "Held-out success, answered by the engine that rounds",
         late=12,
         against={"float32": (), "int4": ("int4_R3_TIS",)},
         compared=(SAMPLED, UNROUNDED, GREEDY, ENGINE_K3, TAIL),
@@ -88,8 +88,14 @@ SUITES: Mapping[str, Suite] = {
         against={"float32": (), "bfloat16": ("float16",)},
         beside=(ENGINE_K3, GRAD_NORM),
     ),
+    "decay": Suite(
+        "Held-out success of sampled answers after the last step",
+        late=12,
+        against={"constant_3e-4": ("decay_3e-4",), "constant_1e-4": ("decay_1e-4",)},
+        beside=(ENGINE_K3, UPDATE_K3, GRAD_NORM),
+    ),
     "phase_map": Suite(
-        "Held-out success of sampled answers, by updates, replay and clip",
+        "Held-out success by updates, replay and clip",
         late=7,
         against={
             "n1_none": ("n1_R3",),

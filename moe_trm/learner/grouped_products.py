@@ -39,7 +39,8 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs_PI: Tensor, counts: list[int], sums: list[Tensor | None], *weights: Tensor) -> Tensor:
         ctx.counts, ctx.sums = counts, sums
-        ctx.save_for_backward(inputs_PI, *weights)
+        # Only gradients of matrices need the inputs.
+        ctx.save_for_backward(inputs_PI if any(ctx.needs_input_grad[3:]) else None, *weights)
         outputs_PO = inputs_PI.new_empty(len(inputs_PI), len(weights[0]))
         for inputs, weight, outputs in zip(
             torch.split(inputs_PI, counts), weights, torch.split(outputs_PO, counts), strict=True
@@ -52,15 +53,18 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, gradient_PO: Tensor) -> tuple[Tensor | None, ...]:
         inputs_PI, *weights = ctx.saved_tensors
         wants_inputs, _, _, *wants = ctx.needs_input_grad
-        inputs, gradients = torch.split(inputs_PI, ctx.counts), torch.split(gradient_PO, ctx.counts)
-        found = list[Tensor | None]()
-        for gradient, own, total, wanted in zip(gradients, inputs, ctx.sums, wants, strict=True):
-            if wanted and total is not None:
-                total.addmm_(gradient.t(), own)
-            found.append(gradient.t().mm(own) if wanted and total is None else None)
+        gradients = torch.split(gradient_PO, ctx.counts)
+        found: list[Tensor | None] = [None] * len(weights)
+        if inputs_PI is not None:
+            inputs = torch.split(inputs_PI, ctx.counts)
+            for number, (gradient, own, total) in enumerate(zip(gradients, inputs, ctx.sums, strict=True)):
+                if wants[number] and total is not None:
+                    total.addmm_(gradient.t(), own)
+                elif wants[number]:
+                    found[number] = gradient.t().mm(own)
         if not wants_inputs:
             return (None, None, None, *found)
-        to_inputs_PI = torch.empty_like(inputs_PI)
+        to_inputs_PI = gradient_PO.new_empty(len(gradient_PO), weights[0].shape[1])
         for gradient, weight, part in zip(gradients, weights, torch.split(to_inputs_PI, ctx.counts), strict=True):
             torch.mm(gradient, weight, out=part)
         return (to_inputs_PI, None, None, *found)

@@ -19,6 +19,7 @@ ABOUT = {
     "staleness": ("correction.", "replay.mode", "pipeline.mode", "pipeline.max_staleness"),
     "dose": ("correction.", "replay.mode", "rollout.fake_quantization"),
     "precision": ("learner.dtype", "rollout.server.dtype"),
+    "decay": ("optimizer.lr", "optimizer.schedule", "optimizer.decay_steps"),
     "phase_map": ("learner.minibatches", "replay.mode", "loss.clip_"),
 }
 """Settings by which the arms of a suite may differ."""
@@ -38,7 +39,7 @@ def test_a_suite_compares_what_it_says(plans: Mapping[str, Plan], name: str) -> 
     for config in plan.configs.values():
         assert config.task.eval_size >= 512
         assert config.eval.samples
-        assert (config.optimizer.lr, config.train.eval_every) == (1e-4, 0)
+        assert config.train.eval_every == 0
     for arm in plan.file.arms:
         assert all(key.startswith(ABOUT[name]) for key in plan.apart(arm)), arm
     compared = {*suite.against, *(other for others in suite.against.values() for other in others)}
@@ -66,6 +67,19 @@ def test_doses_stand_beside_a_control_without_any(plans: Mapping[str, Plan]) -> 
 def test_arms_of_one_precision_have_it_on_both_sides(plans: Mapping[str, Plan]) -> None:
     for name, config in plans["precision"].configs.items():
         assert config.learner.dtype == config.rollout.server.dtype == name
+
+
+@pytest.mark.parametrize("name", sorted(SUITES.keys() - {"decay"}))
+def test_arms_of_a_suite_learn_at_one_rate(plans: Mapping[str, Plan], name: str) -> None:
+    assert {config.optimizer.lr for config in plans[name].configs.values()} == {1e-4}
+
+
+def test_decaying_rates_reach_zero_with_the_last_update(plans: Mapping[str, Plan]) -> None:
+    plan = plans["decay"]
+    for first, (other,) in SUITES["decay"].against.items():
+        constant, decaying = plan.configs[first], plan.configs[other]
+        assert constant.optimizer.lr == decaying.optimizer.lr
+        assert decaying.optimizer.decay_steps == plan.file.steps * decaying.learner.minibatches
 
 
 def test_the_phase_map_compares_arms_that_differ_by_one_thing(plans: Mapping[str, Plan]) -> None:
