@@ -146,7 +146,7 @@ class Producer:
     async def _make(self, group_id: int) -> None:
         prompt, first = self._prompt(group_id), group_id * self._size
         outcomes = await asyncio.gather(
-            *(self._sample(prompt, sample_id=first + j, group_id=group_id, turn=j) for j in range(self._size))
+            *(self._sample(prompt, sample_id=first + j, group_id=group_id) for j in range(self._size))
         )
         self._store.admit(
             group_id,
@@ -155,13 +155,7 @@ class Producer:
             group_reason=lambda records: reason_to_drop(records, self._filters),
         )
 
-    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int, turn: int) -> Outcome:
-        """The outcome of a sample that begins in its turn: groups issued together begin a sample each, then the next.
-
-        So an engine finds the prompts of all but the first ones in its cache.
-        """
-        for _ in range(turn):
-            await asyncio.sleep(0)
+    async def _sample(self, prompt: Prompt, *, sample_id: int, group_id: int) -> Outcome:
         outcome: Outcome
         try:
             outcome = await self._accepted(prompt, sample_id=sample_id, group_id=group_id)
