@@ -5,7 +5,7 @@
 | `replay.mode` | off-policiness and age | on loading, before any rule between settings looks |
 | `sampling_mask.mode` | truncation, and rules that need the kept distribution | on loading |
 | `learner.transformer_engine` | CUDA and Transformer Engine's installation | at launch, where it trains |
-| `batch.layout` | CUDA, 8-bit products, and with DeepSpeed the model | at launch, where it trains |
+| `batch.layout` | CUDA, 8-bit products, DeepSpeed with the model, a checkpoint so far | at launch, where it trains |
 | `rollout.server.device` | CUDA | at launch, where the server is started |
 
 What a machine decides stays `auto` until there: a configuration is read and shown on other machines than it runs on.
@@ -68,6 +68,7 @@ def settle_here(
     cuda: bool,
     transformer_engine: Callable[[], bool],
     known_model: Callable[[], bool] = lambda: True,
+    layout_so_far: Callable[[], str | None] = lambda: None,
 ) -> tuple[Config, tuple[Choice, ...]]:
     """`config` with every `auto` that the machine decides as a value, and the choices that were made. Twice is as once.
 
@@ -78,6 +79,7 @@ def settle_here(
         cuda: whether this machine has a device.
         transformer_engine: whether Transformer Engine can be imported; asked only where that decides.
         known_model: whether the checkpoint is of a family in `moe_trm.models`; asked only where that decides.
+        layout_so_far: `batch.layout` of the checkpoint that the run goes on from, None where it begins anew; likewise.
     """
     choices = []
     learner, rollout, batch = config.learner, config.rollout, config.batch
@@ -86,7 +88,7 @@ def settle_here(
         choices.append(Choice("learner.transformer_engine", switch, reason))
         learner = learner.model_copy(update={"transformer_engine": switch})
     if batch.layout == "auto":
-        chosen, reason = batch_layout(learner, cuda=cuda, known_model=known_model)
+        chosen, reason = batch_layout(learner, cuda=cuda, known_model=known_model, layout_so_far=layout_so_far)
         choices.append(Choice("batch.layout", chosen, reason))
         batch = batch.model_copy(update={"layout": chosen})
     if rollout.server.device == "auto" and rollout.starts_server:
@@ -183,7 +185,11 @@ def layers_switch(
 
 
 def batch_layout(
-    learner: LearnerConfig, *, cuda: bool, known_model: Callable[[], bool]
+    learner: LearnerConfig,
+    *,
+    cuda: bool,
+    known_model: Callable[[], bool],
+    layout_so_far: Callable[[], str | None],
 ) -> tuple[Literal["packed", "padded"], str]:
     """The layout that `auto` becomes: packs where they were proved equal to padded rows; and why."""
     if cuda:
@@ -192,6 +198,8 @@ def batch_layout(
         return "padded", "8-bit products over packs have not been proved"
     if learner.backend == "deepspeed" and not known_model():
         return "padded", "packed sequences are not known to be kept apart by every layer of this model"
+    if layout_so_far() == "padded":
+        return "padded", "the checkpoint that the run goes on from was made with padded rows"
     return "packed", "packs compute the same without padding; padded rows would compute padding too"
 
 

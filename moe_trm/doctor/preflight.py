@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[C
         cuda=torch.cuda.is_available(),
         transformer_engine=transformer_engine_imports,
         known_model=lambda: _is_known(config.model.checkpoint),
+        layout_so_far=lambda: _layout_so_far(config),
     )
     refuse(f"{path} on this machine", explained(refusals(settled), of_machine))
     return settled, of_settings + of_machine
@@ -56,6 +58,21 @@ def _is_known(checkpoint: str) -> bool:
         return find_family(read_hf_config(checkpoint)) is not None
     except CheckpointError:
         return False
+
+
+def _layout_so_far(config: Config) -> str | None:
+    """`batch.layout` of the checkpoint that the run goes on from; None: it begins anew.
+
+    A checkpoint that cannot be read is refused or skipped later, with the reason. One from before there were packs has
+    padded rows.
+    """
+    resume, run_dir = config.checkpoint.resume, Path(config.run_dir) / config.name
+    own = CheckpointFolder(folder_of(config, run_dir))
+    paths = [own.path(step) for step in own.steps()] if resume == "auto" else [Path(resume)] * (resume != "never")
+    for path in paths:
+        with suppress(CheckpointError):
+            return str(read_manifest(path).config.get("batch", {}).get("layout", "padded"))
+    return None
 
 
 def check_start(config: Config, *, world_size: int) -> None:

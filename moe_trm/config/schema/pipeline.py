@@ -20,11 +20,11 @@ class BatchConfig(Section):
     """Samples cut off at `rollout.max_new_tokens`. `keep`: train them as they were rewarded. `drop`: drop
     them before their group is compared. `mask`: they count in the group's mean and in the denominators,
     but their own advantage is 0."""
-    layout: Literal["padded", "packed", "auto"] = "padded"
+    layout: Literal["padded", "packed", "auto"] = "auto"
     """The learner's input. `padded`: rows as long as the longest of their micro-batch. `packed`: their tokens one
     after the other, without padding; micro-batches then have like numbers of tokens, and `learner.micro_batch_tokens`
     counts real ones. Both compute the same. `auto`: `packed` where that has been proved, which is on machines without
-    CUDA, else `padded`. Try packs where `batch/padding_fraction` is high."""
+    CUDA, else `padded`. A run that goes on from a checkpoint of padded rows keeps them."""
     refill_limit: Annotated[float, Field(ge=1)] = 3.0
     """Prompts issued for one step at most, as a multiple of `rollout.prompts_per_step`. At that limit the step trains
     what it has. 1: nothing is refilled."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moe_trm.checkpoint.folder import STATE_FILE, CheckpointFolder, FileEntry
 from moe_trm.cli import main
 from moe_trm.config import InvalidConfigError, load, resolve
 from moe_trm.config.choices import replay_mode, settle, settle_here, wants_routes
@@ -24,7 +25,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def config(**sections: Any) -> Config:
-    return Config.model_validate({"model": {"checkpoint": "m"}, **sections})
+    """A configuration of padded rows, unless `sections` say otherwise."""
+    return Config.model_validate({"model": {"checkpoint": "m"}, "batch": {"layout": "padded"}, **sections})
 
 
 def refused(path: Path, *overrides: str) -> dict[str, str]:
@@ -213,6 +215,50 @@ def test_a_launch_packs_rows_of_a_model_that_deepspeed_and_we_know(
         assert load_here(str(file), own)[0].batch.layout == expected
 
 
+@pytest.mark.parametrize(
+    ("saved", "resume", "expected"),
+    [
+        ({"batch": {"layout": "padded"}}, "auto", "padded"),
+        ({"batch": {}}, "auto", "padded"),
+        ({}, "auto", "padded"),
+        ({"batch": {"layout": "packed"}}, "auto", "packed"),
+        ({"batch": {"layout": "padded"}}, "never", "packed"),
+        ({"batch": {"layout": "padded"}}, "PATH", "padded"),
+        (None, "auto", "packed"),
+    ],
+    ids=str,
+)
+def test_a_run_keeps_the_layout_of_the_checkpoint_it_goes_on_from(
+    saved: dict[str, Any] | None,
+    resume: str,
+    expected: str,
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    root = tmp_path / "runs" / "first" / "checkpoints"
+    folder = CheckpointFolder(root)
+    if saved is not None:
+        for step, settings in ((1, {"batch": {"layout": "packed"}}), (2, saved)):
+            folder.partial(step)
+            folder.commit(step, {STATE_FILE: FileEntry(0, "")}, settings)
+    name = "second" if resume == "PATH" else "first"
+    own = [f"run_dir={tmp_path / 'runs'}", f"name={name}"]
+    own += [f"checkpoint.resume={resume.replace('PATH', str(folder.path(2)))}"]
+    assert load_here(str(file), own)[0].batch.layout == expected
+    assert load_here(str(file), [*own, "batch.layout=packed"])[0].batch.layout == "packed"
+
+
+def test_a_checkpoint_that_cannot_be_read_decides_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "first" / "checkpoints" / "step-000001").mkdir(parents=True)
+    own = [f"run_dir={tmp_path}", "name=first"]
+    assert load_here(str(file), own)[0].batch.layout == "packed"
+
+
 FP8 = ["learner.fp8=tensorwise", "learner.dtype=bfloat16"]
 QUANTISED = ["rollout.quantization=fp8", "sync.verify=false"]
 
@@ -234,6 +280,7 @@ def test_what_the_machine_decides_is_judged_by_the_same_rules(
         "replay.mode",
         "sampling_mask.mode",
         "learner.transformer_engine",
+        "batch.layout",
         "rollout.server.device",
     }
 
