@@ -162,7 +162,8 @@ def test_the_reference_is_the_start_checkpoint(live: Path, folder: Path, config:
 def test_kl_in_the_reward_entropy_epochs_and_a_token_budget(live: Path, folder: Path, config: Path) -> None:
     overrides = [
         *("kl.coef=0.1", "kl.where=reward", "kl.controller=adaptive", "loss.entropy_coef=0.01", "learner.epochs=2"),
-        *("learner.micro_batch_rows=null", "learner.micro_batch_tokens=128", "learner.freeze_router=true"),
+        *("learner.micro_batch_rows=null", "learner.micro_batch_tokens=128", "batch.layout=padded"),
+        "learner.freeze_router=true",
         *("optimizer.schedule=cosine", "optimizer.warmup_steps=0", "train.export=true", "train.steps=1"),
     ]
     assert from_bundle(config, "plumbing", folder / "bundle", *overrides) == 0
