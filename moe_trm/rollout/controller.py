@@ -122,7 +122,8 @@ class RolloutController:
             self._producer.admit_steps(step)
         version, last = step - 1, part == self._parts - 1  # the version is the learner's while it trains this step
         if part == 0:
-            queue_ages = self._store.ages(version)
+            # Without overlap what waits is of this very step, and how much is a matter of time.
+            queue_ages = self._store.ages(version) if self.overlaps else {}
             self._arrived = StepParts(queue_ages, await self._draw_again(step, version))
         arrived = self._arrived
         groups = await self._producer.take(version, parts=self._parts, ends_step=last)

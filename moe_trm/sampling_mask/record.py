@@ -113,6 +113,8 @@ class SamplingMask:
 
 def join(masks: Sequence[SamplingMask]) -> SamplingMask:
     """Several masks as one, row after row; log-probs are kept when all of them have them."""
+    if len(masks) == 1:
+        return masks[0]
     ids = np.concatenate([np.zeros(0, np.int32), *(mask.ids for mask in masks)])
     sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(mask.offsets) for mask in masks)])
     parts = [mask.logprobs for mask in masks if mask.logprobs is not None]

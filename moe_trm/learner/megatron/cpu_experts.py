@@ -9,6 +9,7 @@ expert.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -40,9 +41,10 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             )
             return output
         counts = tokens_per_expert.tolist()
-        planes_P2F = grouped_products(permuted_local_hidden_states, counts, [first.weight for first, _ in self._pairs])
+        first, second = ([linear.weight for linear in linears] for linears in zip(*self._pairs, strict=True))
+        planes_P2F = grouped_products(permuted_local_hidden_states, counts, first, _sums(first))
         inner_PF = self._activated(planes_P2F, permuted_probs)
-        return grouped_products(inner_PF, counts, [second.weight for _, second in self._pairs]), None
+        return grouped_products(inner_PF, counts, second, _sums(second)), None
 
     def _activated(self, planes_P2F: Tensor, probs_P: Tensor) -> Tensor:
         """The same operations as in Megatron's `MLP`, in the same order, so that they round alike."""
@@ -60,3 +62,15 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             and not config.moe_apply_probs_on_input
             and not any(linear._forward_pre_hooks or linear._forward_hooks for pair in self._pairs for linear in pair)
         )
+
+
+def _sums(weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Megatron's sums of the gradients, where the products can add to them: of the same dtype.
+
+    Its data-parallel wrapper makes them. It would copy every gradient there by a hook.
+    """
+    found = list[Tensor | None]()
+    for weight in weights:
+        total: Tensor | None = getattr(weight, "main_grad", None)
+        found.append(total if total is not None and total.dtype == weight.dtype else None)
+    return found

@@ -283,22 +283,18 @@ def _sampling_mask(
             expected="output_token_sampling_mask and its log-probs",
             fix="top_k must be 1..4096.",
         )
-    sizes, logprob_sizes = _row_sizes(ids_rows), _row_sizes(logprob_rows)
-    if not np.array_equal(sizes, logprob_sizes):
+    sizes, logprob_sizes = list(map(len, ids_rows)), list(map(len, logprob_rows))
+    if sizes != logprob_sizes:
         raise RecordRejected(
-            "mask_shape",
-            "kept ids and their log-probs differ in number",
-            got=logprob_sizes.tolist(),
-            expected=sizes.tolist(),
+            "mask_shape", "kept ids and their log-probs differ in number", got=logprob_sizes, expected=sizes
         )
-    total = int(sizes.sum())
-    ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=total)
+    ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
     logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     # Rows in order are faster to check.
     mask = SamplingMask(ids_M, offsets, logprobs_M).ascending()
-    sound = violation != "reject" and len(sizes) == len(output_S) and sizes.min() > 0
+    sound = violation != "reject" and len(sizes) == len(output_S) and min(sizes) > 0
     wrong_S = outside(mask, output_S) if sound else np.zeros(0, bool)
     if not wrong_S.any() or (violation == "drop" and wrong_S.all()):
         mask.validate(output_S, vocab_size)
@@ -333,10 +329,6 @@ def _log_mass(meta: MetaInfo, mask: SamplingMask, wrong_S: np.ndarray) -> np.nda
             )
         log_mass[place] = top[0][0] - mask.logprobs[row][same][0]
     return log_mass
-
-
-def _row_sizes(rows: Sequence[Sequence[object]]) -> np.ndarray:
-    return np.fromiter(map(len, rows), np.int64, count=len(rows))
 
 
 def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarray) -> np.ndarray:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moe_trm_sglang_cpu.linear import SMALL_MATRIX
+
 MOST_PADDING = 8
 """Places per choice up to which the batched products are faster."""
 MOST_PLACES = 24
@@ -83,7 +85,8 @@ def one_by_one(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor
     """
     ids = ids_NK.reshape(-1)
     order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(w13_EFD)).tolist()
-    dtype = torch.float32 if len(ids) <= FEW_ROWS * len(w13_EFD) else x_ND.dtype
+    few = len(ids) <= FEW_ROWS * len(w13_EFD) and w13_EFD[0].numel() <= SMALL_MATRIX
+    dtype = torch.float32 if few else x_ND.dtype
     chosen = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
     gate, up = _products(chosen, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
     sorted_out = _products(functional.silu(gate).mul_(up).to(dtype), sizes, w2_EDF).to(x_ND.dtype)
@@ -94,7 +97,7 @@ def one_by_one(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor
 def _products(rows: Tensor, sizes: list[int], matrices: Tensor) -> Tensor:
     """The rows of each expert times its transposed matrix."""
     out = rows.new_empty(len(rows), matrices.shape[1])
-    for own, matrix, into in zip(rows.split(sizes), matrices, out.split(sizes), strict=True):
+    for own, matrix, into in zip(torch.split(rows, sizes), matrices, torch.split(out, sizes), strict=True):
         if len(own):
             torch.mm(own, matrix.to(rows.dtype).t(), out=into)
     return out
@@ -119,9 +122,9 @@ def wrap(loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
             and getattr(layer, "w2_weight_bias", None) is None
         )
         if plain and ids.numel():
-            found, capacity = places(ids, layer.num_experts)
-            if capacity <= MOST_PLACES and capacity * layer.num_experts <= MOST_PADDING * ids.numel():
-                return batched(x, weights, layer.w13_weight, layer.w2_weight, found, capacity)
+            most = int(torch.bincount(ids.reshape(-1)).max())
+            if most <= MOST_PLACES and most * layer.num_experts <= MOST_PADDING * ids.numel():
+                return batched(x, weights, layer.w13_weight, layer.w2_weight, *places(ids, layer.num_experts))
             return one_by_one(x, weights, layer.w13_weight, layer.w2_weight, ids)
         return loop(layer, x, topk_output, moe_runner_config)
 

@@ -36,6 +36,7 @@ def activate() -> None:
     if os.environ.get("MOE_TRM_SGLANG_LOOPS") != "1":
         _register_batched_attention()
         _batch_experts()
+        _widen_products()
         _fuse_norms()
         _shorten_results()
         _gather_masks()
@@ -62,6 +63,16 @@ def _batch_experts() -> None:
     from moe_trm_sglang_cpu.batched_experts import wrap
 
     fused_moe_native.moe_forward_native = wrap(fused_moe_native.moe_forward_native)
+
+
+def _widen_products() -> None:
+    """Products with small matrices in float32. Where there is AMX, SGLang packs its matrices."""
+    from sglang.srt.layers.quantization import unquant
+
+    from moe_trm_sglang_cpu.linear import wrap
+
+    if not unquant._is_cpu_amx_available:
+        unquant.UnquantizedLinearMethod.apply = wrap(unquant.UnquantizedLinearMethod.apply)
 
 
 def _fuse_norms() -> None:

@@ -60,3 +60,41 @@ def test_bfloat16_rounds_once() -> None:
     got = grouped_products(inputs.detach().bfloat16(), (3, 2), narrow)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, one_by_one(inputs.detach().bfloat16(), (3, 2), narrow))
+
+
+def test_gradients_are_added_to_sums_where_there_are_any() -> None:
+    """One weight has a sum, one has none, one is frozen; two passes add up."""
+    counts, (inputs, weights), (others, plain) = (2, 3, 1), tensors((2, 3, 1)), tensors((2, 3, 1))
+    weights[2].requires_grad_(False)
+    sums = [torch.ones(OUTPUTS, INPUTS), None, torch.ones(OUTPUTS, INPUTS)]
+    for _ in range(2):
+        grouped_products(inputs, counts, weights, sums).square().sum().backward()
+        grouped_products(others, counts, plain).square().sum().backward()
+    assert sums[0] is not None
+    assert plain[0].grad is not None
+    torch.testing.assert_close(sums[0], plain[0].grad + 1)
+    torch.testing.assert_close(weights[1].grad, plain[1].grad)
+    torch.testing.assert_close(sums[2], torch.ones(OUTPUTS, INPUTS))
+    assert (weights[0].grad, weights[2].grad) == (None, None)
+    torch.testing.assert_close(inputs.grad, others.grad)
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_inputs_are_kept_only_where_a_matrix_trains(trained: int) -> None:
+    """As torch's own product does; adapters of attention leave all experts frozen."""
+    inputs, weights = tensors((2, 3))
+    for weight in weights[trained:]:
+        weight.requires_grad_(False)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = grouped_products(inputs, (2, 3), weights)
+    assert (inputs.data_ptr() in kept) == bool(trained)
+    out.sum().backward()
+    expected = torch.cat([weight.sum(0).expand(count, INPUTS) for weight, count in zip(weights, (2, 3), strict=True)])
+    assert inputs.grad is not None
+    torch.testing.assert_close(inputs.grad, expected)

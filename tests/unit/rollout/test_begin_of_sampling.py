@@ -71,7 +71,9 @@ def test_sampling_begins_with_the_push_unless_the_run_evaluates_or_saves_first(
         assert sorted(sample for version, sample in engine.asked if version == step - 1) == list(
             range((step - 1) * SAMPLES, step * SAMPLES)
         )
-        assert shares[0].metrics["ledger/issued"] == step * SAMPLES
+        metrics = shares[0].metrics
+        assert metrics["ledger/issued"] == step * SAMPLES
+        assert metrics["ledger/queued"] == metrics["ledger/in_flight"] == metrics["queue/groups"] == 0
 
 
 def test_early_samples_that_are_rejected_are_counted_in_their_step() -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
 from moe_trm_sglang_cpu import batched_experts, prefill
+from moe_trm_sglang_cpu import linear as products
 from moe_trm_sglang_cpu.decoding import decode, in_lots, plan
 
 EXPERTS, DIM, WIDTH = 6, 8, 5
@@ -134,9 +135,10 @@ def test_experts_in_two_products(tokens: int, one_expert: bool) -> None:
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("few", [1, 10_000], ids=["own dtype", "float32"])
-def test_products_by_expert_round_as_the_batched_ones(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("few", "small"), [(1, 1 << 18), (100, 1), (100, 1 << 18)])
+def test_products_by_expert_round_as_the_batched_ones(few: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched_experts, "FEW_ROWS", few)
+    monkeypatch.setattr(batched_experts, "SMALL_MATRIX", small)
     generator = torch.Generator().manual_seed(few)
     x = torch.randn(40, 64, generator=generator).bfloat16()
     w13 = torch.randn(EXPERTS, 64, 64, generator=generator).mul_(0.2).bfloat16()
@@ -180,3 +182,32 @@ def test_other_experts_are_left_to_the_loop(other: dict[str, object]) -> None:
     chosen = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3), None)
     batched_experts.wrap(loop)(layer, torch.ones(3, DIM), chosen, SimpleNamespace(**{**plain, **other}))
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_small_matrices_are_those_of_float32_rounded(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    layer = SimpleNamespace(weight=torch.randn(48, 64, generator=generator).to(dtype))
+    x = torch.randn(3, 5, 64, generator=generator).to(dtype)
+    apply = products.wrap(lambda *_arguments: pytest.fail("a small product was left to SGLang"))
+    got, native = apply(None, layer, x), linear(x, layer.weight)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, native, atol=1e-2, rtol=1e-2)
+    assert (got == native).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("case", ["bias", "float32", "mixed", "large"])
+def test_other_products_are_sglangs_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SMALL_MATRIX", 11 if case == "large" else 12)
+    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    layer = SimpleNamespace(weight=torch.ones(3, 4, dtype=dtype))
+    x = torch.ones(2, 4, dtype=torch.float32 if case == "mixed" else dtype)
+    bias = torch.ones(3, dtype=dtype) if case == "bias" else None
+    asked: list[tuple[object, ...]] = []
+
+    def native(*arguments: object) -> torch.Tensor:
+        asked.append(arguments)
+        return torch.zeros(1)
+
+    products.wrap(native)("method", layer, x, bias)
+    assert asked == [("method", layer, x, bias)]
