@@ -1,4 +1,4 @@
-"""The moment at which the samples of a step are asked for, and their order."""
+"""The moment at which the samples of a step are asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainBatch
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, controller_with, rows_of
 
 SAMPLES = CONFIG.rollout.prompts_per_step * CONFIG.rollout.group_size
+STEPS = 3
 ROUNDS = 100
 """Of the event loop: more than it takes to ask for a step."""
 
@@ -29,19 +30,19 @@ class AskedEngine(FakeEngine):
         return await super().generate(prompt, params, sample_id=sample_id, group_id=group_id)
 
 
-def run(engine: AskedEngine, settings: dict[str, Any], steps: int = 3) -> tuple[list[int], list[list[TrainBatch]]]:
+def run(engine: AskedEngine, settings: dict[str, Any]) -> tuple[list[int], list[list[TrainBatch]]]:
     """Samples asked for after each push and before the next step asks; the batches."""
-    config = Config.model_validate(CONFIG.model_dump() | {"train": {"steps": steps}} | settings)
+    config = Config.model_validate(CONFIG.model_dump() | {"train": {"steps": STEPS}} | settings)
 
     async def go() -> tuple[list[int], list[list[TrainBatch]]]:
         controller, early, batches = controller_with(engine, config), list[int](), list[list[TrainBatch]]()
-        for step in range(steps + 1):
+        for step in range(STEPS + 1):
             before = len(engine.asked)
             await controller.load_weights(WeightPush(step, "", ()))
             for _ in range(ROUNDS):
                 await asyncio.sleep(0)
             early.append(len(engine.asked) - before)
-            if step < steps:
+            if step < STEPS:
                 batches.append(await controller.plan(step + 1, data_size=2))
         await controller.close()
         return early, batches
@@ -79,11 +80,3 @@ def test_sampling_begins_with_the_push_unless_the_run_evaluates_or_saves_first(
 def test_early_samples_that_are_rejected_are_counted_in_their_step() -> None:
     _, batches = run(AskedEngine(frozenset({1, SAMPLES + 2, SAMPLES + 3})), {})
     assert [shares[0].metrics["records/rejected/route_rows"] for shares in batches] == [1, 3, 3]
-
-
-def test_groups_that_are_issued_together_take_turns() -> None:
-    engine = AskedEngine()
-    run(engine, {}, steps=1)
-    size = CONFIG.rollout.group_size
-    turns = [group * size + turn for turn in range(size) for group in range(CONFIG.rollout.prompts_per_step)]
-    assert [sample for _, sample in engine.asked] == turns
