@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """What a part takes of the whole, with its 95% interval."""
+    """The part of the whole that something takes, with its 95% interval."""
 
     value: float
     interval: Interval

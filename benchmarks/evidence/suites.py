@@ -1,4 +1,4 @@
-"""What is compared in each suite of runs: arms, figures, and late steps. Fixed before the runs but where it says so."""
+"""Comparisons of each suite of runs: arms, figures, and late steps. Fixed before the runs but where it says so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TAIL = Figure("tail", ("engine/rollout_is_high_fraction", "engine/rollout_is_low
 GRAD_NORM = Figure("grad_norm", ("optimizer/grad_norm",))
 
 Gain = tuple[str, str]
-"""What the first arm has above the second."""
+"""The first arm's mean less the second's."""
 
 
 @dataclass(frozen=True)

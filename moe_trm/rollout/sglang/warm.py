@@ -19,7 +19,7 @@ from moe_trm.runtime.fork_server import live
 from moe_trm.runtime.warm import WarmServer
 
 IMPORTS = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
-"""What a server imports before it knows its model. The program itself is not in it: it runs as `__main__`."""
+"""Imports of a server before it knows its model. The program itself is not in it: it runs as `__main__`."""
 
 
 def warm_engine(log: Path) -> WarmServer:

@@ -37,7 +37,7 @@ def capture(kept: Sequence[int], seed: int = 0, **other: Any) -> Any:
 
 
 def built(found: Any, most: int = VOCAB, rows: torch.Tensor | None = None) -> Any:
-    """What the wrapped function makes; None where it asks SGLang."""
+    """The answer of the wrapped function; None where it asks SGLang."""
     build = wrap_building(lambda *_: None, SimpleNamespace)
     support = torch.arange(len(found.weights)) if rows is None else rows
     return build(sampler(most), torch.zeros(len(found.weights)), found, support)

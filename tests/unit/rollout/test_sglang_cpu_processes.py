@@ -1,4 +1,4 @@
-"""How the CPU support package lets SGLang start its processes, and which of its models it imports."""
+"""Processes of SGLang as the CPU support package starts them, and the models that they import."""
 
 from __future__ import annotations
 

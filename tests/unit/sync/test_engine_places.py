@@ -1,0 +1,64 @@
+"""Names and forms under which the engine holds tensors: its checksums are of these."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from moe_trm.rollout.sglang.checksum import EngineChecksums, engine_place
+from moe_trm.sync.rounding import Rounding
+
+
+def sha(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+
+
+def test_matrices_of_an_expert_by_either_name() -> None:
+    for prefix, names in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
+        stem = f"model.layers.0.{prefix}.experts"
+        places = [engine_place(f"{stem}.5.{name}.weight") for name in names]
+        assert places == [(f"{stem}.w13_weight", (5, 0)), (f"{stem}.w13_weight", (5, 1)), (f"{stem}.w2_weight", (5, 0))]
+
+
+def test_biases_that_choose_experts_are_pushed_and_hashed_in_float32() -> None:
+    bias, weight = "model.layers.1.mlp.gate.e_score_correction_bias", "model.norm.weight"
+    assert (Rounding("bfloat16").dtype_of(bias), Rounding("bfloat16").dtype_of(weight)) == ("float32", "bfloat16")
+    values = torch.tensor([0.1, 0.2])
+    checksums = EngineChecksums([bias], "bfloat16")
+    checksums.add(bias, values)
+    assert checksums.result() == {bias: sha(values)}
+
+
+def test_compressed_queries_and_keys_of_latent_attention_are_one_tensor() -> None:
+    prefix = "model.layers.0.self_attn."
+    queries, keys = f"{prefix}q_a_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"
+    checksums, values = EngineChecksums([keys, queries], "float32"), torch.tensor([[1.0], [2.0]])
+    checksums.add(keys, values[1:])
+    checksums.add(queries, values[:1])
+    digest = sha(values)
+    assert checksums.result() == {f"{prefix}fused_qkv_a_proj_with_mqa.weight": digest}
+
+
+def test_keys_alone_of_latent_attention_stay_a_tensor_of_their_own() -> None:
+    prefix = "model.layers.0.self_attn."
+    names = [f"{prefix}q_proj.weight", f"{prefix}kv_a_proj_with_mqa.weight"]
+    assert EngineChecksums(names, "float32")._order.keys() == set(names)
+
+
+def test_matrices_of_all_experts_in_one_tensor_are_hashed_as_the_engine_transposes_and_holds_them() -> None:
+    prefix, numbers = "model.layers.0.mlp.experts.", torch.arange(1.0, 13.0).reshape(2, 2, 3) + 2**-10
+    checksums = EngineChecksums(
+        [f"{prefix}gate_up_proj", f"{prefix}down_proj_bias", "model.layers.0.self_attn.sinks"], "float32"
+    )
+    checksums.add(f"{prefix}gate_up_proj", numbers)
+    checksums.add(f"{prefix}down_proj_bias", numbers[0])
+    checksums.add("model.layers.0.self_attn.sinks", numbers[0, 0])
+    assert checksums.result() == {
+        f"{prefix}w13_weight": sha(numbers.transpose(1, 2).contiguous()),
+        f"{prefix}w2_weight_bias": sha(numbers[0]),
+        "model.layers.0.self_attn.sinks": sha(numbers[0, 0].bfloat16().view(torch.int16)),
+    }
+    low = EngineChecksums([f"{prefix}down_proj_bias"], "bfloat16")
+    low.add(f"{prefix}down_proj_bias", numbers[0])
+    assert low.result() == {f"{prefix}w2_weight_bias": sha(numbers[0].bfloat16().float())}
