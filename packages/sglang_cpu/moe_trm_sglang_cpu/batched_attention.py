@@ -6,6 +6,7 @@ scheduler only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -40,6 +41,27 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                 forward_batch.seq_lens,
                 forward_batch.extend_seq_lens,
             )
+
+    @property
+    def is_planned(self) -> bool:
+        """True if this pass has lots, so that `attend_of` computes its plain causal layers."""
+        return bool(self._lots or self._prefills)
+
+    def attend_of(self, forward_batch: Any) -> Callable[[Any, Tensor, Tensor, Tensor], Tensor]:
+        """Attention of a plain causal layer in this pass, which keeps keys and values first.
+
+        It takes SGLang's module of the layer, queries `[N, H, D]`, and keys and values `[N, G, D]`; `[N, H * D]` out.
+        """
+        pool, places = self.token_to_kv_pool, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+
+        def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            pool.set_kv_buffer(layer, places, key, value)
+            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            if self._lots:
+                return decode(query, keys, values, self._lots, layer.scaling).flatten(1)
+            return prefill(query, keys, values, self._prefills, layer.scaling).flatten(1)
+
+        return attend
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True

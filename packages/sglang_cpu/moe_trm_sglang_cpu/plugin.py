@@ -39,7 +39,9 @@ def activate() -> None:
         _widen_products()
         _fuse_norms()
         _shorten_results()
+        _sort_faster()
         _gather_masks()
+        _forget_matrices()
         _share_imports()
 
 
@@ -104,6 +106,16 @@ def _shorten_results() -> None:
     streamer._stream_output_generation = wrap_sending(streamer._stream_output_generation, every)
 
 
+def _sort_faster() -> None:
+    """Sampling among the most probable tokens. SGLang looks the function up at every call."""
+    from sglang.srt.layers import sampler
+
+    from moe_trm_sglang_cpu.sampling import wrap
+
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    setattr(sampler, name, wrap(getattr(sampler, name)))
+
+
 def _gather_masks() -> None:
     """Sampling masks of a whole batch at once."""
     from sglang.srt.layers.logits_processor import SamplingMaskOutput
@@ -118,6 +130,16 @@ def _gather_masks() -> None:
     shared = wrap_sharing(SchedulerBatchResultProcessor.materialize_sampling_mask_output)
     SchedulerBatchResultProcessor.materialize_sampling_mask_output = staticmethod(shared)
     schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"chunk": SamplingMaskChunk})
+
+
+def _forget_matrices() -> None:
+    """Copies of weights are dropped before what may change weights."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.layer_matrices import forget_after
+
+    target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+    HookRegistry.register(target, forget_after, HookType.BEFORE)
 
 
 def _share_imports() -> None:
