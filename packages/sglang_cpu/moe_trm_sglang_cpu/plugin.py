@@ -34,6 +34,7 @@ def activate() -> None:
     _register_latent_attention()
     _register_sink_attention()
     if os.environ.get("MOE_TRM_SGLANG_LOOPS") != "1":
+        _read_once()
         _register_batched_attention()
         _batch_experts()
         _widen_products()
@@ -42,7 +43,17 @@ def activate() -> None:
         _sort_faster()
         _gather_masks()
         _forget_matrices()
+        _share_prompts()
         _share_imports()
+
+
+def _read_once() -> None:
+    """Environment variables are parsed when they change."""
+    from sglang.srt.environ import EnvField
+
+    from moe_trm_sglang_cpu.variables import wrap
+
+    EnvField.get = wrap(EnvField.get)
 
 
 def _register_batched_attention() -> None:
@@ -140,6 +151,15 @@ def _forget_matrices() -> None:
 
     target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
     HookRegistry.register(target, forget_after, HookType.BEFORE)
+
+
+def _share_prompts() -> None:
+    """Prompts of groups are computed once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.shared_prompts import wrap
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", wrap, HookType.AROUND)
 
 
 def _share_imports() -> None:
