@@ -100,9 +100,11 @@ def kept_matrices(model: Any, is_plain: Callable[[Any], bool]) -> list[LayerMatr
 
 
 def forget_after(scheduler: Any, requests: Sequence[Any]) -> None:
-    """Drop the matrices of a scheduler's model if any of these requests may change weights."""
+    """Drop what is kept of a scheduler's weights and cache if any of these requests may change either."""
     if all(type(request).__name__ in FOR_TOKENS for request in requests):
         return
-    model = getattr(scheduler.tp_worker.model_runner.model, "model", None)
+    runner = scheduler.tp_worker.model_runner
+    model = getattr(runner.model, "model", None)
     if model is not None:
         model.__dict__.pop(KEPT, None)
+    getattr(runner.attn_backend, "forget", lambda: None)()

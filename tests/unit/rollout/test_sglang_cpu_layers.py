@@ -149,7 +149,7 @@ def test_a_model_that_is_not_plain_has_no_matrices_and_is_asked_once() -> None:
         (["EndWeightUpdateReqInput"], False),
     ],
 )
-def test_matrices_outlive_requests_for_tokens_only(names: list[str], kept: bool) -> None:
+def test_what_is_kept_outlives_requests_for_tokens_only(names: list[str], kept: bool) -> None:
     model = model_of()
     model.__dict__[KEPT] = ["of the first weights"]
     scheduler = SimpleNamespace(
@@ -157,3 +157,4 @@ def test_matrices_outlive_requests_for_tokens_only(names: list[str], kept: bool)
     )
     forget_after(scheduler, [type(name, (), {})() for name in names])
     assert (KEPT in model.__dict__) is kept
+    assert forgotten == ([] if kept else ["rows"])
