@@ -117,6 +117,8 @@ class DenseRows:
         owners, lengths = pool_rows_B.numpy(), lengths_B.numpy()
         longest, count = int(lengths.max()), len(lengths)
         steady = steady and count * longest >= FEWEST_PLACES
+        if not (steady or self._in_rows):
+            return None
         padded = count * longest > 2 * int(lengths.sum()) + FEW_PLACES
         if padded or int(lengths.min()) < 2 or not self._fits(count, longest):
             return None
