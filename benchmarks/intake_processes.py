@@ -6,11 +6,11 @@ and keep it, and this process opens each record, as the controller does. None, o
 that a neighbour slows all alike; the ratio is that of two to one in each pair.
 
 Two processes need two processors, and what the servers and this process use besides takes from the gain: the columns
-of processor seconds say how much. So plain processes take their turns too (`benchmarks.plain_intake`): they receive and
-decode the same bytes with nothing of ours, and without a controller. What two of them gain over one is the machine's
-limit, and `of the limit` is our ratio over theirs. `at most` is the ratio if two processes left no processor idle with
-all this work. `--from-memory` leaves the network out: each process reads the same bytes again and again, so that the
-ratio is that of the intake alone.
+of processor seconds say how much (`servers`: with the threads of the kernel that carry their bytes). So plain processes
+take their turns too (`benchmarks.plain_intake`): they receive and decode the same bytes with nothing of ours, and
+without a controller. What two of them gain over one is the machine's limit, and `of the limit` is our ratio over
+theirs. `at most` is the ratio if two processes left no processor idle with all this work. `--from-memory` leaves the
+network out: each process reads the same bytes again and again, so that the ratio is that of the intake alone.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ async def through_servers(args: object) -> Measured:
     pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
     ways = [(INTAKE, NONE), *((kind, count) for count in COUNTS for kind in (INTAKE, PLAIN))]
     measured: Measured = {way: [] for way in ways}
-    with answering([answer(PROMPT, tokens - PROMPT)], OPEN) as urls:
-        servers = psutil.Process().children()
+    body = answer(PROMPT, tokens - PROMPT)
+    # One process of servers for each processor: a single one keeps a processor waiting now and then.
+    with answering([body], OPEN // 2) as first, answering([body], OPEN // 2) as second:
+        urls = [url for both in zip(first, second, strict=True) for url in both]
+        servers = [*psutil.Process().children(), *_carriers()]
         for pool in pools.values():
             await pool.start()
         for number in range(pairs + 1):  # the first pair warms up
@@ -109,6 +112,11 @@ async def _measured(
     await asyncio.gather(*(lane(url) for url in urls))
     seconds = time.perf_counter() - began
     return seconds, _spent(intakes) - before[0], time.process_time() - own, _spent(servers) - before[1]
+
+
+def _carriers() -> list[psutil.Process]:
+    """Threads of the kernel that carry the servers' bytes."""
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("ksoftirqd/")]
 
 
 def _spent(processes: Sequence[psutil.Process]) -> float:
