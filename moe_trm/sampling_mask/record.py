@@ -12,6 +12,9 @@ import numpy as np
 
 from moe_trm.errors import RecordRejected
 
+SUM_TOLERANCE = 1e-3
+"""How far the probabilities of a row may be from one in all."""
+
 
 @dataclass(frozen=True)
 class SamplingMask:
@@ -46,7 +49,7 @@ class SamplingMask:
         return replace(self, ids=self.ids[order], logprobs=logprobs)
 
     def validate(
-        self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = 1e-3, *, allow_empty: bool = False
+        self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = SUM_TOLERANCE, *, allow_empty: bool = False
     ) -> None:
         """Raise `RecordRejected` unless the rows fit `sampled_ids` `[S]`.
 
