@@ -200,18 +200,23 @@ class Rows:
 
     def view(self) -> Any:
         """The rows so far, which stay."""
-        packed = [part for part in self.parts if isinstance(part, bytes)]
-        if len(packed) == len(self.parts):
-            return Chunk([length // PAIR_BYTES for length in accumulate(map(len, packed))], b"".join(packed))
-        rows = type(self).native()
-        for part in self.parts:
-            rows.append(*(_arrays(part) if isinstance(part, bytes) else part))
-        return rows.take()
+        try:
+            pairs = b"".join(self.parts)  # type: ignore[arg-type]
+        except TypeError:
+            return self._native()
+        return Chunk([length // PAIR_BYTES for length in accumulate(map(len, self.parts))], pairs)
 
     def take(self) -> Any:
         """The rows so far; none is left."""
         chunk, self.parts = self.view(), []
         return chunk
+
+    def _native(self) -> Any:
+        """All rows in arrays, as soon as SGLang shared out one of them."""
+        rows = type(self).native()
+        for part in self.parts:
+            rows.append(*(_arrays(part) if isinstance(part, bytes) else part))
+        return rows.take()
 
 
 def _arrays(pairs: bytes) -> tuple[np.ndarray, np.ndarray]:
