@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -69,21 +70,20 @@ def _alone(sampler: Any) -> bool:
 
 def _parts(weights_BV: Tensor, ids_BV: Tensor, selected_B: Tensor, most: int) -> list[bytes] | None:
     """The pairs of each request, as bytes; None where a support is longer than `most`, or holds no sampled id."""
-    mass_B = weights_BV.sum(-1)
-    chosen_B = (selected_B / mass_B).numpy()
+    mass_B, weights = weights_BV.sum(-1).numpy(), weights_BV.numpy()
+    with np.errstate(all="ignore"):
+        chosen = (selected_B.numpy() / mass_B).tolist()
     # A weight that is no number, none that is positive, or one outside of the support: none of these has a logarithm.
-    if not (chosen_B.min() > 0 and chosen_B.max() < np.inf):
+    if not (isfinite(sum(chosen)) and min(chosen) > 0):
         return None
-    weights = weights_BV.numpy()
-    kept = weights > 0
-    lengths_B = np.count_nonzero(kept, axis=1)
-    if most < weights.shape[1] and lengths_B.max() > most:
+    num_requests, width = weights.shape
+    places_M = np.flatnonzero(weights > 0)
+    ends_B = places_M.searchsorted(np.arange(width, (num_requests + 1) * width, width))
+    if most < width and np.diff(ends_B, prepend=0).max() > most:
         return None
-    places_M = np.flatnonzero(kept)
-    shares_M = weights.ravel()[places_M] / mass_B.numpy().repeat(lengths_B)
+    shares_M = weights.ravel()[places_M] / mass_B[places_M // width]
     pairs = pairs_of(ids_BV.numpy().ravel()[places_M], torch.log(torch.from_numpy(shares_M)).numpy())
-    ends = (lengths_B.cumsum() * PAIR_BYTES).tolist()
-    return [pairs[start:end] for start, end in pairwise([0, *ends])]
+    return [pairs[start:end] for start, end in pairwise([0, *(ends_B * PAIR_BYTES).tolist()])]
 
 
 def pairs_of(ids_M: np.ndarray, logprobs_M: np.ndarray) -> bytes:
