@@ -49,10 +49,9 @@ def wrap_building(native: Callable[..., Any]) -> Callable[..., Any]:
             ids_BV is not None
             and selected_B is not None
             and support_rows is not None
-            and len(support_rows) == len(weights_BV) == len(next_ids_B)
-            and weights_BV.dtype == selected_B.dtype == torch.float32
-            and ids_BV.dtype == torch.int32
-            and weights_BV.device.type == "cpu"
+            and support_rows.shape == next_ids_B.shape == selected_B.shape
+            and weights_BV.dtype is selected_B.dtype is torch.float32
+            and ids_BV.dtype is torch.int32
             and _alone(sampler)
         )
         parts = _parts(weights_BV, ids_BV, selected_B, sampler.sampling_mask_max_tokens) if plain else None
@@ -71,19 +70,23 @@ def _alone(sampler: Any) -> bool:
 def _parts(weights_BV: Tensor, ids_BV: Tensor, selected_B: Tensor, most: int) -> list[bytes] | None:
     """The pairs of each request, as bytes; None where a support is longer than `most`, or holds no sampled id."""
     mass_B, weights = weights_BV.sum(-1).numpy(), weights_BV.numpy()
-    with np.errstate(all="ignore"):
-        chosen = (selected_B.numpy() / mass_B).tolist()
     # A weight that is no number, none that is positive, or one outside of the support: none of these has a logarithm.
-    if not (isfinite(sum(chosen)) and min(chosen) > 0):
+    if not (_positive(selected_B.tolist()) and _positive(mass_B.tolist())):
         return None
     num_requests, width = weights.shape
-    places_M = np.flatnonzero(weights > 0)
+    flat = weights.ravel()
+    places_M = (flat > 0).nonzero()[0]
     ends_B = places_M.searchsorted(np.arange(width, (num_requests + 1) * width, width))
     if most < width and np.diff(ends_B, prepend=0).max() > most:
         return None
-    shares_M = weights.ravel()[places_M] / mass_B[places_M // width]
+    shares_M = flat[places_M] / mass_B[places_M // width]
     pairs = pairs_of(ids_BV.numpy().ravel()[places_M], torch.log(torch.from_numpy(shares_M)).numpy())
     return [pairs[start:end] for start, end in pairwise([0, *(ends_B * PAIR_BYTES).tolist()])]
+
+
+def _positive(values: list[float]) -> bool:
+    """True when all are finite and above 0. Of few numbers Python's own sums are the fastest."""
+    return isfinite(sum(values)) and min(values) > 0
 
 
 def pairs_of(ids_M: np.ndarray, logprobs_M: np.ndarray) -> bytes:
