@@ -105,19 +105,25 @@ def _shorten_results() -> None:
 
 
 def _gather_masks() -> None:
-    """Sampling masks of a whole batch at once."""
-    from sglang.srt.layers.logits_processor import SamplingMaskOutput
+    """Sampling masks of a whole batch at once, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-    from sglang.srt.sampling.sampling_mask import SamplingMaskChunk
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_mask import SamplingMaskRows
 
-    from moe_trm_sglang_cpu.masks import Rows, wrap_building, wrap_sharing
+    from moe_trm_sglang_cpu.masks import Rows, wrap_adding, wrap_building, wrap_places, wrap_sharing
 
-    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output, SamplingMaskOutput)
-    shared = wrap_sharing(SchedulerBatchResultProcessor.materialize_sampling_mask_output)
-    SchedulerBatchResultProcessor.materialize_sampling_mask_output = staticmethod(shared)
-    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"chunk": SamplingMaskChunk})
+    if not envs.SGLANG_USE_PICKLE_IPC.get():
+        return
+    processor = SchedulerBatchResultProcessor
+    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output)
+    processor.materialize_sampling_mask_output = staticmethod(wrap_sharing(processor.materialize_sampling_mask_output))
+    processor.add_sampling_mask_return_values = wrap_adding(processor.add_sampling_mask_return_values)
+    for name in ("_make_sampling_mask_batch_indices", "_make_sampling_support_logprobs_capture_indices"):
+        setattr(SamplingBatchInfo, name, staticmethod(wrap_places(getattr(SamplingBatchInfo, name))))
+    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"native": SamplingMaskRows, "__slots__": ()})
 
 
 def _share_imports() -> None:
