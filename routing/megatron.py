@@ -30,6 +30,7 @@ from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
+from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.proof import due_by_sample, due_tokens, expected_routes, free_tokens, sample_of_tokens
 from routing.replay import (
@@ -178,12 +179,10 @@ class MegatronReplayer:
                 of this set, or the router got no gradient through them.
             FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        counters = torch.cat((self._counters, self._gates.take()), dim=1)
+        own = torch.cat((self._counters, self._gates.take()), dim=1).cpu()
         self._counters.zero_()
         passes, self._by_sample = self._by_sample, []
-        if group is not None and group.size() > 1:
-            torch.distributed.all_reduce(counters, group=group)
-        flips = total(passes, len(counters), group, self._device)
+        counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
         return judge(
             counters,
             self.max_local_flip_rate,

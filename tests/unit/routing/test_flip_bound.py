@@ -150,7 +150,7 @@ def test_counts_of_a_pass_are_by_sample_in_both_orders() -> None:
         one.count(1, order.reshape(-1).bool(), 2 * order.reshape(-1).to(torch.int16))
         again = PassFlips([9], torch.tensor([2]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         padding = PassFlips([-1], torch.tensor([0]), (1,), 3, sample_last=last, device=torch.device("cpu"))
-        summed = total([one, again, padding], 3, None, torch.device("cpu"))
+        summed = total([one, again, padding], 3)
         assert summed.keys.tolist() == [5, 9]
         assert summed.due.tolist() == [[0, 4, 0], [0, 5, 0]]
         assert summed.flipped.tolist() == [[0, 3, 0], [0, 1, 0]]

@@ -216,7 +216,7 @@ def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def judged(counters: torch.Tensor) -> ReplayReport:
-    return judge(counters, 0.3, total([], len(counters), None, counters.device), K, E)
+    return judge(counters, 0.3, total([], len(counters)), K, E)
 
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
