@@ -112,6 +112,11 @@ class HFReplayer:
         """Decoder layers of the whole model that are counted, dense ones too."""
         return len(self._counters)
 
+    @property
+    def is_proved(self) -> bool:
+        """True unless something was replayed since the last `report`."""
+        return not self._by_sample
+
     def detach(self) -> None:
         """Remove every hook."""
         for hook in self._hooks:

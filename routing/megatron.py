@@ -109,6 +109,11 @@ class MegatronReplayer:
         """Decoder layers of the whole model that are counted, dense ones too."""
         return len(self._counters)
 
+    @property
+    def is_proved(self) -> bool:
+        """True unless something was replayed since the last `report`."""
+        return not self._by_sample
+
     def detach(self) -> None:
         """Give the routers back as they were found."""
         for hook in self._hooks:

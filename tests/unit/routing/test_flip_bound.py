@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from routing import FlipBoundError, ReplayProofError
-from routing.flip_bound import fewest_tokens, suspects
+from routing.flip_bound import _medians, fewest_tokens, suspects
 from routing.replay_pass import judge
 from routing.sample_flips import UNNAMED, PassFlips, SampleFlips, keys_of, name_of, total
 
@@ -109,6 +109,18 @@ def test_a_batch_that_is_wrong_as_a_whole_explains_nothing() -> None:
     for sample in range(6):
         step.spoil(sample, slice(None), 1.0, rng)
     assert sorted(found(step)) == list(range(6))
+
+
+def test_medians_are_numpys_over_the_known_values_of_each_column() -> None:
+    """Columns of all lengths, odd and even, and one without a value."""
+    rng = np.random.default_rng(0)
+    for rows in (1, 2, 7, 8):
+        values = rng.random((rows, 12))
+        known = rng.random(values.shape) < 0.6
+        known[:, 0], known[:, 1] = False, True
+        wanted = [np.median(column[real]) if real.any() else 0.0 for column, real in zip(values.T, known.T)]
+        found = _medians(np.where(known, values, np.inf), known.sum(0))
+        np.testing.assert_array_equal(found, wanted)
 
 
 def counters_of(flips: SampleFlips) -> torch.Tensor:
