@@ -40,11 +40,11 @@ from routing.replay import (
     ReplayReport,
     RouteSource,
     batch_digest,
-    check_records,
+    check_rows,
     local_targets,
-    row_lengths,
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.rows import Rows
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
 
@@ -165,6 +165,7 @@ class MegatronReplayer:
             yield opened
         finally:
             self._running.active = None
+            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -206,22 +207,23 @@ class MegatronReplayer:
         layers: Sequence[int],
         samples: Sequence[int] | None,
     ) -> ReplayPass:
-        self._check_layout(layout, input_ids, valid)
+        rows = Rows.right_padded(valid)
+        self._check_layout(layout, input_ids, rows)
         opened = self.new_pass(source, layers, layout.num_local)
         opened.layout = layout
         if isinstance(source, Native):
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
-            for record in source.records:
+            check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
+            for layer_ids in {record.layer_ids for record in source.records if record is not None}:
                 # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
                 # model.
-                if record is not None and not set(record.layer_ids) <= set(self._model_layer_ids):
+                if not set(layer_ids) <= set(self._model_layer_ids):
                     raise RouteError(
                         "layers",
                         "the record has layers that are no MoE layers here",
-                        got=record.layer_ids,
+                        got=layer_ids,
                         expected=f"some of {self._model_layer_ids}",
                     )
             opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
@@ -232,7 +234,7 @@ class MegatronReplayer:
             opened.check_recorded(source.recorded, top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
-            due = due_tokens(row_lengths(valid), layout)
+            due = due_tokens(rows.lengths, layout)
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
             due = due if free is None else due & ~free
             flips = PassFlips(
@@ -261,7 +263,7 @@ class MegatronReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
 
-    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, valid: Tensor) -> None:
+    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, rows: Rows) -> None:
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
         wanted = (*input_ids.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
@@ -272,10 +274,8 @@ class MegatronReplayer:
                 got=got,
                 expected=f"{wanted} as (B, R, cp, sp)",
             )
-        if isinstance(layout, PackedLayout) and layout.lengths != tuple(row_lengths(valid)):
-            raise RouteError(
-                "shape", "the pack is of other rows", got=layout.lengths[:8], expected=tuple(row_lengths(valid))[:8]
-            )
+        if isinstance(layout, PackedLayout) and layout.lengths != rows.lengths:
+            raise RouteError("shape", "the pack is of other rows", got=layout.lengths[:8], expected=rows.lengths[:8])
 
     def _attach(self, layer: int, moe: Any) -> None:
         settings = moe.router.config

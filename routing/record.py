@@ -23,7 +23,11 @@ def token_digest(tokens: np.ndarray, origin: bytes = b"") -> bytes:
 
     With an `origin`, also to what that stands for (`sample_origin`): it is the key of the hash.
     """
-    ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return ids_digest(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
+
+
+def ids_digest(ids: bytes, origin: bytes = b"") -> bytes:
+    """`token_digest` of ids that are little-endian int32 already."""
     return hashlib.blake2b(ids, digest_size=16, key=origin).digest()
 
 
@@ -164,17 +168,23 @@ class RouteRecord:
 
     def bind(self, tokens: np.ndarray, origin: bytes) -> RouteRecord:
         """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
-        self.check_tokens(tokens)
-        return replace(self, token_digest=token_digest(tokens, origin))
+        ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        self.check_ids(ids)
+        return replace(self, token_digest=ids_digest(ids, origin))
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
-        if self.token_digest is None or self.token_digest != token_digest(tokens, origin):
+        self.check_ids(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
+
+    def check_ids(self, ids: bytes, origin: bytes = b"") -> None:
+        """`check_tokens` of ids that are little-endian int32 already."""
+        expected = ids_digest(ids, origin)
+        if self.token_digest is None or self.token_digest != expected:
             raise RouteError(
                 "digest",
                 "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
                 got=self.token_digest.hex() if self.token_digest else None,
-                expected=token_digest(tokens, origin).hex(),
+                expected=expected.hex(),
                 fix="The record is stale or was swapped with another sample's.",
             )
 

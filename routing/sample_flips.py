@@ -67,27 +67,26 @@ class PassFlips:
         device: torch.device,
         sample_of: Tensor | None = None,
     ) -> None:
-        self._sample_of = None if sample_of is None else sample_of.to(device).expand(2, -1)
+        self._sample_of = None if sample_of is None else sample_of.to(device)
         self.keys = list(keys)
         self.due_BL = np.zeros((len(keys), num_layers), np.int64)
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
         self._sample_last = sample_last
 
-    def count(self, layer: int, flipped_N: Tensor, lost_N: Tensor) -> None:
-        """Add what the router of `layer` would have chosen otherwise; zeros where nothing is due."""
-        both = torch.stack((flipped_N.to(torch.int16), lost_N.to(torch.int16)))
+    def count(self, layers: Sequence[int], flipped_LN: Tensor, lost_LN: Tensor) -> None:
+        """Add what the routers of `layers` would have chosen otherwise; zeros where nothing is due."""
+        both_LKN = torch.stack((flipped_LN.to(torch.int16), lost_LN.to(torch.int16)), dim=1)
+        num_samples = len(self.keys)
         if self._sample_of is not None:
-            self.counts_LKB[layer] = both.new_zeros(2, len(self.keys), dtype=torch.int32).scatter_add_(
-                1, self._sample_of, both.int()
-            )
-            return
-        by_sample = (
-            both.view(2, -1, len(self.keys)).sum(1, dtype=torch.int32)
-            if self._sample_last
-            else both.view(2, len(self.keys), -1).sum(2, dtype=torch.int32)
-        )
-        self.counts_LKB[layer] = by_sample
+            places = self._sample_of.expand(both_LKN.shape)
+            none = both_LKN.new_zeros(len(layers), 2, num_samples, dtype=torch.int32)
+            by_sample = none.scatter_add_(2, places, both_LKN.int())
+        elif self._sample_last:
+            by_sample = both_LKN.unflatten(2, (-1, num_samples)).sum(2, dtype=torch.int32)
+        else:
+            by_sample = both_LKN.unflatten(2, (num_samples, -1)).sum(3, dtype=torch.int32)
+        self.counts_LKB[list(layers)] = by_sample
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
