@@ -18,7 +18,7 @@ from routing.packed_layout import AnyLayout
 from routing.proof import shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.router_shift import RouterWatch
-from routing.sample_flips import PassFlips, SampleFlips
+from routing.sample_flips import PassFlips, SampleFlips, rows_of
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -85,7 +85,7 @@ class ReplayPass:
         if live is not None and bool(live.any()):
             self._live = live[:, None].to(device, non_blocking=True)
         if self.layer_ids:
-            self.counters[list(self.layer_ids), DUE] += self._num_due
+            self.counters[rows_of(self.layer_ids), DUE] += self._num_due
 
     @property
     def due(self) -> Tensor:
@@ -212,10 +212,10 @@ class ReplayPass:
         more = self.counters.new_zeros(len(layers), self.counters.shape[1])
         if self._matched:
             answers = torch.stack([*self._matched.values()]) & self._due
-            more[[layers.index(layer) for layer in self._matched], MATCHED] = answers.sum(1)
+            more[rows_of([layers.index(layer) for layer in self._matched]), MATCHED] = answers.sum(1)
         if self._waiting:
             more[: len(self._waiting)] += self._compared()
-        self.counters[layers] += more
+        self.counters[rows_of(layers)] += more
         self._waiting, self._matched, self._num_held = {}, {}, 0
 
     def _compared(self) -> Tensor:

@@ -86,7 +86,13 @@ class PassFlips:
             by_sample = both_LKN.unflatten(2, (-1, num_samples)).sum(2, dtype=torch.int32)
         else:
             by_sample = both_LKN.unflatten(2, (num_samples, -1)).sum(3, dtype=torch.int32)
-        self.counts_LKB[list(layers)] = by_sample
+        self.counts_LKB[rows_of(layers)] = by_sample
+
+
+def rows_of(layers: Sequence[int]) -> slice | list[int]:
+    """`layers` as an index: a slice, which needs no tensor, where they follow each other."""
+    follow = list(layers) == list(range(layers[0], layers[0] + len(layers))) if layers else False
+    return slice(layers[0], layers[0] + len(layers)) if follow else list(layers)
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
