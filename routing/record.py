@@ -104,8 +104,13 @@ class RouteRecord:
         columns = [self.layer_ids.index(layer) for layer in layer_ids]
         return replace(self, experts=self.experts[:, columns], layer_ids=tuple(layer_ids))
 
-    def validate(self, num_tokens: int | None = None) -> None:
-        """Raise `RouteError` unless every invariant holds. With `num_tokens`, there must be `num_tokens - 1` rows."""
+    def validate(self, num_tokens: int | None = None, *, in_range: bool = False) -> None:
+        """Raise `RouteError` unless every invariant holds.
+
+        Args:
+            num_tokens: there must be `num_tokens - 1` rows; None: any number.
+            in_range: the caller has found every id below `num_experts`, before they were narrowed.
+        """
         experts = self.experts
         if experts.ndim != 3:
             raise RouteError("shape", "routes need three dimensions", got=experts.shape, expected="[T-1, L, K]")
@@ -131,7 +136,7 @@ class RouteRecord:
             )
         if not 1 <= top_k <= self.num_experts:
             raise RouteError("shape", "experts per token out of range", got=top_k, expected=f"1..{self.num_experts}")
-        if experts.size and int(experts.max()) >= self.num_experts:
+        if not in_range and experts.size and int(experts.max()) >= self.num_experts:
             row, layer, _ = np.argwhere(experts >= self.num_experts)[0]
             raise RouteError(
                 "range",
