@@ -46,7 +46,9 @@ def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
     """`[W]` int64: its own length, samples, layers, the counters, ids of both, and three tables."""
     layers = np.flatnonzero(flips.due.any(0))
     tables = np.stack([flips.due, flips.flipped, flips.lost])[..., layers]
-    words = np.concatenate([[0, len(flips.keys), len(layers)], sums.flatten().numpy(), layers, flips.keys, tables.ravel()])
+    words = np.concatenate(
+        [[0, len(flips.keys), len(layers)], sums.flatten().numpy(), layers, flips.keys, tables.ravel()]
+    )
     words[0] = len(words)
     return words
 

@@ -93,7 +93,7 @@ class LearnerBase:
 
     def replay_report(self) -> ReplayReport:
         """See `Learner.replay_report`."""
-        # `score` and `update` prove what they replay, on all ranks together: there is nothing left to ask of the others.
+        # `score` and `update` prove what they replay, on all ranks together: nothing is left to ask of the others.
         if self._replayer is not None and not self._replayer.is_proved:
             self._verify()
         report, self._report = self._report, ReplayReport()

@@ -21,7 +21,6 @@ from routing.layout import Layout, padding_multiple
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.replay import row_lengths
 
-
 KNOWN = 16
 """Layouts of packs that are kept."""
 

@@ -33,9 +33,7 @@ def _arrived(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def wrap_gathering(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """SGLang's `get_topk` of its recorder of routes, which is `native`: the same rows, from memory of a CPU."""
 
-    def get_topk(
-        capturer: Any, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
-    ) -> Tensor:
+    def get_topk(capturer: Any, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Tensor:
         if start_len < 0:
             return native(capturer, req_pool_idx, seqlen, req_to_token_pool, start_len)
         first = min(start_len, seqlen - 1)

@@ -45,8 +45,8 @@ def test_the_routes_of_a_request_are_those_of_its_places(length: int, start: int
     assert isinstance(found, torch.Tensor)
     assert found.shape == wanted.shape == (max(length - 1 - start, 0), LAYERS, TOP_K)
     sent = pickle.loads(pickle.dumps(found))
-    assert type(sent) is torch.Tensor and sent.dtype == dtype
-    assert sent.shape == wanted.shape and torch.equal(sent, wanted)
+    assert (type(sent), sent.dtype, sent.shape) == (torch.Tensor, dtype, wanted.shape)
+    assert torch.equal(sent, wanted)
     assert sent.numpy().tobytes() == wanted.numpy().tobytes()
 
 

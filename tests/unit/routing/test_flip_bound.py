@@ -118,7 +118,8 @@ def test_medians_are_numpys_over_the_known_values_of_each_column() -> None:
         values = rng.random((rows, 12))
         known = rng.random(values.shape) < 0.6
         known[:, 0], known[:, 1] = False, True
-        wanted = [np.median(column[real]) if real.any() else 0.0 for column, real in zip(values.T, known.T)]
+        columns = zip(values.T, known.T, strict=True)
+        wanted = [np.median(column[real]) if real.any() else 0.0 for column, real in columns]
         found = _medians(np.where(known, values, np.inf), known.sum(0))
         np.testing.assert_array_equal(found, wanted)
 

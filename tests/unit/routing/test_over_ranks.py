@@ -53,7 +53,8 @@ def everywhere(
 def test_every_rank_has_the_counts_of_all_samples(ranks: list[ProcessGroup], samples: int) -> None:
     """Two ranks share samples and have other layers, one has others; 400 of them need a second exchange."""
     named = [*range(samples)], [*range(samples)], [(1 << 62) + place for place in range(3)]
-    passes = [passes_of(rank, keys, layers) for rank, (keys, layers) in enumerate(zip(named, [(0, 1), (3,), (4, 0)]))]
+    held = (0, 1), (3,), (4, 0)
+    passes = [passes_of(rank, named[rank], held[rank]) for rank in range(RANKS)]
     sums = [torch.arange(LAYERS * 7).view(LAYERS, 7) * (rank + 1) for rank in range(RANKS)]
     wanted = total([one for found in passes for one in found], LAYERS)
     assert (samples == 400) == (3 * samples * 2 > ROOM)
@@ -68,7 +69,8 @@ def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> 
     """Nothing was replayed anywhere; or on one rank alone, whose micro-batch was padding but for a row."""
     counters = torch.zeros(LAYERS, 7, dtype=torch.int64)
     for found, flips in everywhere(ranks, [[], [], []], [counters] * RANKS):
-        assert not found.any() and flips.due.shape == (0, LAYERS)
+        assert not found.any()
+        assert flips.due.shape == (0, LAYERS)
     alone = passes_of(0, [7], [2])
     padding = PassFlips([-1], torch.tensor([0]), (2,), LAYERS, sample_last=True, device=CPU)
     for _, flips in everywhere(ranks, [[*alone, padding], [padding], []], [counters] * RANKS):
