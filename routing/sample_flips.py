@@ -83,9 +83,9 @@ class PassFlips:
             none = both_LKN.new_zeros(len(layers), 2, num_samples, dtype=torch.int32)
             by_sample = none.scatter_add_(2, places, both_LKN.int())
         elif self._sample_last:
-            by_sample = both_LKN.unflatten(2, (-1, num_samples)).sum(2, dtype=torch.int32)
+            by_sample = both_LKN.view(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
         else:
-            by_sample = both_LKN.unflatten(2, (num_samples, -1)).sum(3, dtype=torch.int32)
+            by_sample = both_LKN.view(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
         self.counts_LKB[rows_of(layers)] = by_sample
 
 

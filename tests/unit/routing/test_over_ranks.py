@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from routing.over_ranks import ROOM, over_ranks
 from routing.sample_flips import PassFlips, SampleFlips, total
@@ -20,9 +21,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[ProcessGroup]]:
     """The ranks of a real group, as threads of this process."""
-    store = HashStore()
+    gloo: Any = distributed_c10d
+    store = gloo.HashStore()
     with ThreadPoolExecutor(RANKS) as pool:
-        yield list(pool.map(lambda rank: ProcessGroupGloo(store, rank, RANKS), range(RANKS)))
+        yield list(pool.map(lambda rank: gloo.ProcessGroupGloo(store, rank, RANKS), range(RANKS)))
 
 
 def passes_of(rank: int, keys: Sequence[int], layers: Sequence[int], number: int = 2) -> list[PassFlips]:
