@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch import distributed
+from torch.distributed import ProcessGroup
 
 from routing.over_ranks import ROOM, over_ranks
 from routing.sample_flips import PassFlips, SampleFlips, total
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[list[ProcessGroup]]:
     """The ranks of a real group, as threads of this process."""
-    gloo: Any = distributed_c10d
+    gloo: Any = distributed
     store = gloo.HashStore()
     with ThreadPoolExecutor(RANKS) as pool:
         yield list(pool.map(lambda rank: gloo.ProcessGroupGloo(store, rank, RANKS), range(RANKS)))
