@@ -40,6 +40,7 @@ def activate() -> None:
         _fuse_norms()
         _shorten_results()
         _gather_masks()
+        _pack_routes()
         _share_imports()
 
 
@@ -124,6 +125,15 @@ def _gather_masks() -> None:
     for name in ("_make_sampling_mask_batch_indices", "_make_sampling_support_logprobs_capture_indices"):
         setattr(SamplingBatchInfo, name, staticmethod(wrap_places(getattr(SamplingBatchInfo, name))))
     schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"native": SamplingMaskRows, "__slots__": ()})
+
+
+def _pack_routes() -> None:
+    """Routes of finished requests as bytes, of the buffers that this machine's memory holds."""
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    from moe_trm_sglang_cpu.routes import wrap_gathering
+
+    RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
 
 
 def _share_imports() -> None:
