@@ -41,6 +41,7 @@ def activate() -> None:
         _shorten_results()
         _gather_masks()
         _share_imports()
+        _shorten_way()
 
 
 def _register_batched_attention() -> None:
@@ -125,6 +126,14 @@ def _share_imports() -> None:
     from moe_trm_sglang_cpu import processes
 
     processes.register()
+
+
+def _shorten_way() -> None:
+    """The way of a request to the scheduler: few layers, also during a pause."""
+    from moe_trm_sglang_cpu import front, paused
+
+    front.register()
+    paused.register()
 
 
 def _register_allocator() -> None:
