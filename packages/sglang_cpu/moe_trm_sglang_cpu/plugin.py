@@ -46,6 +46,7 @@ def activate() -> None:
         _forget_matrices()
         _share_prompts()
         _share_imports()
+        _shorten_way()
 
 
 def _read_once() -> None:
@@ -183,6 +184,14 @@ def _share_imports() -> None:
     from moe_trm_sglang_cpu import processes
 
     processes.register()
+
+
+def _shorten_way() -> None:
+    """The way of a request to the scheduler: few layers, also during a pause."""
+    from moe_trm_sglang_cpu import front, paused
+
+    front.register()
+    paused.register()
 
 
 def _register_allocator() -> None:
