@@ -42,9 +42,11 @@ def activate() -> None:
         _shorten_results()
         _sort_faster()
         _gather_masks()
+        _pack_routes()
         _forget_matrices()
         _share_prompts()
         _share_imports()
+        _shorten_way()
 
 
 def _read_once() -> None:
@@ -128,19 +130,34 @@ def _sort_faster() -> None:
 
 
 def _gather_masks() -> None:
-    """Sampling masks of a whole batch at once."""
-    from sglang.srt.layers.logits_processor import SamplingMaskOutput
+    """Sampling masks of a whole batch at once, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-    from sglang.srt.sampling.sampling_mask import SamplingMaskChunk
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_mask import SamplingMaskRows
 
-    from moe_trm_sglang_cpu.masks import Rows, wrap_building, wrap_sharing
+    from moe_trm_sglang_cpu.masks import Rows, wrap_adding, wrap_building, wrap_places, wrap_sharing
 
-    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output, SamplingMaskOutput)
-    shared = wrap_sharing(SchedulerBatchResultProcessor.materialize_sampling_mask_output)
-    SchedulerBatchResultProcessor.materialize_sampling_mask_output = staticmethod(shared)
-    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"chunk": SamplingMaskChunk})
+    if not envs.SGLANG_USE_PICKLE_IPC.get():
+        return
+    processor = SchedulerBatchResultProcessor
+    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output)
+    processor.materialize_sampling_mask_output = staticmethod(wrap_sharing(processor.materialize_sampling_mask_output))
+    processor.add_sampling_mask_return_values = wrap_adding(processor.add_sampling_mask_return_values)
+    for name in ("_make_sampling_mask_batch_indices", "_make_sampling_support_logprobs_capture_indices"):
+        setattr(SamplingBatchInfo, name, staticmethod(wrap_places(getattr(SamplingBatchInfo, name))))
+    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"native": SamplingMaskRows, "__slots__": ()})
+
+
+def _pack_routes() -> None:
+    """Routes of finished requests as bytes, of the buffers that this machine's memory holds."""
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    from moe_trm_sglang_cpu.routes import wrap_gathering
+
+    RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
 
 
 def _forget_matrices() -> None:
@@ -167,6 +184,14 @@ def _share_imports() -> None:
     from moe_trm_sglang_cpu import processes
 
     processes.register()
+
+
+def _shorten_way() -> None:
+    """The way of a request to the scheduler: few layers, also during a pause."""
+    from moe_trm_sglang_cpu import front, paused
+
+    front.register()
+    paused.register()
 
 
 def _register_allocator() -> None:
