@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.sglang.apart import EMPTY, without_routes
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
@@ -105,6 +106,15 @@ _DECODER = msgspec.json.Decoder(Answer)
 
 def decode_answer(body: bytes | memoryview) -> Answer:
     """The typed answer. Raises `RecordRejected` (`malformed`)."""
+    parts = without_routes(body)
+    try:
+        if parts is not None:
+            answer = _DECODER.decode(parts[0])
+            if bytes(answer.meta_info.routed_experts) == EMPTY:
+                answer.meta_info.routed_experts = msgspec.Raw(parts[1])
+                return answer
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass  # The places that the error names are those of the whole answer, which is read below.
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
