@@ -24,7 +24,9 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def loading(fleet: Any, fakes: list[FakeServer], newest: dict[str, int]) -> AsyncIterator[asyncio.Queue[Exception]]:
+async def loading(
+    fleet: Any, fakes: list[FakeServer], newest: dict[str, int]
+) -> AsyncIterator[asyncio.Queue[Exception]]:
     """Loads that pause the server and wait for an outcome; a fake answers nothing while it is paused.
 
     Raises what is put into the queue, once for each load; None ends it well.
