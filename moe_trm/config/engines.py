@@ -28,6 +28,7 @@ class EngineTraits:
         takes_broadcasts: weights can reach it by `sync.method=distributed`.
         has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
+        awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
         packages: distributions that must be installed where the run starts it.
     """
 
@@ -37,12 +38,15 @@ class EngineTraits:
     records_masks: bool = True
     takes_broadcasts: bool = False
     has_servers: bool = False
+    awaits_weights: bool = False
     packages: tuple[str, ...] = ()
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
-        "sglang": EngineTraits(takes_broadcasts=True, has_servers=True, packages=("sglang",)),
+        "sglang": EngineTraits(
+            takes_broadcasts=True, has_servers=True, awaits_weights=True, packages=("sglang",)
+        ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }
 )

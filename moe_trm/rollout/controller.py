@@ -101,6 +101,9 @@ class RolloutController:
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
         started = time.perf_counter()
+        if self._engine.traits.awaits_weights and not self.overlaps:
+            self._engine.expect(push.version)
+            self._admit(push.version)
         await self._engine.load_weights(push)
         self._push_s = time.perf_counter() - started
         self._admit(push.version)

@@ -41,6 +41,12 @@ class RolloutEngine(Protocol):
         Raises as `generate` does.
         """
 
+    def expect(self, version: int) -> None:
+        """Let samples that are asked for from now on wait for the weights of `version`, which come next.
+
+        Called where `EngineTraits.awaits_weights` is set and nothing is in flight.
+        """
+
     async def load_weights(self, push: WeightPush) -> None:
         """Make the engine serve `push.version`, and flush its prefix cache.
 

@@ -152,7 +152,7 @@ def test_one_wrong_expert_under_the_right_version_is_refused(
     async def run() -> None:
         async with LoadsSomethingElse(rollout_server.url, rollout_server.api_key, timeout_s=300, max_attempts=1) as api:
             api.folder = str(tmp_path / "loaded" / "v000005")
-            await load_folder(api, push, verified_checksums(push, "float32"))
+            await load_folder(api, push, asyncio.to_thread(verified_checksums, push, "float32"))
 
     with pytest.raises(SyncError) as caught:
         asyncio.run(run())

@@ -5,9 +5,9 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ def verified_checksums(
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     entries = {entry.name: entry for entry in push.tensors}
-    sized = ((parts, sum(_num_bytes(entries[name]) for name in parts)) for parts in checksums.parts())
+    sized = ((parts, sum(num_bytes(entries[name]) for name in parts)) for parts in checksums.parts())
     lots = list(in_lots(sized, lot_bytes))
     with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
@@ -59,7 +59,8 @@ def verified_checksums(
     return checksums.result()
 
 
-def _num_bytes(entry: TensorEntry) -> int:
+def num_bytes(entry: TensorEntry) -> int:
+    """Size of a pushed tensor."""
     return prod(entry.shape) * DTYPES[entry.dtype].itemsize
 
 
@@ -100,10 +101,19 @@ def _readable(push: WeightPush, file: str) -> Iterator[None]:
         ) from error
 
 
-async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, str] | None) -> None:
+async def load_folder(
+    api: EngineApi,
+    push: WeightPush,
+    expected: Awaitable[Mapping[str, str]] | None,
+    keeping: AbstractContextManager[None] | None = None,
+) -> None:
     """Make the engine serve `push` with an empty prefix cache.
 
-    `expected`: of `verified_checksums`, which the engine must report; None: not asked.
+    Args:
+        api: the engine.
+        push: the folder, and its version.
+        expected: of `verified_checksums`, which the engine must report; None: not asked.
+        keeping: entered once the engine is paused, and left when its weights are proved and it may go on.
 
     Raises:
         SyncError: the engine's tensors or its version label are not those of the push, or it refuses to load them.
@@ -118,15 +128,21 @@ async def load_folder(api: EngineApi, push: WeightPush, expected: Mapping[str, s
     }
     try:
         async with paused(api):
-            answer = await api.post("/update_weights_from_disk", body)
+            with keeping or nullcontext():
+                answer = await api.post("/update_weights_from_disk", body)
+                if not answer.get("success"):
+                    raise SyncError(
+                        "the engine did not load the push", where=push.directory, got=answer.get("message")
+                    )
+                await check_version(api, push.version)
+                if expected is not None:
+                    await check_weights(api, await expected)
     except EngineLost:
         raise
     except EngineError as error:
         raise SyncError(
-            "the engine did not load the push", where=push.directory, got=error.got, fix=error.fix
+            "the engine did not load the push, or does not say what it holds",
+            where=push.directory,
+            got=error.got,
+            fix=error.fix,
         ) from error
-    if not answer.get("success"):
-        raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
-    await check_version(api, push.version)
-    if expected is not None:
-        await check_weights(api, expected)

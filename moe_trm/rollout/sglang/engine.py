@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
 from moe_trm.rollout.sglang.continuation import continued, settled
-from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
+from moe_trm.rollout.sglang.disk_load import load_folder, num_bytes, verified_checksums
 from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
@@ -30,6 +31,10 @@ from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
+
+
+KEPT_PUSH_BYTES = 1 << 30
+"""Largest push for which the servers keep samples while they load it: the load counts to `rollout.timeout_s`."""
 
 
 class SglangEngine:
@@ -85,7 +90,7 @@ class SglangEngine:
         self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
-        self._push: tuple[WeightPush, Mapping[str, str] | None] | None = None
+        self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
         self._broadcast: DistributedPush | None = None
         self._shares: tuple[int, Sequence[Share]] | None = None
         self._retracted = 0
@@ -194,16 +199,27 @@ class SglangEngine:
         turn = parse_turn(body, question.request["input_ids"], self._model, question.wanted, start=question.start)
         return Reading(turn, turn.retracted)
 
+    def expect(self, version: int) -> None:
+        """See `RolloutEngine.expect`."""
+        self._fleet.expect(version)
+
     async def load_weights(self, push: WeightPush) -> None:
         """Make every server load `push` from its folder and prove it; a lost one follows when it is back.
 
         Raises `SyncError`, `EngineError`.
         """
-        expected = (
-            await asyncio.to_thread(verified_checksums, push, self._dtype, self._device) if self._verify else None
-        )
-        self._push = push, expected
-        await self._fleet.update(push.version)
+        verifying = asyncio.ensure_future(self._verified(push)) if self._verify else None
+        if verifying is not None and not self._fleet.expects(push.version):
+            await verifying  # the servers go on meanwhile
+        self._push = push, verifying
+        try:
+            await self._fleet.update(push.version)
+        finally:
+            if verifying is not None:
+                await verifying  # damaged files are the cause of whatever a server says of them
+
+    async def _verified(self, push: WeightPush) -> Mapping[str, str]:
+        return await asyncio.to_thread(verified_checksums, push, self._dtype, self._device)
 
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """Lead the server through a broadcast from the learner ranks and witness it. Raises `SyncError`."""
@@ -245,10 +261,14 @@ class SglangEngine:
             await self._receive(server, *self._shares)
         elif self._push is not None:
             push, expected = self._push
-            await load_folder(server.http, push, expected)
+            await load_folder(server.http, push, expected, self._keeping(server, push))
             server.version = push.version
         await server.resume_memory("kv_cache")
         await self._check.loaded(server.http)
+
+    def _keeping(self, server: RemoteServer, push: WeightPush) -> AbstractContextManager[None]:
+        small = sum(map(num_bytes, push.tensors)) <= KEPT_PUSH_BYTES
+        return self._fleet.keeping(server) if small else nullcontext()
 
     async def _receive(self, server: RemoteServer, version: int, shares: Sequence[Share]) -> None:
         if server.fenced:

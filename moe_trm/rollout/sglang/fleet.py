@@ -1,5 +1,8 @@
 """The rollout servers together: the least loaded one gets each request, and all get every push.
 
+Where the next samples are known to come (`expect`), a server takes them as soon as it is paused for the push. It
+computes them once its weights are proved, or never.
+
 With rolling pushes they get it one after the other, and the others go on sampling with the version before. A sample
 ends at the server that began it, so that it has one version.
 
@@ -16,7 +19,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.sglang.endpoint import Post, T
@@ -72,6 +76,7 @@ class Fleet:
         self._load, self._interrupt, self._patience_s = load, interrupt, patience_s
         self._rolling, self._waiting = rolling, set[RemoteServer]()
         self._version: int | None = None
+        self._expected: int | None = None
         self._changed = asyncio.Event()
         self._repairs: dict[RemoteServer, asyncio.Task[None]] = {}
         self._updates: dict[RemoteServer, asyncio.Task[None]] = {}
@@ -129,6 +134,37 @@ class Fleet:
             expected="an answer",
             fix="Look into the server's log; raise rollout.timeout_s if it is only slow.",
         )
+
+    def expect(self, version: int) -> None:
+        """Let samples wait for the weights of `version`, which `update` brings; nothing may be in flight."""
+        self._version = self._expected = version
+
+    def expects(self, version: int) -> bool:
+        """True when samples were told to wait for these weights."""
+        return self._expected == version
+
+    @contextmanager
+    def keeping(self, server: RemoteServer) -> Iterator[None]:
+        """Inside, `server` is paused and is asked for samples, if they are to wait for the weights that it is given.
+
+        It must not go on before the end. When the block fails, they are given up and asked for again.
+        """
+        # Behind a router nobody knows which server a sample would reach. A server that had no weights is looked at
+        # first, and one without its memory has no room.
+        able = server.updating and server.version is not None and not server.released
+        if not able or self._expected != self._version or self._router is not None or self._rolling:
+            yield
+            return
+        server.keeping = True
+        self._changed.set()
+        try:
+            yield
+        except BaseException:
+            server.keeping = False
+            server.give_up()
+            raise
+        finally:
+            server.keeping = False
 
     async def update(self, version: int) -> None:
         """Give every server that is in service the weights of `version`, each at its own pace or one after the other.
@@ -202,9 +238,14 @@ class Fleet:
             self._waiting = set()
 
     def _may_sample(self, server: RemoteServer) -> bool:
-        """True for a server with the newest weights, and for one with those before whose turn has not come."""
+        """True for a server with the newest weights, and for one with those before whose turn has not come.
+
+        Also for one that keeps samples until it has the newest.
+        """
+        if server.fenced:
+            return False
         current = server.version == self._version or server in self._waiting
-        return current and not server.fenced and not server.updating
+        return server.keeping or (current and not server.updating)
 
     async def _give(self, server: RemoteServer) -> None:
         await (server.abort() if self._interrupt else server.drained())

@@ -26,6 +26,7 @@ class RemoteServer:
         http: see above.
         version: of the weights it was proved to serve; None before the first push.
         updating: it is being given weights, and takes no new samples.
+        keeping: it is paused meanwhile, and keeps samples until the weights are proved.
         fenced: it was lost, and takes no samples until it has been proved again.
         why: what it was fenced for.
         released: its device memory is the learner's until it is given weights.
@@ -34,7 +35,7 @@ class RemoteServer:
     def __init__(self, http: EngineHttp, endpoint: Endpoint | None = None) -> None:
         self.http, self._endpoint = http, endpoint or Endpoint(http)
         self.version: int | None = None
-        self.updating = self.fenced = self.released = False
+        self.updating = self.keeping = self.fenced = self.released = False
         self.why, self._fenced_at = "", 0.0
 
     @property
@@ -78,6 +79,10 @@ class RemoteServer:
         """Take it out of service and drop its requests in flight."""
         self.fenced, self.why, self._fenced_at = True, why, time.monotonic()
         self.released = False  # one that comes back was started anew
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Drop its requests in flight."""
         self._endpoint.give_up()
 
     async def close(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
+from moe_trm.errors import SyncError
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainBatch
 from tests.unit.rollout.fake_engine import CONFIG, FakeEngine, controller_with, rows_of
@@ -80,3 +83,67 @@ def test_sampling_begins_with_the_push_unless_the_run_evaluates_or_saves_first(
 def test_early_samples_that_are_rejected_are_counted_in_their_step() -> None:
     _, batches = run(AskedEngine(frozenset({1, SAMPLES + 2, SAMPLES + 3})), {})
     assert [shares[0].metrics["records/rejected/route_rows"] for shares in batches] == [1, 3, 3]
+
+
+class WaitingEngine(AskedEngine):
+    """Keeps samples that are asked for too early until it has their weights."""
+
+    traits = EngineTraits(awaits_weights=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected, self.before, self.loaded = 0, list[int](), asyncio.Event()
+
+    def expect(self, version: int) -> None:
+        self.expected = version
+        self.loaded.clear()
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
+        if not self.loaded.is_set():
+            self.before.append(sample_id)
+            await self.loaded.wait()
+        return await super().generate(prompt, params, sample_id=sample_id, group_id=group_id)
+
+    async def load_weights(self, push: WeightPush) -> None:
+        for _ in range(ROUNDS):
+            await asyncio.sleep(0)
+        await super().load_weights(push)
+        self.loaded.set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "early"),
+    [
+        ({}, range(SAMPLES, 3 * SAMPLES)),
+        ({"checkpoint": {"every": 1}}, ()),
+        ({"pipeline": {"mode": "one_step"}}, ()),
+    ],
+    ids=["neither", "saves", "overlaps"],
+)
+def test_an_engine_that_awaits_weights_is_asked_before_it_has_them(
+    settings: dict[str, Any], early: Sequence[int]
+) -> None:
+    """Only where the step surely comes next and nothing else is sampled; the samples are of the new weights."""
+    engine = WaitingEngine()
+    if "pipeline" in settings:
+        engine.loaded.set()
+    _, batches = run(engine, settings)
+    assert engine.before == [*early]
+    if "pipeline" not in settings:
+        versions = [{v for row in rows_of(shares) for v in row.record.versions.tolist()} for shares in batches]
+        assert versions == [{0}, {1}, {2}]
+
+
+def test_a_refused_push_ends_the_run_with_its_reason_and_leaves_nothing_behind() -> None:
+    class RefusingEngine(WaitingEngine):
+        async def load_weights(self, push: WeightPush) -> None:
+            raise SyncError("checksums differ")
+
+    async def go() -> None:
+        controller = controller_with(RefusingEngine())
+        with pytest.raises(SyncError, match="checksums differ"):
+            await controller.load_weights(WeightPush(1, "", ()))
+        await controller.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(go())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -336,15 +337,26 @@ class FakeEngine:
         return {"success": True, "message": ""}
 
 
+@dataclass
+class Known:
+    """Checksums that are there at once."""
+
+    checksums: Mapping[str, str]
+
+    def __await__(self) -> Generator[None, None, Mapping[str, str]]:
+        yield from ()
+        return self.checksums
+
+
 def test_only_the_pushed_weights_under_the_right_version_are_accepted(tmp_path: Path) -> None:
     made = push(tmp_path)
     expected = verified_checksums(made, "float32")
-    asyncio.run(load_folder(FakeEngine(TENSORS, "1"), made, expected))
+    asyncio.run(load_folder(FakeEngine(TENSORS, "1"), made, Known(expected)))
     wrong = {**TENSORS, "model.norm.weight": torch.zeros(2)}
     with pytest.raises(SyncError, match="another version"):
-        asyncio.run(load_folder(FakeEngine(TENSORS, "0"), made, expected))
+        asyncio.run(load_folder(FakeEngine(TENSORS, "0"), made, Known(expected)))
     with pytest.raises(SyncError, match=r"model\.norm\.weight"):
-        asyncio.run(load_folder(FakeEngine(wrong, "1"), made, expected))
+        asyncio.run(load_folder(FakeEngine(wrong, "1"), made, Known(expected)))
     asyncio.run(load_folder(FakeEngine(wrong, "1"), made, None))
 
 
