@@ -11,7 +11,7 @@ from typing import Any
 
 HELD = "moe_trm_held"
 """Attribute of a request that has waited for another one. None waits twice."""
-WORTH_A_PASS = 384
+WORTH_A_PASS = 128
 """Tokens that are not computed again, from which on another pass is worth its time."""
 
 
