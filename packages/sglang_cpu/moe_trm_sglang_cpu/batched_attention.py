@@ -30,7 +30,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         self._step: Step | None = None
         self._rows: DenseRows | None = None
         pool = self.token_to_kv_pool
-        if type(pool) is MHATokenToKVPool and pool.dtype == pool.store_dtype == runner.dtype:
+        if type(pool) is MHATokenToKVPool and pool.kv_cache_layout == "nhd" and pool.store_dtype == runner.dtype:
             dims = pool.head_dim, pool.v_head_dim
             table = self.req_to_token_pool.req_to_token
             self._rows = DenseRows(table, pool.layer_num, pool.head_num, dims, pool.dtype)
@@ -67,11 +67,25 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
         It takes SGLang's module of the layer, queries `[N, H, D]`, and keys and values `[N, G, D]`; `[N, H * D]` out.
         """
-        pool, places = self.token_to_kv_pool, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+        pool, slots = self.token_to_kv_pool, forward_batch.out_cache_loc
+        places = KVWriteLoc(slots, self.swa_out_cache_loc)
+        # What SGLang's `set_kv_buffer` does for such a pool, after a dozen questions.
+        plain = self._rows is not None and not (
+            pool.use_hnd
+            or pool.is_quantized_kv_cache
+            or pool.layer_transfer_counter
+            or pool.requires_physical_write_loc
+        )
 
         def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            pool.set_kv_buffer(layer, places, key, value)
-            cache = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+            if plain:
+                number = layer.layer_id - pool.start_layer
+                cache = pool.k_buffer[number], pool.v_buffer[number]
+                cache[0].index_copy_(0, slots, key)
+                cache[1].index_copy_(0, slots, value)
+            else:
+                pool.set_kv_buffer(layer, places, key, value)
+                cache = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
             if self._step is not None and self._rows is not None:
                 return self._rows.attend(self._step, layer.layer_id, (query, key, value), cache, layer.scaling)
             if self._pass is not None:

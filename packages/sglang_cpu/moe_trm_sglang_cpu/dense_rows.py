@@ -3,6 +3,7 @@
 The cache of SGLang has the tokens of all requests in any order. To gather those of a batch takes as long as the
 attention itself, and only one token of each request is new. Here each request has a row of its own, which gets that
 token. A request comes into its row from the cache once, and again whenever its tokens have changed in another way.
+That takes as long as gathering for a few passes. So it waits until requests no longer come and go.
 
 Shape letters: B requests, P rows in use, S places of the longest one, H heads, G key/value heads, D head dimension.
 """
@@ -22,8 +23,12 @@ MOST_NUMBERS = 1 << 26
 """Numbers of all rows of all layers; larger batches are gathered."""
 FIRST_WIDTH, FIRST_HEIGHT = 64, 8
 """Places of a row, and rows, to begin with. Both double."""
-SPARE_ROWS = 8
-"""Rows without a request, beyond as many as there are requests, before the others move together."""
+SPARE_ROWS = 4
+"""Rows without a request, beyond a quarter of those with one, before the others move together."""
+FEWEST_PLACES = 1 << 10
+"""Places of a batch from which rows save time."""
+STEADY_PASSES, MOST_LEAVING = 4, 16
+"""Requests come into rows once not more than one of so many has left during so many passes."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,22 @@ class DenseRows:
     def forget(self) -> None:
         """Begin without any request, and with no memory."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unseen = torch.full((self._height, self._groups, 1, self._width), float("-inf"))
+        self._counts: list[int] = []
+        self._in_rows = False
+        self._clear()
+
+    def _clear(self) -> None:
         self._row_of = np.full(self._table.shape[0], -1)
         self._owner = np.full(self._height, -1)
         self._lengths = np.zeros(self._height, np.int64)
         self._last_slots = np.zeros(self._height, np.int64)
-        self._unseen = torch.full((self._height, self._groups, 1, self._width), float("-inf"))
 
     def changed(self, pool_rows_B: Tensor) -> None:
         """Told of requests whose cached tokens change otherwise than by one more."""
         rows = self._row_of[pool_rows_B.numpy()]
         self._lengths[rows[rows >= 0]] = 0
+        self._counts = []
 
     def step(self, pool_rows_B: Tensor, lengths_B: Tensor) -> Step | None:
         """The next pass of these requests; None where gathering is better.
@@ -95,8 +106,19 @@ class DenseRows:
             pool_rows_B: SGLang's rows.
             lengths_B: cached tokens, the new one included.
         """
+        self._counts = [*self._counts[-STEADY_PASSES:], len(lengths_B)]
+        steady = self._is_steady()
+        found = self._step(pool_rows_B, lengths_B, steady) if steady or self._in_rows else None
+        self._in_rows = found is not None
+        return found
+
+    def _step(self, pool_rows_B: Tensor, lengths_B: Tensor, steady: bool) -> Step | None:
+        """Without `steady` no request comes in."""
         owners, lengths = pool_rows_B.numpy(), lengths_B.numpy()
         longest, count = int(lengths.max()), len(lengths)
+        steady = steady and count * longest >= FEWEST_PLACES
+        if not (steady or self._in_rows):
+            return None
         padded = count * longest > 2 * int(lengths.sum()) + FEW_PLACES
         if padded or int(lengths.min()) < 2 or not self._fits(count, longest):
             return None
@@ -104,9 +126,11 @@ class DenseRows:
         # A slot has one token at a time. With the last one, all before it are the same.
         last = table[owners, lengths - 2]
         known = (rows >= 0) & (self._lengths[rows] == lengths - 1) & (self._last_slots[rows] == last)
-        if int(rows.max()) >= 2 * count + SPARE_ROWS:
-            self.forget()
+        if int(rows.max()) >= count + count // 4 + SPARE_ROWS:
+            self._clear()
             rows, known = np.full(count, -1), np.zeros(count, bool)
+        if not (steady or known.all()):
+            return None
         coming = None if known.all() else self._take_in(owners, lengths, rows, known)
         self._lengths[rows], self._last_slots[rows] = lengths, table[owners, lengths - 1]
         used = int(rows.max()) + 1
@@ -115,6 +139,10 @@ class DenseRows:
         self._unseen.permute(0, 3, 1, 2).index_put_((rows_B, newest_B), torch.zeros(()))
         unseen = self._unseen[:used, :, :, :longest]
         return Step(rows_B, in_order, used, longest, newest_B, unseen, coming)
+
+    def _is_steady(self) -> bool:
+        first, now = self._counts[0], self._counts[-1]
+        return len(self._counts) > STEADY_PASSES and (first - now) * MOST_LEAVING <= first
 
     def _fits(self, count: int, longest: int) -> bool:
         """True if there is room for so many requests, made if there was none."""
@@ -127,7 +155,9 @@ class DenseRows:
             return False
         if (width, height) != (self._width, self._height):
             self._width, self._height = width, height
+            counts = self._counts
             self.forget()
+            self._counts = counts
         return True
 
     def _take_in(self, owners: np.ndarray, lengths: np.ndarray, rows: np.ndarray, known: np.ndarray) -> Coming:

@@ -18,6 +18,13 @@ from moe_trm_sglang_cpu.dense_rows import DenseRows
 H, G, D, V, LAYERS, SLOTS, SCALING = 4, 2, 8, 8, 2, 3000, 0.3
 
 
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few requests come into rows at once."""
+    monkeypatch.setattr(dense_rows, "FEWEST_PLACES", 1)
+    monkeypatch.setattr(DenseRows, "_is_steady", lambda self: True)
+
+
 class Pool:
     """SGLang's cache and table, with the requests that run: their rows there and their lengths."""
 
@@ -166,3 +173,21 @@ def test_batches_that_are_too_large_or_too_unequal_are_gathered(monkeypatch: pyt
         small.add(row, 100)
     assert not small.decode()
     assert small.decode(0, 1)
+
+
+def test_requests_come_into_rows_when_hardly_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pool = Pool()
+    for row in range(35):
+        pool.add(row, 36)
+    assert [pool.decode() for _ in range(6)] == [False] * 4 + [True] * 2
+    pool.drop(7)
+    assert pool.decode()
+    pool.add(7, 37)
+    assert [pool.decode() for _ in range(6)] == [False] * 4 + [True] * 2
+    for row in range(12):
+        pool.drop(row)
+    assert [pool.decode() for _ in range(5)] == [False] * 4 + [True]
+    for row in range(12, 34):
+        pool.drop(row)
+    assert [pool.decode() for _ in range(6)] == [False] * 6

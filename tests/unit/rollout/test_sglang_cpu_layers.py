@@ -152,9 +152,10 @@ def test_a_model_that_is_not_plain_has_no_matrices_and_is_asked_once() -> None:
 def test_what_is_kept_outlives_requests_for_tokens_only(names: list[str], kept: bool) -> None:
     model = model_of()
     model.__dict__[KEPT] = ["of the first weights"]
-    scheduler = SimpleNamespace(
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(model=model)))
-    )
+    forgotten: list[str] = []
+    backend = SimpleNamespace(forget=lambda: forgotten.append("rows"))
+    runner = SimpleNamespace(model=SimpleNamespace(model=model), attn_backend=backend)
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
     forget_after(scheduler, [type(name, (), {})() for name in names])
     assert (KEPT in model.__dict__) is kept
     assert forgotten == ([] if kept else ["rows"])
