@@ -53,10 +53,6 @@ BENCHMARKS = (
     ),
     Benchmark("mask_rate", "What every rule and preset rejects", "mask_rate"),
     Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
-    Benchmark(
-        "step", "A step, and what recording costs", "step",
-        ("--checkpoint", "runs/quickstart-start", "--run", "runs/quickstart-seed0"),
-    ),
     Benchmark("costs", "What each part of a step costs", "costs", ("--checkpoint", "runs/quickstart-start")),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),

@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 
 from benchmarks.answering_servers import MODEL, answer
 from benchmarks.options import command_line
+from benchmarks.peak import peak_bytes
 from benchmarks.table import Row, report
 from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
@@ -83,7 +83,7 @@ def of_answer(tokens: int) -> Figures:
     """From the bytes of an answer to its record in shared memory, and what the controller is told."""
     body, question = answer(PROMPT, tokens - PROMPT), _question(0)
     reading = read(body, question, MODEL, None)
-    peak = min(_peak_bytes(lambda: read(body, question, MODEL, None)) for _ in range(READINGS))
+    peak = min(peak_bytes(lambda: read(body, question, MODEL, None)) for _ in range(READINGS))
     head, *buffers = wire.encode(reading.value)
     file = SharedFile()
     block = BlockWriter(file.descriptor).write(buffers)
@@ -98,16 +98,6 @@ def of_answer(tokens: int) -> Figures:
         "shared_bytes_per_record_byte": file.used_bytes / size,
         "message_bytes": float(len(message)),
     }
-
-
-def _peak_bytes(work: Callable[[], object]) -> int:
-    """Most memory in use during `work`, that of other threads too: the least of several counts is its own."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def of_rank(rows: int, tokens: int) -> Figures:

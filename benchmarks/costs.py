@@ -14,6 +14,8 @@ still grow by a third where ten processes share two cores: measure on an idle ma
 
 `sync.verify=false` leaves a push as it is and asks for no proof: the digests that ranks make of their tensors stay.
 Probes are off in all runs: what they cost is `probe.tokens`' choice.
+Without masks the server draws tokens in the same way, from the same sorted weights, because the quickstart's vocabulary
+is below the 4,096 ids that a mask may have; the learner scores over the vocabulary.
 """
 
 from __future__ import annotations

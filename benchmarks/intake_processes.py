@@ -6,9 +6,11 @@ and keep it, and this process opens each record, as the controller does. None, o
 that a neighbour slows all alike; the ratio is that of two to one in each pair.
 
 Two processes need two processors, and what the servers and this process use besides takes from the gain: the columns
-of processor seconds say how much. `at most` is the ratio if two processes left no processor idle with all this work.
-`--from-memory` leaves the network out: each process reads the same bytes again and again, so that the ratio is that of
-the intake alone.
+of processor seconds say how much (`servers`: with the threads of the kernel that carry their bytes). So plain processes
+take their turns too (`benchmarks.plain_intake`): they receive and decode the same bytes with nothing of ours, and
+without a controller. What two of them gain over one is the machine's limit, and `of the limit` is our ratio over
+theirs. `at most` is the ratio if two processes left no processor idle with all this work. `--from-memory` leaves the
+network out: each process reads the same bytes again and again, so that the ratio is that of the intake alone.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile
 PROMPT, OPEN, COUNTS = 512, 6, (1, 2)
 NONE = 0
 """Without intake processes: this process receives and reads, as the controller does then."""
+INTAKE, PLAIN = "intake", "plain"
+"""Kinds of processes."""
 WANTED = Wanted(routes=True, mask=False)
 
 
@@ -57,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 Took = tuple[float, float, float, float]
 """Seconds of a measurement, and processor seconds of the intakes, of this process and of the servers."""
-Measured = dict[int, list[Took]]
-"""By number of processes."""
+Measured = dict[tuple[str, int], list[Took]]
+"""By kind and number of processes."""
 
 
 async def through_servers(args: object) -> Measured:
@@ -66,16 +70,24 @@ async def through_servers(args: object) -> Measured:
     tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
     question = Question({"input_ids": list(range(PROMPT))}, WANTED)
     pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
-    measured: Measured = {count: [] for count in (NONE, *COUNTS)}
-    with answering([answer(PROMPT, tokens - PROMPT)], OPEN) as urls:
-        servers = psutil.Process().children()
+    ways = [(INTAKE, NONE), *((kind, count) for count in COUNTS for kind in (INTAKE, PLAIN))]
+    measured: Measured = {way: [] for way in ways}
+    body = answer(PROMPT, tokens - PROMPT)
+    # One process of servers for each processor: a single one keeps a processor waiting now and then.
+    with answering([body], OPEN // 2) as first, answering([body], OPEN // 2) as second:
+        urls = [url for both in zip(first, second, strict=True) for url in both]
+        servers = [*psutil.Process().children(), *_carriers()]
         for pool in pools.values():
             await pool.start()
         for number in range(pairs + 1):  # the first pair warms up
-            for count in measured:
-                took = await _measured(pools.get(count), urls, question, answers, servers)
+            for (kind, count), found in measured.items():
+                if kind == PLAIN:
+                    each = ["benchmarks.plain_intake", str(answers // count), *urls]
+                    took = await asyncio.to_thread(_side_by_side, count, each, servers)
+                else:
+                    took = await _measured(pools.get(count), urls, question, answers, servers)
                 if number:
-                    measured[count].append(took)
+                    found.append(took)
     for pool in pools.values():
         await pool.close()
     return measured
@@ -102,6 +114,11 @@ async def _measured(
     return seconds, _spent(intakes) - before[0], time.process_time() - own, _spent(servers) - before[1]
 
 
+def _carriers() -> list[psutil.Process]:
+    """Threads of the kernel that carry the servers' bytes."""
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("ksoftirqd/")]
+
+
 def _spent(processes: Sequence[psutil.Process]) -> float:
     """Processor seconds so far."""
     return float(sum(times.user + times.system for times in (process.cpu_times() for process in processes)))
@@ -110,27 +127,31 @@ def _spent(processes: Sequence[psutil.Process]) -> float:
 def alone(args: object) -> Measured:
     """Processes that read the same bytes, all at the same time."""
     tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
-    measured: Measured = {count: [] for count in COUNTS}
+    measured: Measured = {(INTAKE, count): [] for count in COUNTS}
     for _ in range(pairs):
         for count in COUNTS:
-            command = [sys.executable, "-m", "benchmarks.intake_processes", "--tokens", str(tokens), "--read"]
-            processes = [
-                subprocess.Popen(
-                    [*command, str(answers // count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-                for _ in range(count)
-            ]
-            for process in processes:
-                assert process.stdout is not None
-                process.stdout.readline()
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.write("go\n")
-                process.stdin.flush()
-            told = [[float(word) for word in process.communicate()[0].split()] for process in processes]
-            used, began, ended = zip(*told, strict=True)
-            measured[count].append((max(ended) - min(began), sum(used), 0.0, 0.0))
+            read_each = ["benchmarks.intake_processes", "--tokens", str(tokens), "--read", str(answers // count)]
+            measured[INTAKE, count].append(_side_by_side(count, read_each))
     return measured
+
+
+def _side_by_side(count: int, module: Sequence[str], servers: Sequence[psutil.Process] = ()) -> Took:
+    """`count` processes that begin together: each says that it is ready, and at its end what it used, and when."""
+    processes = [
+        subprocess.Popen([sys.executable, "-m", *module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    before = _spent(servers)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    told = [[float(word) for word in process.communicate()[0].split()] for process in processes]
+    used, began, ended = zip(*told, strict=True)
+    return max(ended) - min(began), sum(used), 0.0, _spent(servers) - before
 
 
 def read_again_and_again(tokens: int, answers: int) -> int:
@@ -152,14 +173,15 @@ def read_again_and_again(tokens: int, answers: int) -> int:
 
 
 def rows(measured: Measured, answers: int, tokens: int) -> list[Row]:
-    """One row for each number of processes, and one for the ratio of the pairs with its quartiles."""
+    """One row for each number of processes, and one for the ratio of the pairs with its quartiles, and the limit."""
     size = answers * len(answer(PROMPT, tokens - PROMPT)) / 1e9
     found: list[Row] = []
-    for count, took in measured.items():
+    for (kind, count), took in measured.items():
         seconds, intake, own, servers = (statistics.median(part) for part in zip(*took, strict=True))
         found.append(
             {
                 "processes": count,
+                "of": kind,
                 "GB/s": size / seconds,
                 "answers/s": answers / seconds,
                 "intake s/GB": intake / size,
@@ -167,19 +189,37 @@ def rows(measured: Measured, answers: int, tokens: int) -> list[Row]:
                 "servers s/GB": servers / size,
             }
         )
-    pairs = list(zip(*(measured[count] for count in COUNTS), strict=True))
-    ratios = sorted(one[0] / two[0] for one, two in pairs)
-    quarter, cores = len(ratios) // 4, len(os.sched_getaffinity(0))
+    ours, cores = _gains(measured, INTAKE), len(os.sched_getaffinity(0))
+    quarter = len(ours) // 4
     found.append(
         {
-            "two to one": statistics.median(ratios),
-            "lower quartile": ratios[quarter],
-            "upper quartile": ratios[-1 - quarter],
-            "at most": statistics.median(one[0] * cores / sum(two[1:]) for one, two in pairs),
-            "pairs": len(ratios),
+            "two to one": statistics.median(ours),
+            "lower quartile": sorted(ours)[quarter],
+            "upper quartile": sorted(ours)[-1 - quarter],
+            "at most": statistics.median(
+                one[0] * cores / sum(two[1:]) for one, two in zip(*_both(measured, INTAKE), strict=True)
+            ),
+            "pairs": len(ours),
         }
     )
+    if (PLAIN, COUNTS[0]) in measured:
+        limits = _gains(measured, PLAIN)
+        found[-1] |= {
+            "plain two to one": statistics.median(limits),
+            "of the limit": statistics.median(own / limit for own, limit in zip(ours, limits, strict=True)),
+        }
     return found
+
+
+def _both(measured: Measured, kind: str) -> tuple[list[Took], list[Took]]:
+    """The measurements of one process and of two."""
+    one, two = (measured[kind, count] for count in COUNTS)
+    return one, two
+
+
+def _gains(measured: Measured, kind: str) -> list[float]:
+    """Two to one in each pair."""
+    return [one[0] / two[0] for one, two in zip(*_both(measured, kind), strict=True)]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from moe_trm.sync.tensors import HASH_THREADS, tensor_bytes, tensor_digest
 EXPERTS, WIDTH, HIDDEN = 32, 768, 2048
 ROUNDING = Rounding("bfloat16")
 LIMITS = {"export": ("cast", "hash", "write"), "proof": ("read", "hash", "hash")}
-"""What each has to do at least with every byte."""
+"""Steps that each has to do at least with every byte."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ both.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if dist.is_torchelastic_launched():
         end_with_parent()
+    faulthandler.enable(2)  # a crash of machine code tells where each thread was
     interruption = Interruption()
     interruption.install()
     first = os.environ.get("RANK", "0") == "0"

@@ -22,7 +22,9 @@ included. A name with count 0 is left out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -99,6 +101,62 @@ def add(parts: Iterable[Mapping[str, Tensor]]) -> Summable:
     return total
 
 
+class Sums(Mapping[str, Tensor]):
+    """Summable metrics as one vector: hundreds of values are added and sent in a few calls.
+
+    Args:
+        names: of the metrics.
+        values: `[len(names)]` float64, without gradients.
+    """
+
+    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
+        self.names, self.values_N = names, values
+        extremes, signs = _extremes(names)
+        self.extremes, self.signs = list(extremes), values.new_tensor(signs)
+        """Places of the maxima and minima, and their signs: a minimum is the largest of values with the other sign."""
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Tensor]) -> Sums:
+        """Of 0-d tensors on one device."""
+        if isinstance(metrics, Sums):
+            return metrics
+        given = list(metrics.values())
+        if any(value.dtype != torch.float64 for value in given):
+            given = [value.double() for value in given]
+        return cls(tuple(metrics), torch.stack(given).detach() if given else torch.zeros(0, dtype=torch.float64))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.values_N[self.names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Both, which have the same names: maxima and minima are compared, all else is added."""
+        assert self.names == other.names, "parts of a step have the same metrics"
+        total = self.values_N + other.values_N
+        if self.extremes:
+            ours, theirs = self.largest(), other.largest()
+            total[self.extremes] = self.signs * torch.maximum(ours, theirs)
+        return Sums(self.names, total)
+
+    def largest(self) -> Tensor:
+        """The values of the extremes, with signs by which the largest counts."""
+        return self.signs * self.values_N[self.extremes]
+
+    def to(self, device: torch.device) -> Sums:
+        return self if self.values_N.device == device else Sums(self.names, self.values_N.to(device))
+
+
+@lru_cache(maxsize=16)
+def _extremes(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    places = tuple(place for place, name in enumerate(names) if compared(name))
+    return places, tuple(-1.0 if names[place].endswith(":min") else 1.0 for place in places)
+
+
 def _joined(key: str, one: Tensor, other: Tensor) -> Tensor:
     if key.endswith(":max"):
         return torch.maximum(one, other)
@@ -151,8 +209,10 @@ def _finish_percentile(name: str, counts: Sequence[float]) -> dict[str, float]:
     wanted = PERCENTILE * math.fsum(counts)
     if not wanted:
         return {}
-    place = next(i for i in range(len(counts)) if math.fsum(counts[: i + 1]) >= wanted)
-    below = math.fsum(counts[:place])
+    # Whole numbers: their sums are exact in any order.
+    reached = [0.0, *accumulate(counts)]
+    place = next(i for i, upto in enumerate(reached[1:]) if upto >= wanted)
+    below = reached[place]
     if place == 0:
         return {f"{name}_p95": 0.0}
     within = (wanted - below) / counts[place] if place < len(counts) - 1 else 0.0

@@ -33,6 +33,8 @@ SMALLEST = 0.02
 """Share of lost experts that is always explained by rounding."""
 FEW = 32
 """Tokens from which a share is taken as it is."""
+NEAR = 0.2
+"""Part of the way to chance below which no share is looked at."""
 NAMED = 16
 """Suspects that are examined and named."""
 
@@ -92,7 +94,8 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
     """Samples whose flips the batch does not explain, the worst first, at most `NAMED`."""
     chance = 1 - top_k / num_experts
     layers = np.flatnonzero(flips.due.any(0))
-    if not len(layers) or chance <= 0:
+    # Thresholds are at least a quarter of the way to chance: mostly nobody comes near one.
+    if not len(layers) or chance <= 0 or not (flips.lost > flips.due * (top_k * chance * NEAR)).any():
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, chance)
     evidence = _evidence(by_layer, chance, way=1 / 3)
@@ -130,18 +133,30 @@ def _suspect(flips: SampleFlips, by_layer: _Shares, layers: np.ndarray, place: i
 
 def _shares(due: np.ndarray, lost: np.ndarray, top_k: int, chance: float) -> _Shares:
     """Tokens `[S, L]`, lost shares `[S, L]` and the expected share `[L]` of each layer."""
-    shares = np.where(due > 0, lost / np.maximum(due * top_k, 1), np.nan)
-    expected = np.array([np.nanmedian(column) if np.isfinite(column).any() else 0.0 for column in shares.T])
-    return _Shares(due, np.nan_to_num(shares), np.minimum(expected, chance / 4))
+    known = due > 0
+    shares = np.where(known, lost / np.maximum(due * top_k, 1), 0.0)
+    expected = _medians(np.where(known, shares, np.inf), known.sum(0))
+    return _Shares(due, shares, np.minimum(expected, chance / 4))
+
+
+def _medians(values: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """`[L]` medians of the `numbers` `[L]` least values of each column of `[S, L]`; 0 where there is none."""
+    ordered, columns = np.sort(values, axis=0), np.arange(len(numbers))
+    middle = (ordered[np.maximum(numbers - 1, 0) // 2, columns] + ordered[numbers // 2, columns]) / 2
+    return np.where(numbers > 0, middle, 0.0)
 
 
 def _evidence(seen: _Shares, chance: float, *, way: float) -> np.ndarray:
     """`[S, L]` `n KL(q || p)` where the share is beyond the threshold, else 0."""
     threshold = seen.expected + (chance - seen.expected) * way
-    own = np.median(seen.lost, axis=1, keepdims=True) if seen.lost.shape[1] > 2 else np.zeros((1, 1))
+    beyond = seen.lost >= threshold
+    if not beyond.any():
+        return np.zeros(seen.lost.shape)
+    layers = seen.lost.shape[1]
+    own = _medians(seen.lost.T, np.full(len(seen.lost), layers))[:, None] if layers > 2 else np.zeros((1, 1))
     usual = np.minimum(2 * np.maximum(np.maximum(seen.expected, own), SMALLEST / 2), 0.9 * threshold)
     divergence = _kl(seen.lost, usual)
-    return np.where(seen.lost >= threshold, seen.tokens * divergence, 0.0)
+    return np.where(beyond, seen.tokens * divergence, 0.0)
 
 
 def _kl(q: np.ndarray, p: np.ndarray) -> np.ndarray:

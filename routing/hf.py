@@ -39,6 +39,7 @@ from routing.gate_proof import FORMULA_TOLERANCE, GateProof
 from routing.hf_blocks import body_of, check_weights, check_whole
 from routing.hf_blocks import gate_of as gate_of
 from routing.hf_blocks import moe_blocks as moe_blocks
+from routing.over_ranks import over_ranks
 from routing.placing import placed_routes, sliced_routes, uncovered
 from routing.proof import differs
 from routing.replay import (
@@ -110,6 +111,11 @@ class HFReplayer:
     def num_layers(self) -> int:
         """Decoder layers of the whole model that are counted, dense ones too."""
         return len(self._counters)
+
+    @property
+    def is_proved(self) -> bool:
+        """True unless something was replayed since the last `report`."""
+        return not self._by_sample
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -200,6 +206,7 @@ class HFReplayer:
             yield opened
         finally:
             self._running.active = None
+            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -211,19 +218,17 @@ class HFReplayer:
         Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
         counters = torch.cat((self._counters, self._gates.take()), dim=1)
-        other = self._other_formula.clone()
+        own = torch.cat((counters.flatten(), self._other_formula.view(1))).cpu()
         passes, self._by_sample = self._by_sample, []
         self._counters.zero_()
         self._other_formula.zero_()
-        if group is not None:
-            torch.distributed.all_reduce(counters, group=group)
-            torch.distributed.all_reduce(other, group=group)
-        if int(other):
+        sums, flips = over_ranks(own, total(passes, len(counters)), group, self._device)
+        if other := int(sums[-1]):
             raise ReplayProofError(
-                f"the gates do not compute their weights as this module does for {int(other)} token-layers: this "
+                f"the gates do not compute their weights as this module does for {other} token-layers: this "
                 "model is not supported"
             )
-        flips = total(passes, len(counters), group, self._device)
+        counters = sums[:-1].view(counters.shape)
         return judge(counters, self.max_local_flip_rate, flips, self.top_k, self.num_experts)
 
     def _open(

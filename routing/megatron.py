@@ -30,6 +30,7 @@ from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
 from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
+from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.proof import due_by_sample, due_tokens, expected_routes, free_tokens, sample_of_tokens
 from routing.replay import (
@@ -39,11 +40,11 @@ from routing.replay import (
     ReplayReport,
     RouteSource,
     batch_digest,
-    check_records,
+    check_rows,
     local_targets,
-    row_lengths,
 )
 from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.rows import Rows
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
 
@@ -108,6 +109,11 @@ class MegatronReplayer:
         """Decoder layers of the whole model that are counted, dense ones too."""
         return len(self._counters)
 
+    @property
+    def is_proved(self) -> bool:
+        """True unless something was replayed since the last `report`."""
+        return not self._by_sample
+
     def detach(self) -> None:
         """Give the routers back as they were found."""
         for hook in self._hooks:
@@ -159,6 +165,7 @@ class MegatronReplayer:
             yield opened
         finally:
             self._running.active = None
+            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:
@@ -178,12 +185,10 @@ class MegatronReplayer:
                 of this set, or the router got no gradient through them.
             FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        counters = torch.cat((self._counters, self._gates.take()), dim=1)
+        own = torch.cat((self._counters, self._gates.take()), dim=1).cpu()
         self._counters.zero_()
         passes, self._by_sample = self._by_sample, []
-        if group is not None and group.size() > 1:
-            torch.distributed.all_reduce(counters, group=group)
-        flips = total(passes, len(counters), group, self._device)
+        counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
         return judge(
             counters,
             self.max_local_flip_rate,
@@ -202,22 +207,23 @@ class MegatronReplayer:
         layers: Sequence[int],
         samples: Sequence[int] | None,
     ) -> ReplayPass:
-        self._check_layout(layout, input_ids, valid)
+        rows = Rows.right_padded(valid)
+        self._check_layout(layout, input_ids, rows)
         opened = self.new_pass(source, layers, layout.num_local)
         opened.layout = layout
         if isinstance(source, Native):
             return opened
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_records(source.records, input_ids, target_ids, valid, self.missing, source.origins)
-            for record in source.records:
+            check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
+            for layer_ids in {record.layer_ids for record in source.records if record is not None}:
                 # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
                 # model.
-                if record is not None and not set(record.layer_ids) <= set(self._model_layer_ids):
+                if not set(layer_ids) <= set(self._model_layer_ids):
                     raise RouteError(
                         "layers",
                         "the record has layers that are no MoE layers here",
-                        got=record.layer_ids,
+                        got=layer_ids,
                         expected=f"some of {self._model_layer_ids}",
                     )
             opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
@@ -228,7 +234,7 @@ class MegatronReplayer:
             opened.check_recorded(source.recorded, top_k)
             opened.targets = opened.expected = self._move(source.recorded.experts)
         if opened.replays:
-            due = due_tokens(row_lengths(valid), layout)
+            due = due_tokens(rows.lengths, layout)
             free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
             due = due if free is None else due & ~free
             flips = PassFlips(
@@ -257,7 +263,7 @@ class MegatronReplayer:
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
 
-    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, valid: Tensor) -> None:
+    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, rows: Rows) -> None:
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
         wanted = (*input_ids.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
@@ -268,10 +274,8 @@ class MegatronReplayer:
                 got=got,
                 expected=f"{wanted} as (B, R, cp, sp)",
             )
-        if isinstance(layout, PackedLayout) and layout.lengths != tuple(row_lengths(valid)):
-            raise RouteError(
-                "shape", "the pack is of other rows", got=layout.lengths[:8], expected=tuple(row_lengths(valid))[:8]
-            )
+        if isinstance(layout, PackedLayout) and layout.lengths != rows.lengths:
+            raise RouteError("shape", "the pack is of other rows", got=layout.lengths[:8], expected=rows.lengths[:8])
 
     def _attach(self, layer: int, moe: Any) -> None:
         settings = moe.router.config

@@ -138,7 +138,11 @@ class PackedLayout:
         return hashlib.blake2b(np.asarray(self.places, "<i8").tobytes(), digest_size=16).digest()
 
     def positions(self) -> Tensor:
-        """`[C]` int64 places of the pack that this rank feeds to the model, in order."""
+        """`[C]` int64 places of the pack that this rank feeds to the model, in order. Not to be written to."""
+        return self._positions
+
+    @cached_property
+    def _positions(self) -> Tensor:
         if self.cp_size == 1:
             return torch.arange(self.num_places)
         own = []
@@ -152,16 +156,18 @@ class PackedLayout:
         return self.positions().chunk(self.sp_size)[self.sp_rank]
 
     def position_ids(self) -> Tensor:
-        """`[1, C]` int64: the place of each column in its own sequence, alignment counted on."""
-        within = torch.arange(self.num_places) - torch.repeat_interleave(
-            torch.tensor(self.starts), torch.tensor(self.places)
-        )
-        return within[self.positions()][None]
+        """`[1, C]` int64: the place of each column in its own sequence, alignment counted on. Not to be written to."""
+        return self._position_ids
+
+    @cached_property
+    def _position_ids(self) -> Tensor:
+        within_T = np.arange(self.num_places) - np.repeat(self.starts, self.places)
+        return torch.from_numpy(within_T)[self.positions()][None]
 
     def cut_tokens(self, values: Tensor) -> Tensor:
         """`[B, R, ...]` to the `[1, C, ...]` that this rank feeds to the model; zeros on alignment columns."""
         check_leading(self, values, (self.batch, self.length))
-        return self._taken(values, self._source[self.positions()])[None]
+        return self._fed.taken(values)[None]
 
     def uncut_tokens(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Inverse of `cut_tokens` for outputs: `[1, C, ...]` to `[B, R, ...]`, differentiable.
@@ -169,17 +175,17 @@ class PackedLayout:
         `fill` stands on padding and where another rank holds the value.
         """
         check_leading(self, local, (1, self.columns))
-        return self._put(local[0], self._source[self.positions()], fill)
+        return self._fed.put(local[0], (self.batch, self.length), fill)
 
     def to_router(self, values: Tensor) -> Tensor:
         """`[B, R, ...]` to this rank's router order `[N, ...]`; zeros on alignment columns."""
         check_leading(self, values, (self.batch, self.length))
-        return self._taken(values, self._source[self.router_index()])
+        return self._routed.taken(values)
 
     def from_router(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """Inverse of `to_router`: `[N, ...]` to `[B, R, ...]`, `fill` as in `uncut_tokens`."""
         check_leading(self, local, (self.num_local,))
-        return self._put(local, self._source[self.router_index()], fill)
+        return self._routed.put(local, (self.batch, self.length), fill)
 
     @cached_property
     def _source(self) -> Tensor:
@@ -189,19 +195,44 @@ class PackedLayout:
         is_token_T = column_T < np.asarray(self.lengths)[row_T]
         return torch.from_numpy(np.where(is_token_T, row_T * self.length + column_T, -1))
 
-    def _taken(self, values: Tensor, source: Tensor) -> Tensor:
-        taken = values.flatten(0, 1).index_select(0, source.clamp(min=0).to(values.device))
+    @cached_property
+    def _fed(self) -> _Source:
+        return _Source.of(self._source[self.positions()])
+
+    @cached_property
+    def _routed(self) -> _Source:
+        return _Source.of(self._source[self.router_index()])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The place of each column of a cut in the flattened micro-batch: `[X]` int64, 0 on alignment columns.
+
+    `empty` `[X]` is true there; None where there are none.
+    """
+
+    places: Tensor
+    empty: Tensor | None
+
+    @classmethod
+    def of(cls, source: Tensor) -> _Source:
+        """From places that are -1 on alignment columns."""
         empty = source < 0
-        if bool(empty.any()):
-            taken[empty.to(values.device)] = 0
+        return cls(source.clamp(min=0), empty if bool(empty.any()) else None)
+
+    def taken(self, values: Tensor) -> Tensor:
+        """`[B, R, ...]` -> `[X, ...]`, zeros on alignment columns."""
+        taken = values.flatten(0, 1).index_select(0, self.places.to(values.device))
+        if self.empty is not None:
+            taken[self.empty.to(values.device)] = 0
         return taken
 
-    def _put(self, local: Tensor, source: Tensor, fill: float) -> Tensor:
-        whole = local.new_full((self.batch * self.length, *local.shape[1:]), fill)
-        real = source >= 0
-        if not bool(real.all()):
-            local, source = local[real.to(local.device)], source[real]
-        return whole.index_copy(0, source.to(local.device), local).view(self.batch, self.length, *local.shape[1:])
+    def put(self, local: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
+        """`[X, ...]` -> `[B, R, ...]` with `fill` elsewhere."""
+        whole, places = local.new_full((shape[0] * shape[1], *local.shape[1:]), fill), self.places
+        if self.empty is not None:
+            local, places = local[~self.empty.to(local.device)], places[~self.empty]
+        return whole.index_copy(0, places.to(local.device), local).view(*shape, *local.shape[1:])
 
 
 AnyLayout = Layout | PackedLayout

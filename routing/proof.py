@@ -9,6 +9,7 @@ Shape letters: B sequences, R columns, N local tokens in router order, L MoE lay
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.record import RouteRecord
-from routing.replay import routes_of_layers
+from routing.replay import stacked_routes
 
 
+@lru_cache(maxsize=4)
 def locate(layout: AnyLayout) -> tuple[np.ndarray, np.ndarray]:
     """`[N]` sequence and `[N]` column of the micro-batch for each local token.
 
     Of padded rows, local token `n` is sequence `n % B` of shard row `n // B`. Of a pack, sequences follow each other;
-    columns behind the tokens of their sequence are alignment.
+    columns behind the tokens of their sequence are alignment. A forward asks several times: the answer is not to be
+    written to.
     """
     if isinstance(layout, PackedLayout):
         return _locate_packed(layout)
@@ -59,10 +62,9 @@ def sample_of_tokens(layout: AnyLayout) -> Tensor | None:
 
 def due_by_sample(due: Tensor, layout: AnyLayout) -> Tensor:
     """`[B]`: how many local tokens of each sequence `due` `[N]` has."""
-    owner = sample_of_tokens(layout)
-    if owner is None:
+    if not isinstance(layout, PackedLayout):
         return due.view(-1, layout.batch).sum(0)
-    return torch.bincount(owner[due], minlength=layout.batch)
+    return torch.from_numpy(np.bincount(locate(layout)[0][due.numpy()], minlength=layout.batch))
 
 
 def due_tokens(lengths: Sequence[int], layout: AnyLayout) -> Tensor:
@@ -95,12 +97,11 @@ def expected_routes(
     routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
     rows_B = np.array([0 if record is None else record.num_rows for record in records])
     real = column < rows_B[sequence]
-    if real.any():
-        given = [record for record in records if record is not None]
-        routes_SLK = np.concatenate([routes_of_layers(record, layer_ids, num_experts, top_k) for record in given])
-        first_B = np.cumsum(rows_B) - rows_B
-        routes_NLK[real] = routes_SLK[(first_B[sequence] + column)[real]]
-    return {layer: torch.from_numpy(routes_NLK[:, place].astype(np.int64)) for place, layer in enumerate(layer_ids)}
+    routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
+    first_B = np.cumsum(rows_B) - rows_B
+    routes_NLK[real] = routes_SLK[(first_B[sequence] + column)[real]]
+    routes_LNK = torch.from_numpy(routes_NLK.transpose(1, 0, 2).astype(np.int64, order="C"))
+    return dict(zip(layer_ids, routes_LNK.unbind(0), strict=True))
 
 
 def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:

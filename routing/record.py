@@ -23,7 +23,11 @@ def token_digest(tokens: np.ndarray, origin: bytes = b"") -> bytes:
 
     With an `origin`, also to what that stands for (`sample_origin`): it is the key of the hash.
     """
-    ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    return ids_digest(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
+
+
+def ids_digest(ids: bytes, origin: bytes = b"") -> bytes:
+    """`token_digest` of ids that are little-endian int32 already."""
     return hashlib.blake2b(ids, digest_size=16, key=origin).digest()
 
 
@@ -100,8 +104,13 @@ class RouteRecord:
         columns = [self.layer_ids.index(layer) for layer in layer_ids]
         return replace(self, experts=self.experts[:, columns], layer_ids=tuple(layer_ids))
 
-    def validate(self, num_tokens: int | None = None) -> None:
-        """Raise `RouteError` unless every invariant holds. With `num_tokens`, there must be `num_tokens - 1` rows."""
+    def validate(self, num_tokens: int | None = None, *, in_range: bool = False) -> None:
+        """Raise `RouteError` unless every invariant holds.
+
+        Args:
+            num_tokens: there must be `num_tokens - 1` rows; None: any number.
+            in_range: the caller has found every id below `num_experts`, before they were narrowed.
+        """
         experts = self.experts
         if experts.ndim != 3:
             raise RouteError("shape", "routes need three dimensions", got=experts.shape, expected="[T-1, L, K]")
@@ -127,7 +136,7 @@ class RouteRecord:
             )
         if not 1 <= top_k <= self.num_experts:
             raise RouteError("shape", "experts per token out of range", got=top_k, expected=f"1..{self.num_experts}")
-        if experts.size and int(experts.max()) >= self.num_experts:
+        if not in_range and experts.size and int(experts.max()) >= self.num_experts:
             row, layer, _ = np.argwhere(experts >= self.num_experts)[0]
             raise RouteError(
                 "range",
@@ -164,19 +173,26 @@ class RouteRecord:
 
     def bind(self, tokens: np.ndarray, origin: bytes) -> RouteRecord:
         """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
-        self.check_tokens(tokens)
-        return replace(self, token_digest=token_digest(tokens, origin))
+        ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        check_ids(self, ids)
+        return replace(self, token_digest=ids_digest(ids, origin))
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
-        if self.token_digest is None or self.token_digest != token_digest(tokens, origin):
-            raise RouteError(
-                "digest",
-                "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
-                got=self.token_digest.hex() if self.token_digest else None,
-                expected=token_digest(tokens, origin).hex(),
-                fix="The record is stale or was swapped with another sample's.",
-            )
+        check_ids(self, np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
+
+
+def check_ids(record: RouteRecord, ids: bytes, origin: bytes = b"") -> None:
+    """`RouteRecord.check_tokens` of ids that are little-endian int32 already."""
+    expected = ids_digest(ids, origin)
+    if record.token_digest is None or record.token_digest != expected:
+        raise RouteError(
+            "digest",
+            "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
+            got=record.token_digest.hex() if record.token_digest else None,
+            expected=expected.hex(),
+            fix="The record is stale or was swapped with another sample's.",
+        )
 
 
 def _repeats(experts: np.ndarray) -> np.ndarray:

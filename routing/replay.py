@@ -20,7 +20,7 @@ from torch import Tensor
 
 from routing.errors import RouteError
 from routing.packed_layout import AnyLayout
-from routing.record import RouteRecord, expert_dtype
+from routing.record import RouteRecord, check_ids, expert_dtype
 from routing.router_shift import RouterScores
 from routing.rows import Rows
 
@@ -246,11 +246,11 @@ def check_rows(
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
     whole = target_ids is None
-    inputs_N = input_ids.cpu().numpy().reshape(-1)
+    inputs_N = input_ids.cpu().numpy().reshape(-1).astype("<i4")
     targets_N = inputs_N
     if target_ids is not None:
         rows.check_shape(target_ids)
-        targets_N = target_ids.cpu().numpy().reshape(-1)
+        targets_N = target_ids.cpu().numpy().reshape(-1).astype("<i4")
     for row, (record, (start, stop)) in enumerate(zip(records, rows.spans, strict=True)):
         tokens = inputs_N[start:stop]
         length = len(tokens) - whole if len(tokens) else 0
@@ -281,9 +281,9 @@ def check_rows(
                     "live router."
                 ),
             )
-        ids = np.append(tokens[:length], targets_N[stop - 1])
+        ids = tokens[:length].tobytes() + targets_N[stop - 1 : stop].tobytes()
         try:
-            record.check_tokens(ids, (origins[row] or b"") if origins else b"")
+            check_ids(record, ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
             raise RouteError(
                 error.reason,
@@ -321,10 +321,25 @@ def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: in
     return list(places) if is_same else [record.layer_ids.index(layer) for layer in layer_ids]
 
 
-def routes_of_layers(record: RouteRecord, layer_ids: Sequence[int], num_experts: int, top_k: int) -> np.ndarray:
-    """`[T - 1, layers, K]` of the record, as it is where it has just these layers. Raises as `layer_columns` does."""
-    columns = layer_columns(record, layer_ids, num_experts, top_k)
-    return record.experts if columns == list(range(record.experts.shape[1])) else record.experts[:, columns]
+def stacked_routes(
+    records: Sequence[RouteRecord | None], layer_ids: Sequence[int], num_experts: int, top_k: int
+) -> np.ndarray:
+    """`[S, layers, K]`: the S rows of all records, one after the other. Raises as `layer_columns` does."""
+    wanted, dtype = tuple(layer_ids), expert_dtype(num_experts)
+    parts = [np.zeros((0, len(wanted), top_k), dtype)]
+    for record in records:
+        if record is None:
+            continue
+        experts = record.experts
+        is_whole = (
+            record.layer_ids == wanted
+            and record.num_experts == num_experts
+            and experts.shape[1:] == (len(wanted), top_k)
+            and experts.dtype == dtype
+        )
+        parts.append(experts if is_whole else experts[:, layer_columns(record, wanted, num_experts, top_k)])
+    # One copy for all rows: one for each would cost more than what it copies.
+    return np.concatenate(parts)
 
 
 def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -354,32 +369,28 @@ def local_targets(
         raise RouteError(
             "rows", "wrong number of route records for the layout", got=len(records), expected=layout.batch
         )
-    filler = padding_routes(layout.num_places, num_experts, top_k)[:, None]
-    # One byte an id where that holds them all: the cut moves an eighth of the memory.
-    narrow = torch.uint8 if num_experts <= 256 else torch.int32
-    routes_PLK = filler.to(narrow).expand(-1, len(layer_ids), -1).clone()
-    places, chosen = [], []
-    for row, record in enumerate(records):
-        if record is None:
-            continue
-        start, room = layout.starts[row], layout.room(row)
-        if record.num_rows > room:
-            raise RouteError(
-                "rows",
-                "a record is longer than the micro-batch",
-                where=f"row {row}",
-                got=record.num_rows,
-                expected=f"at most {room}",
-            )
-        places.append(np.arange(start, start + record.num_rows))
-        chosen.append(routes_of_layers(record, layer_ids, num_experts, top_k))
-    if chosen:
-        # One copy for all rows: one for each would cost more than what it copies.
-        routes_SLK = np.concatenate(chosen).astype(np.uint8 if narrow == torch.uint8 else np.int32, copy=False)
-        routes_PLK[torch.from_numpy(np.concatenate(places))] = torch.from_numpy(routes_SLK)
+    rows_B = np.array([0 if record is None else record.num_rows for record in records])
+    room_B = np.array([layout.room(row) for row in range(layout.batch)])
+    if (rows_B > room_B).any():
+        row = int(np.argmax(rows_B > room_B))
+        raise RouteError(
+            "rows",
+            "a record is longer than the micro-batch",
+            where=f"row {row}",
+            got=int(rows_B[row]),
+            expected=f"at most {room_B[row]}",
+        )
+    routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
+    # The rows of a record follow each other from the first place of its row on.
+    before_B = np.cumsum(rows_B) - rows_B
+    places_S = np.repeat(np.asarray(layout.starts) - before_B, rows_B) + np.arange(len(routes_SLK))
+    routes_PLK = np.empty((layout.num_places, *routes_SLK.shape[1:]), routes_SLK.dtype)
+    if len(places_S) < len(routes_PLK):
+        routes_PLK[:] = padding_routes(layout.num_places, num_experts, top_k).numpy()[:, None]
+    routes_PLK[places_S] = routes_SLK
     # A pipeline chunk may have dense layers only.
-    if routes_PLK.numel() and int(routes_PLK.max()) >= num_experts:
+    if routes_PLK.size and int(routes_PLK.max()) >= num_experts:
         raise RouteError("range", "expert id out of range", got=int(routes_PLK.max()), expected=f"0..{num_experts - 1}")
-    local_NLK = routes_PLK.index_select(0, layout.router_index())
-    local_LNK = local_NLK.transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
-    return dict(zip(layer_ids, local_LNK.unbind(0), strict=True))
+    local_NLK = routes_PLK[layout.router_index().numpy()]
+    local_LNK = np.ascontiguousarray(local_NLK.transpose(1, 0, 2), np.int64)
+    return dict(zip(layer_ids, torch.from_numpy(local_LNK).unbind(0), strict=True))

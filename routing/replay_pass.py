@@ -18,7 +18,7 @@ from routing.packed_layout import AnyLayout
 from routing.proof import shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.router_shift import RouterWatch
-from routing.sample_flips import PassFlips, SampleFlips
+from routing.sample_flips import PassFlips, SampleFlips, rows_of
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -29,6 +29,8 @@ DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 - would have chosen otherwise.
 - have a record without routes there, and were left to the live router.
 """
+HELD = 1 << 20
+"""Ids of live routers that wait to be compared: all layers at once are several times faster, and take memory."""
 
 
 class ReplayPass:
@@ -51,6 +53,9 @@ class ReplayPass:
         self._num_free = 0
         self._taken: dict[int, Tensor] = {}
         self._margins: dict[int, Tensor] = {}
+        self._waiting: dict[int, Tensor] = {}
+        self._num_held = 0
+        self._matched: dict[int, Tensor] = {}
         self._flips: dict[int, Tensor] = {}
         self._by_sample: PassFlips | None = None
         scores = None if isinstance(source, Native) else source.scores
@@ -80,7 +85,7 @@ class ReplayPass:
         if live is not None and bool(live.any()):
             self._live = live[:, None].to(device, non_blocking=True)
         if self.layer_ids:
-            self.counters[list(self.layer_ids), DUE] += self._num_due
+            self.counters[rows_of(self.layer_ids), DUE] += self._num_due
 
     @property
     def due(self) -> Tensor:
@@ -162,15 +167,20 @@ class ReplayPass:
         return targets if self._live is None else torch.where(self._live, live, targets)
 
     def count(self, layer: int, live: Tensor, recompute: bool) -> None:
-        """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs."""
-        counters = self.counters[layer]
+        """Count what the router of `layer` is given, and where its own choice `live` `[N, K]` differs.
+
+        Layers wait to be counted together, by `settle`.
+        """
+        if layer in self._waiting or (recompute and self._waiting):
+            self.settle()
         if not recompute:
-            lost = live.shape[1] - shared(live, self.targets[layer])
-            flipped = (lost != 0) & self._due
-            self._flips[layer] = flipped.sum()
-            if self._by_sample is not None:
-                self._by_sample.count(layer, flipped, lost * self._due)
+            self._waiting[layer] = live
+            self._num_held += live.numel()
+            if self._num_held > HELD:
+                self.settle()
+            return
         # Recomputation has the logits of the forward, and so its flips.
+        counters = self.counters[layer]
         counters[FLIPPED] += self._flips[layer]
         counters[ROUTED] += self._num_due
         if self._num_free:
@@ -179,16 +189,49 @@ class ReplayPass:
     def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
         """Count the due tokens of `layer` whose used experts are the expected ones.
 
-        `matches` maps `[N, K]` ids to `[N]` bool.
+        `matches` maps `[N, K]` ids to `[N]` bool. It is asked now; its answers are counted by `settle`.
         """
         if not recompute:
             self.proved[layer] += 1
-        if self.replays:
-            with torch.no_grad():
-                counters = self.counters[layer]
-                counters[MATCHED] += (matches(self.expected[layer]) & self._due).sum()
-                if recompute:
-                    counters[DUE] += self._num_due
+        if not self.replays:
+            return
+        with torch.no_grad():
+            if recompute or layer in self._matched:
+                self.settle()
+            self._matched[layer] = matches(self.expected[layer])
+            if recompute:
+                self.counters[layer][DUE] += self._num_due
+                self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Count the layers that wait to be counted. Called where the forward ends."""
+        layers = list({**self._waiting, **self._matched})
+        if not layers:
+            return
+        more = self.counters.new_zeros(len(layers), self.counters.shape[1])
+        if self._matched:
+            answers = torch.stack([*self._matched.values()]) & self._due
+            more[rows_of([layers.index(layer) for layer in self._matched]), MATCHED] = answers.sum(1)
+        if self._waiting:
+            more[: len(self._waiting)] += self._compared()
+        self.counters[rows_of(layers)] += more
+        self._waiting, self._matched, self._num_held = {}, {}, 0
+
+    def _compared(self) -> Tensor:
+        """`[W, 5]` counts of the waiting layers, what their experts used left out."""
+        layers, live_LNK = list(self._waiting), torch.stack([*self._waiting.values()])
+        given_LNK = torch.stack([self.targets[layer] for layer in layers])
+        alike = shared(live_LNK.flatten(0, 1), given_LNK.flatten(0, 1))
+        lost_LN = (live_LNK.shape[-1] - alike).view(len(layers), -1)
+        flipped_LN = (lost_LN != 0) & self._due
+        num_flipped = flipped_LN.sum(1)
+        self._flips.update(zip(layers, num_flipped.unbind(), strict=True))
+        if self._by_sample is not None:
+            self._by_sample.count(layers, flipped_LN, lost_LN * self._due)
+        counts = self.counters.new_zeros(len(layers), self.counters.shape[1])
+        counts[:, FLIPPED], counts[:, ROUTED], counts[:, NATIVE] = num_flipped, self._num_due, self._num_free
+        return counts
 
 
 def new_counters(num_layers: int, device: torch.device) -> Tensor:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from routing.row_ids import row_name
 
@@ -68,27 +67,32 @@ class PassFlips:
         device: torch.device,
         sample_of: Tensor | None = None,
     ) -> None:
-        self._sample_of = None if sample_of is None else sample_of.to(device).expand(2, -1)
+        self._sample_of = None if sample_of is None else sample_of.to(device)
         self.keys = list(keys)
         self.due_BL = np.zeros((len(keys), num_layers), np.int64)
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
         self._sample_last = sample_last
 
-    def count(self, layer: int, flipped_N: Tensor, lost_N: Tensor) -> None:
-        """Add what the router of `layer` would have chosen otherwise; zeros where nothing is due."""
-        both = torch.stack((flipped_N.to(torch.int16), lost_N.to(torch.int16)))
+    def count(self, layers: Sequence[int], flipped_LN: Tensor, lost_LN: Tensor) -> None:
+        """Add what the routers of `layers` would have chosen otherwise; zeros where nothing is due."""
+        both_LKN = torch.stack((flipped_LN.to(torch.int16), lost_LN.to(torch.int16)), dim=1)
+        num_samples = len(self.keys)
         if self._sample_of is not None:
-            self.counts_LKB[layer] = both.new_zeros(2, len(self.keys), dtype=torch.int32).scatter_add_(
-                1, self._sample_of, both.int()
-            )
-            return
-        by_sample = (
-            both.view(2, -1, len(self.keys)).sum(1, dtype=torch.int32)
-            if self._sample_last
-            else both.view(2, len(self.keys), -1).sum(2, dtype=torch.int32)
-        )
-        self.counts_LKB[layer] = by_sample
+            places = self._sample_of.expand(both_LKN.shape)
+            none = both_LKN.new_zeros(len(layers), 2, num_samples, dtype=torch.int32)
+            by_sample = none.scatter_add_(2, places, both_LKN.int())
+        elif self._sample_last:
+            by_sample = both_LKN.view(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
+        else:
+            by_sample = both_LKN.view(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
+        self.counts_LKB[rows_of(layers)] = by_sample
+
+
+def rows_of(layers: Sequence[int]) -> slice | list[int]:
+    """`layers` as an index: a slice, which needs no tensor, where they follow each other."""
+    follow = list(layers) == list(range(layers[0], layers[0] + len(layers))) if layers else False
+    return slice(layers[0], layers[0] + len(layers)) if follow else list(layers)
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
@@ -109,39 +113,18 @@ def name_of(key: int) -> str:
     return row_name(key) if key < UNNAMED else f"row {key & 0xFFFF} of a micro-batch"
 
 
-def total(
-    passes: Iterable[PassFlips], num_layers: int, group: ProcessGroup | None, device: torch.device
-) -> SampleFlips:
-    """The counts of all `passes` by sample, summed over the ranks of `group` (collective)."""
+def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
+    """The counts of all `passes` of this rank by sample, those of padding left out."""
     found = list(passes)
+    if not found:
+        return SampleFlips(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
     given = np.array([key for one in found for key in one.keys], np.int64)
-    due = np.concatenate([np.zeros((0, num_layers), np.int64), *(one.due_BL for one in found)])
-    counts = np.zeros((2, 0, num_layers), np.int64)
-    if found:
-        # One transfer from the device for all passes.
-        counts = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy().transpose(1, 2, 0).astype(np.int64)
-    real = due.any(1)
+    # One transfer from the device for all passes.
+    counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
+    due_BL = np.concatenate([one.due_BL for one in found])
+    table = np.stack([due_BL, *counts_LKB.transpose(1, 2, 0)], axis=1)
+    real = due_BL.any(1)
     keys, place = np.unique(given[real], return_inverse=True)
-    group = None if group is None or group.size() == 1 else group
-    everywhere = keys if group is None else _united(keys, group, device)
-    table = np.zeros((3, len(everywhere), num_layers), np.int64)
-    rows = np.searchsorted(everywhere, keys)[place]
-    for index, values in enumerate((due, *counts)):
-        np.add.at(table[index], rows, values[real])
-    if group is not None:
-        shared = torch.from_numpy(table).to(device)
-        torch.distributed.all_reduce(shared, group=group)
-        table = shared.cpu().numpy()
-    return SampleFlips(everywhere, *table)
-
-
-def _united(keys: np.ndarray, group: ProcessGroup, device: torch.device) -> np.ndarray:
-    """Ascending keys of all ranks."""
-    size = torch.tensor([len(keys)], device=device)
-    torch.distributed.all_reduce(size, op=torch.distributed.ReduceOp.MAX, group=group)
-    padded = torch.full((int(size),), -1, dtype=torch.int64, device=device)
-    padded[: len(keys)] = torch.from_numpy(keys).to(device)
-    gathered = [torch.empty_like(padded) for _ in range(group.size())]
-    torch.distributed.all_gather(gathered, padded, group=group)
-    whole = np.unique(torch.cat(gathered).cpu().numpy())
-    return whole[whole >= 0]
+    summed = np.zeros((len(keys), 3, num_layers), np.int64)
+    np.add.at(summed, place, table[real])
+    return SampleFlips(keys, *summed.transpose(1, 0, 2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -24,6 +25,8 @@ PAYLOAD_DTYPE = "int32"
 _PART_BYTES = 1 << 20
 PAYLOAD_BYTES = {"int32": 4, "uint16": 2, "uint8": 1}
 """Bytes of an id, by the types that a payload can have."""
+_SENT = {name: (np.dtype(name).newbyteorder("<"), np.dtype(f"<u{size}")) for name, size in PAYLOAD_BYTES.items()}
+"""By name: the little-endian type, and the unsigned one of that size."""
 
 
 def decode_payload(
@@ -61,9 +64,10 @@ def decode_payload(
 
     Source: SGLang 0.5.23, request field `return_routed_experts`.
     """
-    wanted = checked_layers(layer_ids, num_layers)
-    row_bytes = num_layers * top_k * _payload_dtype(dtype, num_experts).itemsize
-    num_rows, expected_rows = _num_rows(payload, row_bytes), int(np.asarray(tokens).shape[0]) - 1 - start
+    wanted, columns = _columns(tuple(layer_ids), num_layers)
+    sent, unsigned = _payload_types(dtype, num_experts)
+    row_bytes = num_layers * top_k * sent.itemsize
+    num_rows, expected_rows = _num_rows(payload, row_bytes), len(tokens) - 1 - start
     if num_rows != expected_rows:
         raise RouteError(
             "rows",
@@ -76,14 +80,10 @@ def decode_payload(
             ),
         )
     experts = np.empty((num_rows, len(wanted), top_k), dtype=expert_dtype(num_experts))
-    # Neighbouring columns are a view; others are a copy.
-    neighbours = wanted == tuple(range(wanted[0], wanted[-1] + 1))
-    columns = slice(wanted[0], wanted[-1] + 1) if neighbours else list(wanted)
-    sent = _payload_dtype(dtype, num_experts)
     for first, flat in _parts(payload, num_rows, row_bytes):
         routes_TLK = flat.view(sent).reshape(-1, num_layers, top_k)[:, columns, :]
         # As an unsigned number, a negative id is above all others.
-        if len(routes_TLK) and routes_TLK.view(f"<u{sent.itemsize}").max() >= num_experts:
+        if len(routes_TLK) and routes_TLK.view(unsigned).max() >= num_experts:
             row, column, slot = np.argwhere((routes_TLK < 0) | (routes_TLK >= num_experts))[0]
             raise RouteError(
                 "range",
@@ -94,12 +94,21 @@ def decode_payload(
             )
         experts[first : first + len(routes_TLK)] = routes_TLK
     record = RouteRecord(experts=experts, layer_ids=wanted, num_experts=num_experts, token_digest=token_digest(tokens))
-    record.validate(expected_rows + 1)
+    record.validate(expected_rows + 1, in_range=True)
     return record
 
 
-def _payload_dtype(name: str, num_experts: int) -> np.dtype:
-    """The little-endian type. Raises `RouteError` for one that no engine sends, or that cannot name every expert."""
+@lru_cache(maxsize=4)
+def _columns(layer_ids: tuple[int, ...], num_layers: int) -> tuple[tuple[int, ...], slice | list[int]]:
+    """The layers, checked, and their columns in a payload. Raises `RouteError` (`layers`)."""
+    wanted = checked_layers(layer_ids, num_layers)
+    # Neighbouring columns are a view; others are a copy.
+    neighbours = wanted == tuple(range(wanted[0], wanted[-1] + 1))
+    return wanted, slice(wanted[0], wanted[-1] + 1) if neighbours else list(wanted)
+
+
+def _payload_types(name: str, num_experts: int) -> tuple[np.dtype, np.dtype]:
+    """Those of `_SENT`. Raises `RouteError` for one that no engine sends, or that cannot name every expert."""
     if 256 ** PAYLOAD_BYTES.get(name, 0) < num_experts:
         raise RouteError(
             "dtype",
@@ -107,7 +116,7 @@ def _payload_dtype(name: str, num_experts: int) -> np.dtype:
             got=f"{name} for {num_experts} experts",
             expected=f"one of {', '.join(PAYLOAD_BYTES)} that holds {num_experts - 1}",
         )
-    return np.dtype(name).newbyteorder("<")
+    return _SENT[name]
 
 
 def _num_rows(payload: str | bytes | memoryview, row_bytes: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from moe_trm.errors import RecordRejected
-from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.record import SamplingMask, row_sizes
 from moe_trm.types import MicroBatch, RolloutRecord, TokenBatch, TrainRow
 
 SHORTEST = 2
@@ -85,17 +85,14 @@ def _weights(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
 
 def _kept(rows: tuple[TrainRow, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masks = [recorded_support(row.record) for row in rows]
-    ids = np.concatenate([np.zeros(0, np.int64), *(mask.ids for mask, _ in masks)])
-    sizes = np.concatenate(
-        [
-            np.zeros(1, np.int64),
-            *(np.diff(mask.offsets)[row.record.scored] for row, (mask, _) in zip(rows, masks, strict=True)),
-        ]
-    )
+    ids = np.concatenate([np.zeros(0, np.int32), *(mask.ids for mask, _ in masks)])
+    sizes = row_sizes([mask for mask, _ in masks])
+    # Rows of dropped tokens are empty, and not among those that are scored.
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[sizes > 0])])
     logprobs = np.concatenate([np.zeros(0, np.float32), *(logprobs for _, logprobs in masks)])
     return (
         torch.from_numpy(ids.astype(np.int64)),
-        torch.from_numpy(np.cumsum(sizes, dtype=np.int64)),
+        torch.from_numpy(offsets),
         torch.from_numpy(logprobs.astype(np.float32, copy=False)),
     )
 

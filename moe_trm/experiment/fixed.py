@@ -70,7 +70,7 @@ class Fixed:
             )
 
     def document(self) -> bytes:
-        """What belongs into the folder's file."""
+        """Content of the folder's file."""
         content = {"format": FORMAT, "version": VERSION, "moe_trm": __version__, "settings": self._now}
         return json.dumps(content | {"changes": self.changes}, indent=1).encode() + b"\n"
 

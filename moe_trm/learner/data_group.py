@@ -28,14 +28,16 @@ class DataGroup:
 
     def reduce(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """See `Learner.reduce`."""
-        values = dict[str, float]()
-        for role, operation in ((None, dist.ReduceOp.SUM), (":max", dist.ReduceOp.MAX), (":min", dist.ReduceOp.MIN)):
-            names = [name for name in sums if (name.endswith(role) if role else not summable.compared(name))]
-            if names:
-                total = torch.stack([sums[name].detach().double().to(self.device) for name in names])
-                dist.all_reduce(total, operation, group=self._group)
-                values.update(zip(names, total.tolist(), strict=True))
-        return {name: values[name] for name in sums}
+        if not sums:
+            return {}
+        own = summable.Sums.of(sums).to(self.device)
+        values, largest = own.values_N.clone(), own.largest()
+        if len(own.extremes) < len(own):
+            dist.all_reduce(values, group=self._group)
+        if own.extremes:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+            values[own.extremes] = own.signs * largest
+        return dict(zip(own.names, values.tolist(), strict=True))
 
     def gather(self, values: Tensor) -> Tensor:
         """See `Learner.gather`."""

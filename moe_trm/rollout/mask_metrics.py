@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_trm.sampling_mask.codec import encoded_lengths
-from moe_trm.sampling_mask.record import SamplingMask, join
+from moe_trm.sampling_mask.record import join
 from moe_trm.types import RolloutRecord, SamplingParams
 
 MEASURED_IDS = 1 << 20
@@ -34,7 +34,12 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
     scored = sizes > 0
     log_mass = np.concatenate([record.full_logprobs - record.rollout_logprobs for record, _ in recorded])[scored]
     vocab_size = 1 + int(max(mask.ids.max(), sampled.max()))
-    id_bytes, all_bytes = _bytes_per_token([mask for _, mask in recorded], vocab_size)
+    if len(mask.ids) <= MEASURED_IDS:
+        measured = mask
+    else:
+        before = np.cumsum([0, *(len(own.ids) for _, own in recorded[:-1])]).tolist()
+        measured = join([own for (_, own), ids in zip(recorded, before, strict=True) if ids < MEASURED_IDS])
+    bare, whole = encoded_lengths(measured, vocab_size)
     return {
         "sampling_mask/size_mean": float(sizes[scored].mean()),
         "sampling_mask/size_median": float(np.median(sizes[scored])),
@@ -44,14 +49,6 @@ def mask_metrics(records: Sequence[RolloutRecord], params: SamplingParams) -> di
         "sampling_mask/kept_mass_mean": float(np.exp(np.minimum(log_mass, 0.0)).mean()),
         "sampling_mask/violations": float(mask.violations),
         "sampling_mask/top_k": float(params.top_k),
-        "sampling_mask/id_bytes_per_token": id_bytes,
-        "sampling_mask/bytes_per_token": all_bytes,
+        "sampling_mask/id_bytes_per_token": bare / measured.num_rows,
+        "sampling_mask/bytes_per_token": whole / measured.num_rows,
     }
-
-
-def _bytes_per_token(masks: Sequence[SamplingMask], vocab_size: int) -> tuple[float, float]:
-    """Encoded bytes of a sampled token without log-probs and with them, of the first masks with `MEASURED_IDS` ids."""
-    before = np.cumsum([0, *(len(mask.ids) for mask in masks[:-1])])
-    measured = join([mask for mask, ids in zip(masks, before.tolist(), strict=True) if ids < MEASURED_IDS])
-    bare, whole = encoded_lengths(measured, vocab_size)
-    return bare / measured.num_rows, whole / measured.num_rows

@@ -12,6 +12,9 @@ import numpy as np
 
 from moe_trm.errors import RecordRejected
 
+SUM_TOLERANCE = 1e-3
+"""How far the probabilities of a row may be from one in all."""
+
 
 @dataclass(frozen=True)
 class SamplingMask:
@@ -46,7 +49,7 @@ class SamplingMask:
         return replace(self, ids=self.ids[order], logprobs=logprobs)
 
     def validate(
-        self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = 1e-3, *, allow_empty: bool = False
+        self, sampled_ids: np.ndarray, vocab_size: int, tolerance: float = SUM_TOLERANCE, *, allow_empty: bool = False
     ) -> None:
         """Raise `RecordRejected` unless the rows fit `sampled_ids` `[S]`.
 
@@ -116,11 +119,20 @@ def join(masks: Sequence[SamplingMask]) -> SamplingMask:
     if len(masks) == 1:
         return masks[0]
     ids = np.concatenate([np.zeros(0, np.int32), *(mask.ids for mask in masks)])
-    sizes = np.concatenate([np.zeros(0, np.int64), *(np.diff(mask.offsets) for mask in masks)])
     parts = [mask.logprobs for mask in masks if mask.logprobs is not None]
     logprobs = np.concatenate([np.zeros(0, np.float32), *parts]) if len(parts) == len(masks) else None
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(row_sizes(masks))])
     return SamplingMask(ids, offsets, logprobs, sum(mask.violations for mask in masks))
+
+
+def row_sizes(masks: Sequence[SamplingMask]) -> np.ndarray:
+    """int64 sizes of the rows of several masks, one after the other."""
+    if not masks:
+        return np.zeros(0, np.int64)
+    # Between two masks there is a difference that is no row.
+    ends = np.cumsum([len(mask.offsets) for mask in masks])
+    sizes: np.ndarray = np.delete(np.diff(np.concatenate([mask.offsets for mask in masks])), ends[:-1] - 1)
+    return sizes
 
 
 def split(mask: SamplingMask, num_rows: Sequence[int]) -> list[SamplingMask]:

@@ -25,7 +25,8 @@ _CHANGES: Sequence[tuple[str, str]] = (
         "asynchronous training: choose pipeline.mode, max_staleness and push_every (docs/pipeline.md)",
     ),
     (
-        r"group-rm|reward-key|eval-reward-key|rm-url|rollout-stop.*|rollout-max-context-len|eval-input-key|eval-label-key",
+        r"group-rm|reward-key|eval-reward-key|rm-url|rollout-stop.*|rollout-max-context-len|"
+        r"eval-input-key|eval-label-key",
         "the task here has no such setting: see docs/tasks.md",
     ),
     (r"freeze-params-name-list|only-train-params-name-list", "only routers can be frozen: learner.freeze_router"),
@@ -67,7 +68,8 @@ _LEFT: Sequence[tuple[str, str]] = (
         "tracking and debugging of slime; trackers here: observe.sinks",
     ),
     (
-        r"balance-.*|rollout-shuffle|sequence-parallel|accumulate-allreduce-grads-in-fp32|attention-softmax-in-fp32|bf16",
+        r"balance-.*|rollout-shuffle|sequence-parallel|accumulate-allreduce-grads-in-fp32|"
+        r"attention-softmax-in-fp32|bf16",
         "always so here",
     ),
     (r"rollout-seed", "one seed serves all here: seed"),

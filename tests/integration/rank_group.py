@@ -6,6 +6,7 @@ statuses as JSON.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     num_ranks, patience_s, folder, *program = arguments
     # Most programs of tests build a learner from its parts.
     cpu_shim.install()
+    faulthandler.enable(2)
     share_gloo_device()
     ended = run_ranks(program, int(num_ranks), patience_s=float(patience_s), asks=False, folder=Path(folder))
     (Path(folder) / "statuses").write_text(json.dumps([ended[rank] for rank in sorted(ended)]))

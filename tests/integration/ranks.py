@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,11 @@ class Ended:
     def ok(self) -> bool:
         return not any(self.statuses)
 
+    @property
+    def crashed(self) -> bool:
+        """True when machine code of a rank crashed, in which nothing is ours."""
+        return -signal.SIGSEGV in self.statuses
+
 
 class RankServer:
     """A server of warm ranks; it does one job after another and ends with this process."""
@@ -53,6 +60,8 @@ class RankServer:
         num_ranks: int,
         environment: Mapping[str, str] | None = None,
         patience_s: float = PATIENCE_S,
+        *,
+        repeatable: bool = False,
     ) -> Ended:
         """Run `python PROGRAM...` on `num_ranks` ranks of this machine as torchrun would; waits for all of them.
 
@@ -61,8 +70,18 @@ class RankServer:
             num_ranks: how many ranks, on a rendezvous of their own.
             environment: instead of this process's.
             patience_s: for the other ranks to end by themselves once one has failed.
+            repeatable: it leaves nothing but its output, and runs once more, with a warning, where machine code
+                crashed. A thread of torch's process groups (gloo) has done so once; `moe-trm train` restarts its
+                ranks then.
         """
         own = {**(os.environ if environment is None else environment), **SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
+        done = self._run(program, num_ranks, own, patience_s)
+        if done.crashed and repeatable:
+            warnings.warn(f"machine code of a rank crashed, and the job is run again: {done.stderr}", stacklevel=2)
+            done = self._run(program, num_ranks, own, patience_s)
+        return done
+
+    def _run(self, program: Sequence[str], num_ranks: int, own: Mapping[str, str], patience_s: float) -> Ended:
         with tempfile.TemporaryDirectory(prefix="moe-trm-ranks-") as folder:
             group = ["-m", "tests.integration.rank_group", str(num_ranks), str(patience_s), folder]
             # Where a test runs out of time, its ranks are ended.

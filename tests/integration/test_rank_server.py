@@ -46,6 +46,32 @@ def test_an_error_is_told_and_ranks_that_wait_for_the_failed_one_are_ended(tmp_p
     assert "KeyError: 'rank one'" in done.stderr
 
 
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+before = Path(sys.argv[1])
+if not before.exists():
+    before.touch()
+    os.kill(os.getpid(), signal.SIGSEGV)
+print("again")
+"""
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_a_crash_of_machine_code_is_told_with_its_stack(tmp_path: Path, repeatable: bool) -> None:
+    (tmp_path / "program.py").write_text(CRASH)
+    program = [str(tmp_path / "program.py"), str(tmp_path / "before")]
+    if repeatable:
+        with pytest.warns(UserWarning, match=r"crashed(.|\n)*Segmentation fault(.|\n)*program.py"):
+            done = rank_server().run(program, 1, repeatable=True)
+        assert done.ok
+        assert done.stdout == "again\n"
+    else:
+        done = rank_server().run(program, 1)
+        assert done.statuses == [-signal.SIGSEGV]
+        assert "Segmentation fault" in done.stderr
+
+
 IMPORTS = """
 import json, sys
 before = set(sys.modules)

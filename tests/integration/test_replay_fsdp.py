@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp" / "train.py"
 @pytest.fixture(scope="module")
 def found() -> dict[Any, list[dict[str, Any]]]:
     """By case, what each rank found."""
-    done = rank_server().run(["-m", "tests.integration.fsdp_rank"], RANKS)
+    done = rank_server().run(["-m", "tests.integration.fsdp_rank"], RANKS, repeatable=True)
     assert done.ok, done.stderr[-4000:]
     by_case: dict[Any, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():

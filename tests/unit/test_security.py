@@ -6,9 +6,8 @@ import asyncio
 import random
 import struct
 import threading
-import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from zmq.constants import SocketOption, SocketType
 from zmq.sugar.context import Context
 from zmq.sugar.socket import Socket
 
+from benchmarks.peak import peak_bytes
 from launch.job import free_port
 from moe_trm.config.schema import Config
 from moe_trm.errors import BundleError, ControllerError, RecordRejected
@@ -194,15 +194,6 @@ def test_a_thousand_damaged_bundles_are_refused(tmp_path: Path) -> None:
             BundleReader(str(tmp_path)).read(1)
 
 
-def peak_of(work: Callable[[], object]) -> int:
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.fixture(scope="module")
 def bomb() -> bytes:
     """256 MiB of zeros in 256 KiB."""
@@ -233,7 +224,7 @@ def test_a_decompression_bomb_in_a_mask_is_refused_unexploded(blocks: tuple[byte
         with pytest.raises(RecordRejected):
             decode_mask(data, np.zeros(1, np.int32))
 
-    assert peak_of(read) < 16 << 20
+    assert peak_bytes(read) < 16 << 20
 
 
 def test_routes_that_claim_to_be_huge_are_refused_unread() -> None:
@@ -249,7 +240,7 @@ def test_routes_that_claim_to_be_huge_are_refused_unread() -> None:
             with suppress(RouteError):
                 decode(data)
 
-        assert peak_of(read) < 16 << 20
+        assert peak_bytes(read) < 16 << 20
 
 
 def test_secrets_are_left_out_of_what_is_written() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
+
 import numpy as np
 import pytest
 import torch
 
 from moe_trm.summable import (
+    Sums,
     add,
     bins,
     compared,
@@ -98,3 +102,30 @@ def test_extremes_are_compared_where_sums_are_added() -> None:
     assert finalize(parts[1]) == {}
     assert [compared(name) for name in ("a:max", "a:min", "a:sum")] == [True, True, False]
     assert finalize({"d:sum": 4.0, "d:squared": 10.0, "d:count": 2.0}) == {"d_mean": 2.0, "d_std": 1.0}
+
+
+def test_sums_in_one_vector_are_those_of_each_key_alone() -> None:
+    """Values of other types, with gradients, infinities and one that is no number."""
+    gen = torch.Generator().manual_seed(1)
+    names = ["a:sum", "b:max", "c:min", "a:count", "d:bin0", "d:bin1", "e:min"]
+    parts = [
+        dict(zip(names, torch.randn(len(names), generator=gen, dtype=torch.float64).unbind(), strict=True))
+        for _ in range(4)
+    ]
+    parts[1]["b:max"], parts[2]["c:min"], parts[3]["a:sum"] = (torch.tensor(x) for x in (-torch.inf, torch.inf, 7.0))
+    parts[3]["e:min"], parts[0]["d:bin1"] = torch.tensor(torch.nan, dtype=torch.float64), torch.tensor(1 << 53)
+    parts[2]["a:count"].requires_grad_()
+    got = reduce(operator.add, map(Sums.of, parts))
+    wanted = add({name: value.double() for name, value in part.items()} for part in parts)
+    assert list(got) == list(wanted) == names
+    for name in names:
+        assert torch.equal(got[name].nan_to_num(99.0), wanted[name].nan_to_num(99.0)), name
+        assert (got[name].dtype, got[name].requires_grad) == (torch.float64, False)
+    assert Sums.of(got) is got
+    assert len(Sums.of({})) == 0
+
+
+def test_parts_with_other_metrics_are_no_sum() -> None:
+    one = {"a:sum": torch.tensor(1.0)}
+    with pytest.raises(AssertionError, match="same metrics"):
+        Sums.of(one) + Sums.of({"b:sum": torch.tensor(1.0)})

@@ -21,6 +21,9 @@ from routing.layout import Layout, padding_multiple
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.replay import row_lengths
 
+KNOWN = 16
+"""Layouts of packs that are kept."""
+
 
 class Parts:
     """Cuts micro-batches for this rank and brings results together again. Needs initialised Megatron parallel groups.
@@ -38,6 +41,7 @@ class Parts:
 
     def __init__(self, columns: int = 1, *, packed: bool = False) -> None:
         self._columns, self._packed = columns, packed
+        self._packs: dict[PackedLayout, PackedLayout] = {}
         self._slices = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self.leads = all(group.rank() == 0 for group in (*self._slices, self._stages))
@@ -64,7 +68,11 @@ class Parts:
         tensor, context = self._slices
         ranks = context.size(), context.rank(), tensor.size(), tensor.rank()
         if self._packed:
-            return PackedLayout(tuple(row_lengths(batch.valid)), length, *ranks)
+            pack = PackedLayout(tuple(row_lengths(batch.valid)), length, *ranks)
+            # A micro-batch is scored and then trained: what its layout has computed serves both.
+            known = self._packs.get(pack, pack)
+            self._packs = {known: known} if len(self._packs) >= KNOWN else self._packs | {known: known}
+            return known
         return Layout(rows, length, *ranks)
 
     def whole_rows(self, planes_PBC: Tensor, layout: AnyLayout) -> Tensor:

@@ -17,6 +17,8 @@ import aiohttp
 _MOST_HEAD = 1 << 16
 _CHUNK = 1 << 11
 """Bytes read at once where the end is not known. Thousands of answers wait with so much of their bodies taken in."""
+_WAKE_BYTES = 1 << 22
+"""Bytes of a body that wake the process: a wake-up costs more than the copy of a few kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Exchange:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._netloc, self._path = parts.netloc.rpartition("@")[2], parts.path or "/"
         self._socket: socket.socket | None = None
-        self._rest = b""
+        self._rest, self._wakes_at = b"", 1
 
     async def ask(self, method: str, headers: Mapping[str, str], data: bytes) -> Head:
         """Send the request; returns when the head of its answer is there."""
@@ -87,10 +89,19 @@ class Exchange:
         target[:done] = self._rest[:done]
         self._rest = self._rest[done:]
         while done < len(target):
+            self._wake_at(min(len(target) - done, _WAKE_BYTES))
             received = await _loop().sock_recv_into(self._socket, target[done:])
             if not received:
                 raise aiohttp.ClientPayloadError(f"the body ended after {done} of {len(target)} bytes")
             done += received
+        self._wake_at(1)
+
+    def _wake_at(self, size: int) -> None:
+        """Sleep until so many bytes are there, the end of the connection, or all that the socket can hold."""
+        assert self._socket is not None
+        if size != self._wakes_at:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self._wakes_at = size
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         """The parts of a chunked body; trailers are not read."""

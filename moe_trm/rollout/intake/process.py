@@ -215,7 +215,8 @@ def _error(message: Rejected | Failed) -> Exception:
         )
     told = {"where": message.where, "got": message.got, "expected": message.expected, "fix": message.fix}
     if message.kind == "error":
-        return ControllerError(f"an intake process failed: {message.what}", **told, may_pass=True)  # type: ignore[arg-type]
+        what = f"an intake process failed: {message.what}"
+        return ControllerError(what, **told, may_pass=True)  # type: ignore[arg-type]
     error = _ERRORS[message.kind](message.what, **told)  # type: ignore[arg-type]
     if isinstance(error, HttpStatusError):
         error.status = message.status

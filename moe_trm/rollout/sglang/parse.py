@@ -22,9 +22,11 @@ import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.sglang.apart import EMPTY, without_routes
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
+from moe_trm.sampling_mask.sound import sound_mask
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
@@ -32,6 +34,8 @@ from routing.sglang import PAYLOAD_DTYPE, decode_payload
 
 POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
+
+LOWEST = float(np.finfo(np.float32).min)
 
 MAX_VERSION_DIGITS = 9
 """Keeps versions inside int32."""
@@ -102,6 +106,15 @@ _DECODER = msgspec.json.Decoder(Answer)
 
 def decode_answer(body: bytes | memoryview) -> Answer:
     """The typed answer. Raises `RecordRejected` (`malformed`)."""
+    parts = without_routes(body)
+    try:
+        if parts is not None:
+            answer = _DECODER.decode(parts[0])
+            if bytes(answer.meta_info.routed_experts) == EMPTY:
+                answer.meta_info.routed_experts = msgspec.Raw(parts[1])
+                return answer
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass  # The places that the error names are those of the whole answer, which is read below.
     try:
         return _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -139,8 +152,7 @@ def parse_turn(
     full_S = _full_logprobs(answer.meta_info, output_S)
     mask, rollout_S = None, full_S
     if wanted.mask:
-        mask = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
-        rollout_S = _sampled_logprobs(mask, output_S, full_S)
+        mask, rollout_S = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
     tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
     versions_S = _versions(answer.meta_info, len(output_S))
     retracted = wanted.routes and _retracted(answer.meta_info)
@@ -218,8 +230,11 @@ def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
 
 def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     """As float32. null becomes NaN, and values out of range become infinite; both are refused."""
+    array = np.array(values, np.float64)
+    if not len(array) or (array.max() <= POSITIVE_TOLERANCE and array.min() >= LOWEST):
+        return array.astype(np.float32)
     with np.errstate(over="ignore"):
-        array = np.array(values, np.float64).astype(np.float32)
+        array = array.astype(np.float32)
     wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
     if wrong.any():
         position = int(wrong.argmax())
@@ -274,7 +289,8 @@ def _retracted(meta: MetaInfo) -> bool:
 
 def _sampling_mask(
     meta: MetaInfo, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
-) -> SamplingMask:
+) -> tuple[SamplingMask, np.ndarray]:
+    """The mask, and the `[S]` log-prob of each sampled token over it."""
     ids_rows, logprob_rows = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if ids_rows is None or logprob_rows is None:
         raise RecordRejected(
@@ -290,17 +306,30 @@ def _sampling_mask(
         )
     ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
     logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    # Rows in order are faster to check.
-    mask = SamplingMask(ids_M, offsets, logprobs_M).ascending()
-    sound = violation != "reject" and len(sizes) == len(output_S) and min(sizes) > 0
+    sound = sound_mask(ids_M, sizes, logprobs_M, output_S, vocab_size)
+    if sound is not None:
+        return sound
+    mask = SamplingMask(ids_M, np.cumsum([0, *sizes], dtype=np.int64), logprobs_M).ascending()
+    mask = _mended(meta, mask, output_S, full_S, vocab_size, violation)
+    return mask, _sampled_logprobs(mask, output_S, full_S)
+
+
+def _mended(
+    meta: MetaInfo,
+    mask: SamplingMask,
+    output_S: np.ndarray,
+    full_S: np.ndarray,
+    vocab_size: int,
+    violation: Violation,
+) -> SamplingMask:
+    """The mask once it holds every check, with violations treated as asked for."""
+    sound = violation != "reject" and mask.num_rows == len(output_S) and np.diff(mask.offsets).min() > 0
     wrong_S = outside(mask, output_S) if sound else np.zeros(0, bool)
     if not wrong_S.any() or (violation == "drop" and wrong_S.all()):
         mask.validate(output_S, vocab_size)
         return mask
     if violation == "drop":
-        mask.validate(np.where(wrong_S, mask.ids[offsets[:-1]], output_S), vocab_size)
+        mask.validate(np.where(wrong_S, mask.ids[mask.offsets[:-1]], output_S), vocab_size)
         return drop(mask, wrong_S)
     mask = union(mask, wrong_S, output_S, full_S, _log_mass(meta, mask, wrong_S)).ascending()
     mask.validate(output_S, vocab_size)

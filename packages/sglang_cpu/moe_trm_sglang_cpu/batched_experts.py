@@ -34,7 +34,7 @@ def places(ids_NK: Tensor, num_experts: int) -> tuple[Tensor, int]:
     The tokens of an expert keep their order.
     """
     ids = ids_NK.reshape(-1).to(torch.int64)
-    if len(ids) * num_experts <= MOST_MARKS:
+    if ids.shape[0] * num_experts <= MOST_MARKS:
         counted = (ids[:, None] == _numbers(num_experts)).cumsum(0)
         capacity = int(counted[-1].max())
         return counted.gather(1, ids[:, None]).squeeze(1).add_(ids, alpha=capacity).sub_(1), capacity
@@ -58,6 +58,11 @@ def _owners(num_tokens: int, top_k: int) -> Tensor:
     return torch.arange(num_tokens).repeat_interleave(top_k)
 
 
+def tokens_of_places(found: Tensor, num_places: int, choices: torch.Size) -> Tensor:
+    """The token at each place, found by `places`. Nobody has some: what is computed there, the first's, is not read."""
+    return torch.zeros(num_places, dtype=torch.int64).scatter_(0, found, _owners(*choices))
+
+
 def batched(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, found: Tensor, capacity: int) -> Tensor:
     """sum_k w_k * W2 (silu(W1 x) * W3 x) over the experts of each token, `[N, D]`, in the precision of SGLang's loop.
 
@@ -70,8 +75,7 @@ def batched(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, f
         capacity: of `places`.
     """
     num_experts = len(w13_EFD)
-    # What is computed at a place that nobody has is the first token's, and is not read.
-    tokens = torch.zeros(num_experts * capacity, dtype=torch.int64).scatter_(0, found, _owners(*weights_NK.shape))
+    tokens = tokens_of_places(found, num_experts * capacity, weights_NK.shape)
     chosen = x_ND.index_select(0, tokens).view(num_experts, capacity, -1)
     gate, up = torch.bmm(chosen, w13_EFD.transpose(1, 2)).chunk(2, -1)
     out = torch.bmm(functional.silu(gate).mul_(up), w2_EDF.transpose(1, 2)).flatten(0, 1)

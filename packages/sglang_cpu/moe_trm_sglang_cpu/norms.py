@@ -47,8 +47,19 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
 
 def normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean x^2 + eps) * weight over the last dimension, in float32."""
-    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    width = wide.shape[-1]
+    sums = (wide * wide).sum(-1, keepdim=True)
+    if width & (width - 1):
+        scale = sums.div_(width).add_(eps).rsqrt_()
+    else:  # the product with 1 / width is exact, so that one call does for two
+        scale = torch.add(_number(eps), sums, alpha=1 / width).rsqrt_()
     return (wide * scale).mul_(weight)
+
+
+@lru_cache(maxsize=16)
+def _number(value: float) -> Tensor:
+    """A tensor of one number, which torch adds faster than the number itself."""
+    return torch.tensor(value)
 
 
 def norm_and_rotate(
@@ -92,9 +103,15 @@ def norm_and_rotate(
 
 def _rotate_halves(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, out: Tensor) -> None:
     """`(a, b)` to `(a cos - b sin, b cos + a sin)`, a and b the halves of each head, into `out`."""
-    cos, sin = _signed(cos_sin_cache, x.dtype).index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    cos, sin = signed_turn(cos_sin_cache, positions, x.dtype)
     swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     torch.add(x * cos, swapped.mul_(sin), out=out)
+
+
+def signed_turn(cos_sin_cache: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each token for all places of a head, `[N, 1, D]`; sines are negative in the first half."""
+    cos, sin = _signed(cos_sin_cache, dtype).index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    return cos, sin
 
 
 @lru_cache(maxsize=4)

@@ -34,15 +34,29 @@ def activate() -> None:
     _register_latent_attention()
     _register_sink_attention()
     if os.environ.get("MOE_TRM_SGLANG_LOOPS") != "1":
+        _read_once()
         _register_batched_attention()
         _batch_experts()
         _widen_products()
         _fuse_norms()
         _shorten_results()
+        _sort_faster()
         _gather_masks()
+        _pack_routes()
+        _forget_matrices()
+        _share_prompts()
         _share_imports()
         _shorten_way()
         _keep_out_short_prefixes()
+
+
+def _read_once() -> None:
+    """Environment variables are parsed when they change."""
+    from sglang.srt.environ import EnvField
+
+    from moe_trm_sglang_cpu.variables import wrap
+
+    EnvField.get = wrap(EnvField.get)
 
 
 def _register_batched_attention() -> None:
@@ -106,20 +120,64 @@ def _shorten_results() -> None:
     streamer._stream_output_generation = wrap_sending(streamer._stream_output_generation, every)
 
 
+def _sort_faster() -> None:
+    """Sampling among the most probable tokens. SGLang looks the function up at every call."""
+    from sglang.srt.layers import sampler
+
+    from moe_trm_sglang_cpu.sampling import wrap
+
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    setattr(sampler, name, wrap(getattr(sampler, name)))
+
+
 def _gather_masks() -> None:
-    """Sampling masks of a whole batch at once."""
-    from sglang.srt.layers.logits_processor import SamplingMaskOutput
+    """Sampling masks of a whole batch at once, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers import schedule_batch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
-    from sglang.srt.sampling.sampling_mask import SamplingMaskChunk
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_mask import SamplingMaskRows
 
-    from moe_trm_sglang_cpu.masks import Rows, wrap_building, wrap_sharing
+    from moe_trm_sglang_cpu.masks import Rows, wrap_adding, wrap_building, wrap_places, wrap_sharing
 
-    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output, SamplingMaskOutput)
-    shared = wrap_sharing(SchedulerBatchResultProcessor.materialize_sampling_mask_output)
-    SchedulerBatchResultProcessor.materialize_sampling_mask_output = staticmethod(shared)
-    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"chunk": SamplingMaskChunk})
+    if not envs.SGLANG_USE_PICKLE_IPC.get():
+        return
+    processor = SchedulerBatchResultProcessor
+    Sampler._build_sampling_mask_output = wrap_building(Sampler._build_sampling_mask_output)
+    processor.materialize_sampling_mask_output = staticmethod(wrap_sharing(processor.materialize_sampling_mask_output))
+    processor.add_sampling_mask_return_values = wrap_adding(processor.add_sampling_mask_return_values)
+    for name in ("_make_sampling_mask_batch_indices", "_make_sampling_support_logprobs_capture_indices"):
+        setattr(SamplingBatchInfo, name, staticmethod(wrap_places(getattr(SamplingBatchInfo, name))))
+    schedule_batch.SamplingMaskRows = type("Rows", (Rows,), {"native": SamplingMaskRows, "__slots__": ()})
+
+
+def _pack_routes() -> None:
+    """Routes of finished requests as bytes, of the buffers that this machine's memory holds."""
+    from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
+
+    from moe_trm_sglang_cpu.routes import wrap_gathering
+
+    RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
+
+
+def _forget_matrices() -> None:
+    """Copies of weights are dropped before what may change weights."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.layer_matrices import forget_after
+
+    target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
+    HookRegistry.register(target, forget_after, HookType.BEFORE)
+
+
+def _share_prompts() -> None:
+    """Prompts of groups are computed once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.shared_prompts import wrap
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw", wrap, HookType.AROUND)
 
 
 def _share_imports() -> None:

@@ -16,12 +16,16 @@ LAUNCHERS = ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses")
 MODELS = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 """SGLang's own variable: a package whose models it takes before it imports all of its own."""
 
+NO_COPY = "SGLANG_EAGER_INPUT_NO_COPY"
+"""SGLang's own variable: a pass without graphs reads its batch where it is."""
+
 
 def register() -> None:
     """Ask SGLang to call `fork_from_here` before it starts processes, and to look into `served` for its model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     os.environ.setdefault(MODELS, "moe_trm_sglang_cpu.served")
+    os.environ.setdefault(NO_COPY, "1")
     for name in LAUNCHERS:
         HookRegistry.register(f"sglang.srt.entrypoints.engine.Engine.{name}", fork_from_here, HookType.BEFORE)
 

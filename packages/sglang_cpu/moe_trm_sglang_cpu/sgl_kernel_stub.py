@@ -43,7 +43,8 @@ def murmur_hash32(seed_R: torch.Tensor, positions_R: torch.Tensor, columns_C: to
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-_LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")  # type: ignore[no-untyped-call]
+_MURMUR = "murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor"
+_LIBRARY.define(_MURMUR)  # type: ignore[no-untyped-call]
 _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32, "CPU")  # type: ignore[no-untyped-call]
 
 

@@ -2,7 +2,7 @@
 
 SGLang enters every prompt and every answer into a tree, and cuts the nodes where prompts end. Of a hundred short
 answers that takes as long as two or three passes. It has a mark for requests that are kept out of the tree, which short
-ones get here.
+ones get here. A prompt that others wait for (`shared_prompts`) is entered.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from moe_trm_sglang_cpu.shared_prompts import AWAITED
+
 MOST_TOKENS = 64
 """Longest request, in tokens with keys in the cache, that is kept out."""
 
 
 def checkpoint(native: Callable[[Any, Any], None], req: Any, tree_cache: Any) -> None:
     """Around SGLang's `checkpoint_kv_cache`, of a request that goes on."""
-    _kept_out(req, tree_cache, req.extend_end, lambda: native(req, tree_cache))
+    if getattr(req, AWAITED, False):
+        native(req, tree_cache)
+    else:
+        _kept_out(req, tree_cache, req.extend_end, lambda: native(req, tree_cache))
 
 
 def release(native: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool) -> None:

@@ -61,7 +61,8 @@ class TorchvisionOps:
 
         library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+            signature = f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            library.define(signature)  # type: ignore[no-untyped-call]
         self._library = library
 
 

@@ -19,11 +19,16 @@ class Replayer:
     layer_ids = (1, 2)
 
     def __init__(self) -> None:
-        self.waiting = 0
+        self.waiting = self.asked = 0
 
     def report(self, group: object = None) -> ReplayReport:
+        self.asked += 1
         found, self.waiting = ReplayReport(replayed=self.waiting, matched=self.waiting), 0
         return found
+
+    @property
+    def is_proved(self) -> bool:
+        return not self.waiting
 
 
 def learner(replayer: Replayer | None, **options: Any) -> LearnerBase:
@@ -39,7 +44,9 @@ def test_a_report_holds_every_proof_since_the_last_one() -> None:
         base._verify()
     replayer.waiting = 5
     assert base.replay_report() == ReplayReport(replayed=12, matched=12)
+    assert replayer.asked == 3
     assert base.replay_report() == ReplayReport()
+    assert replayer.asked == 3, "nothing was replayed since: other ranks are not asked for anything"
 
 
 def test_a_doubt_without_a_second_look_stops_and_a_moved_router_is_counted() -> None:

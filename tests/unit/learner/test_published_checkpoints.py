@@ -181,7 +181,7 @@ def test_an_8_bit_weight_without_scales_is_refused(tmp_path: Path) -> None:
 def exported(
     source: Path, folder: Path, dtype: str, *, published: bool, change: tuple[str, Tensor] | None = None
 ) -> Path:
-    """What `ExportForm` makes of weights that a learner in `dtype` has, `change` among them."""
+    """The folder that `ExportForm` makes of weights that a learner in `dtype` has, `change` among them."""
     checkpoint = HfCheckpoint(source)
     form = ExportForm(checkpoint, dtype, published)
     folder.mkdir()

@@ -22,7 +22,7 @@ ENDS: tuple[Kind, ...] = ("embedding", "output")
 
 @dataclass(frozen=True)
 class Counting:
-    """What is counted.
+    """Weights that a publisher counts.
 
     Attributes:
         words: for the page.

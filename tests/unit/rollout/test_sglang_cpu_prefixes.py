@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
+from moe_trm_sglang_cpu.shared_prompts import AWAITED
 from moe_trm_sglang_cpu.short_prefixes import MOST_TOKENS, checkpoint, release
 
 
@@ -23,6 +24,7 @@ def kept_out(num_tokens: int, **other: Any) -> list[bool]:
         extend_end=num_tokens,
         owned_kv_len=lambda: num_tokens,
         kv=kv,
+        **{AWAITED: other.get(AWAITED, False)},
     )
     seen: list[bool] = []
     checkpoint(lambda req, tree: seen.append(req.skip_radix_cache_insert), req, tree)
@@ -40,6 +42,10 @@ def test_only_short_requests_are_kept_out() -> None:
 def test_a_session_and_a_state_that_the_tree_takes_over_are_not() -> None:
     assert kept_out(4, session="one") == [False, False]
     assert kept_out(4, mamba=True) == [False, False]
+
+
+def test_a_prompt_that_others_wait_for_is_entered_and_the_answer_to_it_is_not() -> None:
+    assert kept_out(4, **{AWAITED: True}) == [False, True]
 
 
 def test_a_request_without_a_row_is_released_as_ever() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from routing import FlipBoundError, ReplayProofError
-from routing.flip_bound import fewest_tokens, suspects
+from routing.flip_bound import _medians, fewest_tokens, suspects
 from routing.replay_pass import judge
 from routing.sample_flips import UNNAMED, PassFlips, SampleFlips, keys_of, name_of, total
 
@@ -111,6 +111,19 @@ def test_a_batch_that_is_wrong_as_a_whole_explains_nothing() -> None:
     assert sorted(found(step)) == list(range(6))
 
 
+def test_medians_are_numpys_over_the_known_values_of_each_column() -> None:
+    """Columns of all lengths, odd and even, and one without a value."""
+    rng = np.random.default_rng(0)
+    for rows in (1, 2, 7, 8):
+        values = rng.random((rows, 12))
+        known = rng.random(values.shape) < 0.6
+        known[:, 0], known[:, 1] = False, True
+        columns = zip(values.T, known.T, strict=True)
+        wanted = [np.median(column[real]) if real.any() else 0.0 for column, real in columns]
+        found = _medians(np.where(known, values, np.inf), known.sum(0))
+        np.testing.assert_array_equal(found, wanted)
+
+
 def counters_of(flips: SampleFlips) -> torch.Tensor:
     due, flipped = flips.due.sum(0), flips.flipped.sum(0)
     return torch.from_numpy(np.stack([due, due, due, flipped, 0 * due], axis=1))
@@ -147,10 +160,10 @@ def test_counts_of_a_pass_are_by_sample_in_both_orders() -> None:
     flipped = torch.tensor([[1, 0, 1, 1], [0, 0, 1, 0]])
     for last, order in ((False, flipped), (True, flipped.t())):
         one = PassFlips([5, 9], torch.tensor([4, 3]), (1,), 3, sample_last=last, device=torch.device("cpu"))
-        one.count(1, order.reshape(-1).bool(), 2 * order.reshape(-1).to(torch.int16))
+        one.count([1], order.reshape(1, -1).bool(), 2 * order.reshape(1, -1).to(torch.int16))
         again = PassFlips([9], torch.tensor([2]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         padding = PassFlips([-1], torch.tensor([0]), (1,), 3, sample_last=last, device=torch.device("cpu"))
-        summed = total([one, again, padding], 3, None, torch.device("cpu"))
+        summed = total([one, again, padding], 3)
         assert summed.keys.tolist() == [5, 9]
         assert summed.due.tolist() == [[0, 4, 0], [0, 5, 0]]
         assert summed.flipped.tolist() == [[0, 3, 0], [0, 1, 0]]

@@ -216,7 +216,7 @@ def same_rows(used: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def judged(counters: torch.Tensor) -> ReplayReport:
-    return judge(counters, 0.3, total([], len(counters), None, counters.device), K, E)
+    return judge(counters, 0.3, total([], len(counters)), K, E)
 
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
@@ -229,4 +229,5 @@ def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
         opened.prove(layer, partial(same_rows, used), recompute=False)
+    opened.settle()
     return counters

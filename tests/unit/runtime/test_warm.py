@@ -56,7 +56,7 @@ def server() -> Iterator[WarmServer]:
 
 
 def pids_in(path: Path) -> list[int]:
-    """What a sleeping program wrote, once it has."""
+    """Numbers that a sleeping program wrote, once it has."""
     while not path.exists() or not path.read_text():
         time.sleep(0.01)
     return [int(word) for word in path.read_text().split()]

@@ -18,7 +18,12 @@ def classes() -> Iterator[type]:
     """SGLang's class of each architecture of the checkpoint."""
     folder = Path(runtime_context.__file__).parent / "models"
     for file, architecture in files_of(Path(runtime_context.get_model().model_path), folder):
-        entry = getattr(import_module(f"sglang.srt.models.{file.stem}"), "EntryClass", [])
+        module = import_module(f"sglang.srt.models.{file.stem}")
+        if file.stem == "qwen3_moe":
+            from moe_trm_sglang_cpu import qwen3_moe
+
+            module.Qwen3MoeModel.forward = qwen3_moe.wrap(module.Qwen3MoeModel.forward)
+        entry = getattr(module, "EntryClass", [])
         entries = entry if isinstance(entry, list) else [entry]
         yield from (found for found in entries if found.__name__ == architecture)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
+from fcntl import ioctl
+from termios import FIONREAD
 
 import pytest
 from aiohttp import web
@@ -11,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import EngineLost
+from moe_trm.rollout.intake.exchange import Exchange
 from moe_trm.rollout.intake.receiving import Reception, Room
 from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError
 from tests.unit.rollout.local_app import LocalApp
@@ -132,6 +136,41 @@ def test_a_server_that_says_nothing_is_slow() -> None:
 
     with pytest.raises(EngineSlow):
         received(Silent(1), Room(100), timeout_s=0.2)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_part_of_a_body_does_not_wake_the_process(chunked: bool) -> None:
+    async def run() -> bytes:
+        peers = asyncio.Queue[asyncio.StreamWriter]()
+        server = await asyncio.start_server(lambda _, writer: peers.put_nowait(writer), "127.0.0.1", 0)
+        exchange = Exchange(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate")
+        asked = asyncio.ensure_future(exchange.ask("POST", {}, b""))
+        peer = await peers.get()
+        peer.write(OK + (b"Transfer-Encoding: chunked\r\n\r\n3e8\r\n" if chunked else b"Content-Length: 1000\r\n\r\n"))
+        body = asyncio.ensure_future(exchange.body(await asked, lambda size: memoryview(bytearray(size))))
+        await _turns()
+        peer.write(b"x" * 999)
+        await _turns()
+        assert exchange._socket is not None
+        unread = array("i", [0])
+        ioctl(exchange._socket, FIONREAD, unread)
+        peer.write(b"x\r\n" if chunked else b"x")
+        await _turns()
+        if chunked:
+            peer.write(b"0\r\n\r\n")
+        async with asyncio.timeout(60):
+            whole = bytes(await body)
+        for end in (exchange, peer, server):
+            end.close()
+        assert unread[0] == 999
+        return whole
+
+    assert asyncio.run(run()) == b"x" * 1000
+
+
+async def _turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 OK = b"HTTP/1.1 200 OK\r\n"

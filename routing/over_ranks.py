@@ -1,0 +1,89 @@
+"""The counts of a proof over all ranks, in one exchange for a usual micro-batch and two for a large one.
+
+A rank tells all others its counters and, for each of its samples in each of its MoE layers, what was due, flipped and
+lost. Other ranks may have the same samples (other layers, other columns) and others. Everything is a whole number, so
+sums are exact.
+
+Shape letters: S samples, L decoder layers, G ranks, W words that a rank sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from routing.sample_flips import SampleFlips
+
+ROOM = 1 << 11
+"""Words of the first exchange: 150 samples in four layers. A rank with more sends the rest in a second one."""
+
+
+def over_ranks(
+    sums: Tensor, flips: SampleFlips, group: ProcessGroup | None, device: torch.device
+) -> tuple[Tensor, SampleFlips]:
+    """The sum over all ranks of `sums`, int64 of one shape on the CPU, and the counts of all their samples.
+
+    Args:
+        sums: of this rank.
+        flips: of this rank, of the same number of layers on all of them.
+        group: ranks to sum over (collective); None for this process alone.
+        device: where the collectives of `group` work.
+    """
+    if group is None or group.size() == 1:
+        return sums, flips
+    num_layers = flips.due.shape[1]
+    heard = _exchanged(_written(sums, flips), group, device)
+    parts = [_read(words, sums.numel(), num_layers) for words in heard]
+    total = np.sum([counters for counters, _ in parts], axis=0)
+    return torch.from_numpy(total).view(sums.shape), _joined([part for _, part in parts], num_layers)
+
+
+def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
+    """`[W]` int64: its own length, samples, layers, the counters, ids of both, and three tables."""
+    layers = np.flatnonzero(flips.due.any(0))
+    tables = np.stack([flips.due, flips.flipped, flips.lost])[..., layers]
+    words = np.concatenate(
+        [[0, len(flips.keys), len(layers)], sums.flatten().numpy(), layers, flips.keys, tables.ravel()]
+    )
+    words[0] = len(words)
+    return words
+
+
+def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarray, SampleFlips]:
+    _, samples, layers = words_W[:3].tolist()
+    sums, own, keys, tables = np.split(words_W[3:], np.cumsum([num_sums, layers, samples]))
+    whole = np.zeros((3, samples, num_layers), np.int64)
+    whole[..., own] = tables.reshape(3, samples, layers)
+    return sums, SampleFlips(keys, *whole)
+
+
+def _joined(parts: Sequence[SampleFlips], num_layers: int) -> SampleFlips:
+    """The counts of all parts, in each of which a sample stands once."""
+    keys = np.unique(np.concatenate([part.keys for part in parts]))
+    table = np.zeros((3, len(keys), num_layers), np.int64)
+    for part in parts:
+        table[:, np.searchsorted(keys, part.keys)] += np.stack([part.due, part.flipped, part.lost])
+    return SampleFlips(keys, *table)
+
+
+def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:
+    """The words of every rank. Each begins with their number."""
+    heard = _gathered(words_W[:ROOM], ROOM, group, device)
+    longest = int(heard[:, 0].max())
+    if longest > ROOM:
+        # Every rank has read the same numbers, so every rank comes here.
+        heard = np.concatenate([heard, _gathered(words_W[ROOM:], longest - ROOM, group, device)], axis=1)
+    return [words[: words[0]] for words in heard]
+
+
+def _gathered(words: np.ndarray, room: int, group: ProcessGroup, device: torch.device) -> np.ndarray:
+    """`[G, room]`, zeros behind the words of each rank."""
+    padded = torch.zeros(room, dtype=torch.int64)
+    padded[: len(words)] = torch.from_numpy(words)
+    heard = torch.empty(group.size(), room, dtype=torch.int64, device=device)
+    group.allgather([list(heard.unbind())], [padded.to(device)]).wait()
+    return heard.cpu().numpy()

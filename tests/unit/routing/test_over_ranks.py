@@ -1,0 +1,87 @@
+"""Counts of a proof over ranks: the sums of all, sample by sample, whoever has which samples, layers and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from routing.over_ranks import ROOM, over_ranks
+from routing.sample_flips import PassFlips, SampleFlips, total
+
+LAYERS, RANKS = 5, 3
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[list[ProcessGroup]]:
+    """The ranks of a real group, as threads of this process."""
+    gloo: Any = distributed
+    store = gloo.HashStore()
+    with ThreadPoolExecutor(RANKS) as pool:
+        yield list(pool.map(lambda rank: gloo.ProcessGroupGloo(store, rank, RANKS), range(RANKS)))
+
+
+def passes_of(rank: int, keys: Sequence[int], layers: Sequence[int], number: int = 2) -> list[PassFlips]:
+    """Forwards of the same samples in these layers, with counts of their own."""
+    made, random = [], torch.Generator().manual_seed(rank)
+    for _ in range(number):
+        due = torch.randint(1, 90, (len(keys),), generator=random)
+        one = PassFlips(keys, due, layers, LAYERS, sample_last=True, device=CPU)
+        one.counts_LKB[list(layers)] = torch.randint(
+            0, 90, (len(layers), 2, len(keys)), generator=random, dtype=torch.int32
+        )
+        made.append(one)
+    return made
+
+
+def everywhere(
+    ranks: Sequence[ProcessGroup], passes: Sequence[list[PassFlips]], sums: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, SampleFlips]]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        asked = [
+            pool.submit(over_ranks, own, total(found, LAYERS), group, CPU)
+            for group, found, own in zip(ranks, passes, sums, strict=True)
+        ]
+        return [one.result(timeout=60) for one in asked]
+
+
+@pytest.mark.parametrize("samples", [1, 6, 400])
+def test_every_rank_has_the_counts_of_all_samples(ranks: list[ProcessGroup], samples: int) -> None:
+    """Two ranks share samples and have other layers, one has others; 400 of them need a second exchange."""
+    named = [*range(samples)], [*range(samples)], [(1 << 62) + place for place in range(3)]
+    held = (0, 1), (3,), (4, 0)
+    passes = [passes_of(rank, named[rank], held[rank]) for rank in range(RANKS)]
+    sums = [torch.arange(LAYERS * 7).view(LAYERS, 7) * (rank + 1) for rank in range(RANKS)]
+    wanted = total([one for found in passes for one in found], LAYERS)
+    assert (samples == 400) == (3 * samples * 2 > ROOM)
+    for counters, flips in everywhere(ranks, passes, sums):
+        assert torch.equal(counters, torch.arange(LAYERS * 7).view(LAYERS, 7) * 6)
+        for name in ("keys", "due", "flipped", "lost"):
+            np.testing.assert_array_equal(getattr(flips, name), getattr(wanted, name), err_msg=name)
+            assert getattr(flips, name).dtype == np.int64
+
+
+def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> None:
+    """Nothing was replayed anywhere; or on one rank alone, whose micro-batch was padding but for a row."""
+    counters = torch.zeros(LAYERS, 7, dtype=torch.int64)
+    for found, flips in everywhere(ranks, [[], [], []], [counters] * RANKS):
+        assert not found.any()
+        assert flips.due.shape == (0, LAYERS)
+    alone = passes_of(0, [7], [2])
+    padding = PassFlips([-1], torch.tensor([0]), (2,), LAYERS, sample_last=True, device=CPU)
+    for _, flips in everywhere(ranks, [[*alone, padding], [padding], []], [counters] * RANKS):
+        assert flips.keys.tolist() == [7]
+        np.testing.assert_array_equal(flips.due, total(alone, LAYERS).due)
+
+
+def test_a_single_process_exchanges_nothing() -> None:
+    counters, flips = torch.ones(2, 2, dtype=torch.int64), total(passes_of(0, [3, 1], [0]), LAYERS)
+    assert over_ranks(counters, flips, None, CPU) == (counters, flips)
+    assert flips.keys.tolist() == [1, 3]
