@@ -33,6 +33,8 @@ SMALLEST = 0.02
 """Share of lost experts that is always explained by rounding."""
 FEW = 32
 """Tokens from which a share is taken as it is."""
+NEAR = 0.2
+"""Part of the way to chance below which no share is looked at."""
 NAMED = 16
 """Suspects that are examined and named."""
 
@@ -92,7 +94,8 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
     """Samples whose flips the batch does not explain, the worst first, at most `NAMED`."""
     chance = 1 - top_k / num_experts
     layers = np.flatnonzero(flips.due.any(0))
-    if not len(layers) or chance <= 0:
+    # Thresholds are at least a quarter of the way to chance: mostly nobody comes near one.
+    if not len(layers) or chance <= 0 or not (flips.lost > flips.due * (top_k * chance * NEAR)).any():
         return []
     by_layer = _shares(flips.due[:, layers], flips.lost[:, layers], top_k, chance)
     evidence = _evidence(by_layer, chance, way=1 / 3)

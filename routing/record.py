@@ -174,24 +174,25 @@ class RouteRecord:
     def bind(self, tokens: np.ndarray, origin: bytes) -> RouteRecord:
         """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
         ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
-        self.check_ids(ids)
+        check_ids(self, ids)
         return replace(self, token_digest=ids_digest(ids, origin))
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
-        self.check_ids(np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
+        check_ids(self, np.ascontiguousarray(tokens, dtype="<i4").tobytes(), origin)
 
-    def check_ids(self, ids: bytes, origin: bytes = b"") -> None:
-        """`check_tokens` of ids that are little-endian int32 already."""
-        expected = ids_digest(ids, origin)
-        if self.token_digest is None or self.token_digest != expected:
-            raise RouteError(
-                "digest",
-                "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
-                got=self.token_digest.hex() if self.token_digest else None,
-                expected=expected.hex(),
-                fix="The record is stale or was swapped with another sample's.",
-            )
+
+def check_ids(record: RouteRecord, ids: bytes, origin: bytes = b"") -> None:
+    """`RouteRecord.check_tokens` of ids that are little-endian int32 already."""
+    expected = ids_digest(ids, origin)
+    if record.token_digest is None or record.token_digest != expected:
+        raise RouteError(
+            "digest",
+            "routes belong to other tokens" + (", to another sample or to other weights" if origin else ""),
+            got=record.token_digest.hex() if record.token_digest else None,
+            expected=expected.hex(),
+            fix="The record is stale or was swapped with another sample's.",
+        )
 
 
 def _repeats(experts: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from routing.errors import RouteError
 from routing.packed_layout import AnyLayout
-from routing.record import RouteRecord, expert_dtype
+from routing.record import RouteRecord, check_ids, expert_dtype
 from routing.router_shift import RouterScores
 from routing.rows import Rows
 
@@ -283,7 +283,7 @@ def check_rows(
             )
         ids = tokens[:length].tobytes() + targets_N[stop - 1 : stop].tobytes()
         try:
-            record.check_ids(ids, (origins[row] or b"") if origins else b"")
+            check_ids(record, ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
             raise RouteError(
                 error.reason,

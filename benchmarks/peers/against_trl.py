@@ -1,4 +1,8 @@
-"""Our step beside TRL's: the same start, the same prompts, 128 answers and two updates, in turn on one machine."""
+"""Our step beside TRL's: the same start, the same prompts, 128 answers and two updates, in turn on one machine.
+
+A step of either lasts from the end of the one before to its own end. Nothing that a run does between two steps is left
+out.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from moe_trm.tasks.build import build_task
 
 CONFIG = Path("configs/quickstart.yaml")
 SKIPPED = 3
-"""Steps at the beginning that warm up."""
+"""Steps at the beginning that warm up; the next one counts from the end of the last of these."""
 OURS: Mapping[str, tuple[str, ...]] = {
     "with the probe": ("probe.every=2",),
     "without it": ("probe.every=0",),
@@ -45,7 +49,7 @@ def pairs(checkpoint: str, folder: Path, python: str, rounds: int, steps: int) -
         answer = _run([python, script, checkpoint, str(problems), str(steps)]).splitlines()[-1]
         found = json.loads(answer)
         versions = found["versions"]
-        seconds["trl"].append(statistics.median(found["seconds"][SKIPPED:]))
+        seconds["trl"].append(typical(found["seconds"][SKIPPED - 1 :]))
         for name, overrides in OURS.items():
             seconds[name].append(_ours(checkpoint, folder / f"{name}-{number}", steps, overrides))
     for name in OURS:
@@ -61,6 +65,17 @@ def pairs(checkpoint: str, folder: Path, python: str, rounds: int, steps: int) -
         }
 
 
+def typical(seconds: Sequence[float]) -> float:
+    """Median of the means of two neighbouring steps, of which one has a probe where there are any."""
+    return statistics.median(map(statistics.fmean, itertools.pairwise(seconds)))
+
+
+def between_ends(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds from the end of each step to that of the next. `rows`: of a run's metrics, in order."""
+    ends = [float(row["time/unix_s"]) for row in rows if "time/step_s" in row]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
+
+
 def _problems(checkpoint: str, steps: int) -> Iterator[str]:
     config = Config.model_validate({"model": {"checkpoint": checkpoint}})
     task = build_task(config.task, checkpoint, config.seed)
@@ -70,13 +85,12 @@ def _problems(checkpoint: str, steps: int) -> Iterator[str]:
 
 
 def _ours(checkpoint: str, folder: Path, steps: int, overrides: tuple[str, ...]) -> float:
-    """Median seconds of a step of a run of the quickstart's settings."""
+    """Typical seconds of a step of a run of the quickstart's settings."""
     settings = (f"model.checkpoint={checkpoint}", f"train.steps={steps}", "task.eval_size=0", "train.export=false")
     place = (f"run_dir={folder.parent}", f"name={folder.name}")
     _run([sys.executable, "-m", "moe_trm", "train", str(CONFIG), *settings, *place, *overrides])
     rows: list[dict[str, Any]] = [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
-    seconds = [float(row["time/step_s"]) for row in rows if "time/step_s" in row]
-    return statistics.median(seconds[SKIPPED:])
+    return typical(between_ends(rows)[SKIPPED - 1 :])
 
 
 def _run(command: list[str]) -> str:

@@ -44,9 +44,7 @@ class EngineTraits:
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
-        "sglang": EngineTraits(
-            takes_broadcasts=True, has_servers=True, awaits_weights=True, packages=("sglang",)
-        ),
+        "sglang": EngineTraits(takes_broadcasts=True, has_servers=True, awaits_weights=True, packages=("sglang",)),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }
 )

@@ -160,8 +160,10 @@ def variance(seen: Seen) -> Verdict | None:
 def sequence(seen: Seen) -> Verdict | None:
     """Products over rows explode though single tokens are in order."""
     chi2, drop = seen.get("total/chi2_seq", 0.0), seen.get("total/log_ppl_abs_diff", 0.0)
+    if chi2 <= SEQUENCE_CHI2:
+        return None
     products = [rule for rule in PRODUCTS if any(_is_kept_by(name, rule) for name in seen)]
-    if chi2 <= SEQUENCE_CHI2 or not (products or drop > COHERENT):
+    if not (products or drop > COHERENT):
         return None
     part = dominant(seen, "chi2_seq")
     evidence = pick(seen, "total/chi2_seq", "total/log_ppl_abs_diff", f"{part}/chi2_seq")

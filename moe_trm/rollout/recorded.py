@@ -110,6 +110,9 @@ class BundleEngine:
         self._version = push.version
         self._pushed.set()
 
+    def expect(self, version: int) -> None:
+        """A recording has the samples of every version."""
+
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         """A recording receives nothing: nobody would answer the senders."""
         raise BundleError("a recorded run cannot receive a broadcast", got="sync.method=distributed", expected="disk")

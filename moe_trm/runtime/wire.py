@@ -27,7 +27,7 @@ T = TypeVar("T")
 SMALL_BYTES = 1 << 12
 """Arrays below go into one frame."""
 _ALIGNMENT = 8
-_DTYPES = frozenset({"|b1", "|u1", "<u2", "<i2", "<i4", "<i8", "<f4", "<f8"})
+_DTYPES = {name: np.dtype(name) for name in ("|b1", "|u1", "<u2", "<i2", "<i4", "<i8", "<f4", "<f8")}
 
 
 def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = None) -> list[bytes | memoryview]:
@@ -63,24 +63,26 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
     `places` copies the arrays that came as places; without it they are refused. Raises `ControllerError`.
     """
 
+    small = memoryview(frames[1]) if len(frames) > 1 else None
+
     def hook(expected: type, value: Any) -> object:
         if expected is not np.ndarray:
             raise TypeError(f"cannot receive a {expected.__name__}")
-        index, dtype, shape, *further = value
-        if dtype not in _DTYPES:
-            raise ValueError(f"array of {dtype}")
+        index, name, shape, *further = value
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise ValueError(f"array of {name}")
+        if index == 1 and small is not None and len(further) == 1:
+            # Nearly all arrays of a step are here: no step more than needed.
+            (first,), count = further, prod(shape)
+            if type(first) is not int or not 0 <= first <= first + count * dtype.itemsize <= len(small):
+                raise ValueError(f"array of {name} and shape {shape} at {first} of {len(small)} bytes")
+            return np.frombuffer(small, dtype, count, first).reshape(shape)
         if places is not None and index == 0 and len(further) == 1:
             return np.frombuffer(places.read(msgspec.convert(further[0], Place)), dtype=dtype).reshape(shape)
-        if index == 0 or len(further) != (index == 1) or not 1 <= index < len(frames):
-            raise ValueError(f"array of {dtype} in frame {index}")
-        frame = memoryview(frames[index])
-        if index == 1:
-            first = msgspec.convert(further[0], int)
-            end = first + prod(shape) * np.dtype(dtype).itemsize
-            if not 0 <= first <= end <= len(frame):
-                raise ValueError(f"array of {dtype} and shape {shape} at {first} of {len(frame)} bytes")
-            frame = frame[first:end]
-        return np.frombuffer(frame, dtype=dtype).reshape(shape)
+        if further or not 2 <= index < len(frames):
+            raise ValueError(f"array of {name} in frame {index}")
+        return np.frombuffer(frames[index], dtype=dtype).reshape(shape)
 
     if not frames:
         raise ControllerError("empty message", expected="a msgpack body")

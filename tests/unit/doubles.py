@@ -113,6 +113,9 @@ class StandInEngine(RolloutEngine):
     async def load_weights(self, push: WeightPush) -> None:
         raise _unexpected("load_weights")
 
+    def expect(self, version: int) -> None:
+        raise _unexpected("expect")
+
     async def receive_weights(self, version: int, shares: Sequence[Share]) -> None:
         raise _unexpected("receive_weights")
 

@@ -131,9 +131,7 @@ async def load_folder(
             with keeping or nullcontext():
                 answer = await api.post("/update_weights_from_disk", body)
                 if not answer.get("success"):
-                    raise SyncError(
-                        "the engine did not load the push", where=push.directory, got=answer.get("message")
-                    )
+                    raise SyncError("the engine did not load the push", where=push.directory, got=answer.get("message"))
                 await check_version(api, push.version)
                 if expected is not None:
                     await check_weights(api, await expected)

@@ -32,7 +32,6 @@ from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
 
-
 KEPT_PUSH_BYTES = 1 << 30
 """Largest push for which the servers keep samples while they load it: the load counts to `rollout.timeout_s`."""
 

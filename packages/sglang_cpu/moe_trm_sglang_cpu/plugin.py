@@ -47,6 +47,7 @@ def activate() -> None:
         _share_prompts()
         _share_imports()
         _shorten_way()
+        _keep_out_short_prefixes()
 
 
 def _read_once() -> None:
@@ -192,6 +193,13 @@ def _shorten_way() -> None:
 
     front.register()
     paused.register()
+
+
+def _keep_out_short_prefixes() -> None:
+    """No work of the prefix cache for a few tokens."""
+    from moe_trm_sglang_cpu import short_prefixes
+
+    short_prefixes.register()
 
 
 def _register_allocator() -> None:

@@ -35,7 +35,9 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         common = (probs_BV, top_ks_B, top_ps_B, min_ps_B, need_min_p, seeds_B, positions_B)
         options = {"return_filtered_probs": return_filtered_probs, "max_top_k": max_top_k}
-        plain = seeds_B is None and return_filtered_probs and not need_min_p and probs_BV.dtype == torch.float32
+        # Where no mask is recorded, SGLang sorts the largest `max_top_k` alone: of a large vocabulary that is faster.
+        whole = return_filtered_probs or max_top_k is None or max_top_k >= probs_BV.shape[1]
+        plain = seeds_B is None and whole and not need_min_p and probs_BV.dtype == torch.float32
         if not plain or probs_BV.device.type != "cpu" or sys.byteorder != "little":
             return native(*common, **options)
         weights_BV, ids_BV = in_order(probs_BV)
@@ -46,7 +48,10 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
         places_B1 = drawn(weights_BV)
         if places_B1 is None:
             return native(*common, **options)
-        return ids_BV.gather(1, places_B1).view(-1), weights_BV, ids_BV, weights_BV.gather(1, places_B1).view(-1)
+        tokens_B = ids_BV.gather(1, places_B1).view(-1)
+        if not return_filtered_probs:
+            return tokens_B
+        return tokens_B, weights_BV, ids_BV, weights_BV.gather(1, places_B1).view(-1)
 
     return sample
 

@@ -11,6 +11,8 @@ from typing import Any
 
 HELD = "moe_trm_held"
 """Attribute of a request that has waited for another one. None waits twice."""
+AWAITED = "moe_trm_awaited"
+"""Attribute of a request for whose prompt others have waited."""
 WORTH_A_PASS = 128
 """Tokens that are not computed again, from which on another pass is worth its time."""
 
@@ -42,6 +44,7 @@ def to_hold(queue: Sequence[Any], cache: Any) -> list[Any]:
         if _may_share(req):
             prompt = bytes(memoryview(req.origin_input_ids))
             groups[prompt, req.extra_key, req.cache_salt, req.lora_id].append(req)
+    firsts: list[Any] = []
     later: list[Any] = []
     saved = 0
     for first, *others in groups.values():
@@ -51,8 +54,14 @@ def to_hold(queue: Sequence[Any], cache: Any) -> list[Any]:
             length = len(first.origin_input_ids)
             missing = min(req._compute_max_prefix_len(length) for req in others) - first.prefix_len
             saved += max(missing, 0) * len(others)
-            later += others if missing > 0 else ()
-    return later if saved >= WORTH_A_PASS else []
+            if missing > 0:
+                firsts.append(first)
+                later += others
+    if saved < WORTH_A_PASS:
+        return []
+    for first in firsts:
+        setattr(first, AWAITED, True)
+    return later
 
 
 def _may_share(req: Any) -> bool:

@@ -24,12 +24,14 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def loading(fleet: Any, fakes: list[FakeServer], newest: dict[str, int]) -> AsyncIterator[asyncio.Queue[Exception]]:
+async def loading(
+    fleet: Any, fakes: list[FakeServer], newest: dict[str, int]
+) -> AsyncIterator[asyncio.Queue[Exception | None]]:
     """Loads that pause the server and wait for an outcome; a fake answers nothing while it is paused.
 
     Raises what is put into the queue, once for each load; None ends it well.
     """
-    load, outcomes = fleet._load, asyncio.Queue[Any]()
+    load, outcomes = fleet._load, asyncio.Queue[Exception | None]()
 
     async def paused(server: RemoteServer) -> None:
         fake = next(fake for fake in fakes if fake.url == server.http.url)

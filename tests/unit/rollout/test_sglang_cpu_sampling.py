@@ -32,11 +32,13 @@ def some_probs(seed: int = 0) -> Tensor:
     return logits.softmax(-1)
 
 
-def asked(probs: Tensor, min_p: bool = False, seeds: Tensor | None = None, filtered: bool = True) -> object:
+def asked(
+    probs: Tensor, min_p: bool = False, seeds: Tensor | None = None, filtered: bool = True, most: int | None = None
+) -> object:
     top_ks, top_ps = torch.arange(ROWS) % VOCAB + 1, torch.linspace(0.05, 1.0, ROWS)
     sample = wrap(lambda *_, **__: "SGLang's own")
     rest = (torch.zeros(ROWS), min_p, seeds, torch.arange(ROWS))
-    return sample(probs, top_ks, top_ps, *rest, return_filtered_probs=filtered)
+    return sample(probs, top_ks, top_ps, *rest, return_filtered_probs=filtered, max_top_k=most)
 
 
 def test_the_order_is_that_of_a_stable_sort() -> None:
@@ -59,11 +61,24 @@ def test_support_and_order_are_sglangs_bit_for_bit() -> None:
     assert torch.equal(weights.gather(1, place[:, None]).view(-1), chosen)
 
 
+@pytest.mark.parametrize("most", [None, VOCAB])
+def test_tokens_are_the_same_whether_their_support_is_recorded_or_not(most: int | None) -> None:
+    """What masks cost is found by switching them off, and the sampling itself must not change with them."""
+    found = []
+    for filtered in (True, False):
+        torch.manual_seed(7)
+        found.append(asked(some_probs(2), filtered=filtered, most=most))
+    recorded, alone = found
+    assert isinstance(recorded, tuple)
+    assert isinstance(alone, Tensor)
+    assert torch.equal(recorded[0], alone)
+
+
 def test_unusual_batches_are_left_to_sglang() -> None:
     probs = some_probs()
     assert asked(probs, min_p=True) == "SGLang's own"
     assert asked(probs, seeds=torch.arange(ROWS)) == "SGLang's own"
-    assert asked(probs, filtered=False) == "SGLang's own"
+    assert asked(probs, filtered=False, most=VOCAB - 1) == "SGLang's own"
     assert asked(probs.double()) == "SGLang's own"
     probs[7] = float("nan")
     assert asked(probs) == "SGLang's own"

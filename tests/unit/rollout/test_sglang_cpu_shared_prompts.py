@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-from moe_trm_sglang_cpu.shared_prompts import HELD, WORTH_A_PASS, to_hold, wrap
+from moe_trm_sglang_cpu.shared_prompts import AWAITED, HELD, WORTH_A_PASS, to_hold, wrap
 
 LONG = WORTH_A_PASS
 
@@ -42,6 +42,7 @@ def cache(disable: bool = False, mamba: bool = False) -> Any:
 def test_one_request_of_each_prompt_goes_first() -> None:
     queue = [request(1), request(2), request(1), request(1), request(2), request(3)]
     assert [queue.index(req) for req in to_hold(queue, cache())] == [2, 3, 4]
+    assert [queue.index(req) for req in queue if hasattr(req, AWAITED)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,9 @@ def test_a_request_that_could_not_take_the_prompt_does_not_wait(other: dict[str,
 def test_nobody_waits_for_what_is_cached_not_cacheable_or_short() -> None:
     assert to_hold([request(1, cached=LONG - 1), request(1, cached=LONG - 1)], cache()) == []
     assert to_hold([request(1), request(1, most_cached=0)], cache()) == []
-    assert to_hold([request(1, 20), request(1, 20)], cache()) == []
+    few = [request(1, 20), request(1, 20)]
+    assert to_hold(few, cache()) == []
+    assert not any(hasattr(req, AWAITED) for req in few)
     assert len(to_hold([request(1, 20) for _ in range(30)], cache())) == 29
     assert to_hold([request(1, 2 * LONG)] * 2, cache(disable=True)) == []
     assert to_hold([request(1, 2 * LONG)] * 2, cache(mamba=True)) == []
