@@ -76,8 +76,8 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, slots: list[Tensor]) -> T
     """Attention of each request by itself."""
     found = []
     for one, places in zip(query, slots, strict=True):
-        parts = [cache[places].transpose(0, 1).unsqueeze(0) for cache in (keys, values)]
-        found.append(scaled_dot_product_attention(one.view(1, G, H // G, D), *parts, scale=SCALING).flatten())
+        key, value = (cache[places].transpose(0, 1).unsqueeze(0) for cache in (keys, values))
+        found.append(scaled_dot_product_attention(one.view(1, G, H // G, D), key, value, scale=SCALING).flatten())
     return torch.stack(found)
 
 

@@ -133,9 +133,15 @@ def model_of(layers: int = LAYERS) -> Any:
 
 
 def test_a_model_that_is_not_plain_has_no_matrices_and_is_asked_once() -> None:
-    model, asked = model_of(), []
+    model = model_of()
+    asked: list[Any] = []
+
+    def is_plain(found: Any) -> bool:
+        asked.append(found)
+        return False
+
     for _ in range(2):
-        assert kept_matrices(model, lambda found: bool(asked.append(found))) is None
+        assert kept_matrices(model, is_plain) is None
     assert asked == [model]
 
 

@@ -16,7 +16,9 @@ class Batch(SimpleNamespace):
     """SGLang's `ScheduleBatch`, of requests that are True once they have ended."""
 
     def __init__(self, *ended: bool) -> None:
-        super().__init__(reqs=[SimpleNamespace(finished=lambda end=end: end) for end in ended], batch_is_full=True)
+        super().__init__()
+        self.reqs: list[Any] = [SimpleNamespace(finished=lambda end=end: end) for end in ended]
+        self.batch_is_full = True
 
     def filter_batch(self) -> None:
         self.reqs = [req for req in self.reqs if not req.finished()]
