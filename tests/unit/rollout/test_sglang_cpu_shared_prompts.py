@@ -21,9 +21,6 @@ class Request(SimpleNamespace):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def __hash__(self) -> int:
-        return id(self)
-
     def init_next_round_input(self, cache: Any) -> None:
         self.prefix_len = self.cached
 
