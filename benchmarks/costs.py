@@ -16,6 +16,10 @@ still grow by a third where ten processes share two cores: measure on an idle ma
 Probes are off in all runs: what they cost is `probe.tokens`' choice.
 Without masks the server draws tokens in the same way, from the same sorted weights, because the quickstart's vocabulary
 is below the 4,096 ids that a mask may have; the learner scores over the vocabulary.
+
+Without routes the router chooses as it does under replay: replay asks it for its choice, too, to count flips, and skips
+nothing. The replayer stays attached with nothing to prove: its hooks and one exchange of empty counts for each update
+are in all runs. So are the metrics of mismatch, which `correction.rules=[]` leaves as they are.
 """
 
 from __future__ import annotations

@@ -45,6 +45,9 @@ class OwnPolicy:
     async def start(self) -> None:
         """Nothing to wait for: `load_weights` brings the model."""
 
+    def expect(self, version: int) -> None:
+        """Nothing to do: answers are computed when they are asked for."""
+
     async def generate(self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int) -> RolloutRecord:
         """Sample one continuation."""
         conversation = Conversation(prompt)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from math_verify import parse, verify
 
@@ -38,11 +40,24 @@ def math_verify(sample: RewardInput) -> float:
 
 def equal(answer: str, text: str) -> bool:
     """True when `text` means the same as `answer`. Raises `ValueError` as `math_verify` does."""
+    with _without_warnings():
+        gold = parse(_plain(answer, anchored=True), parsing_timeout=STEP_S)
+        if not gold:
+            raise ValueError(
+                f"the expected answer {answer!r} is not mathematical: correct it, or set task.reward=exact"
+            )
+        return bool(verify(gold, parse(_plain(text, anchored=False), parsing_timeout=STEP_S), timeout_seconds=STEP_S))
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """No warnings in the log: math-verify has one for every answer that it cannot read."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    gold = parse(_plain(answer, anchored=True), parsing_timeout=STEP_S)
-    if not gold:
-        raise ValueError(f"the expected answer {answer!r} is not mathematical: correct it, or set task.reward=exact")
-    return bool(verify(gold, parse(_plain(text, anchored=False), parsing_timeout=STEP_S), timeout_seconds=STEP_S))
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _plain(text: str, *, anchored: bool) -> str:

@@ -23,9 +23,9 @@ class Together:
     rows: Tensor | None
     """`[B]` places in the batch; None: all of it, in its order."""
     slots: Tensor
-    """`[B, S]` places in the cache; behind the end of a request any place that exists."""
-    seen: Tensor
-    """`[B, S]`, False behind the end of a request."""
+    """`[B * S]` places in the cache; behind the end of a request any place that exists."""
+    unseen: Tensor
+    """`[B, 1, 1, S]`: minus infinity behind the end of a request, else 0."""
 
 
 def in_lots(lengths_B: Tensor) -> Iterator[Tensor]:
@@ -58,10 +58,12 @@ def plan(slots_of_rows: Tensor, pool_rows_B: Tensor, lengths_B: Tensor) -> list[
 
 
 def _together(rows: Tensor | None, slots_BS: Tensor, lengths_B: Tensor) -> Together:
-    seen = torch.arange(slots_BS.shape[1]) < lengths_B[:, None]
+    behind = torch.arange(slots_BS.shape[1]) >= lengths_B[:, None]
     slots = slots_BS.to(torch.int64)
     # The first request has a first token.
-    return Together(rows, slots.masked_fill_(~seen, int(slots[0, 0])), seen)
+    slots = slots.masked_fill_(behind, int(slots[0, 0])).flatten()
+    unseen = torch.zeros(behind.shape).masked_fill_(behind, float("-inf"))
+    return Together(rows, slots, unseen[:, None, None])
 
 
 def decode(query_BHD: Tensor, keys: Tensor, values: Tensor, lots: list[Together], scaling: float) -> Tensor:
@@ -90,12 +92,13 @@ def _attend(query_BHD: Tensor, keys: Tensor, values: Tensor, lot: Together, scal
     (num_requests, num_heads, dim), groups = query_BHD.shape, keys.shape[1]
     # The heads that share a key are its queries.
     query = query_BHD.reshape(num_requests, groups, num_heads // groups, dim)
-    key_BGSD, value_BGSD = (gather(cache, lot.slots).to(query.dtype) for cache in (keys, values))
-    out = scaled_dot_product_attention(query, key_BGSD, value_BGSD, attn_mask=lot.seen[:, None, None], scale=scaling)
+    longest = lot.unseen.shape[-1]
+    key_BGSD, value_BGSD = (gather(cache, lot.slots, longest).to(query.dtype) for cache in (keys, values))
+    out = scaled_dot_product_attention(query, key_BGSD, value_BGSD, attn_mask=lot.unseen, scale=scaling)
     return out.reshape(num_requests, num_heads, values.shape[-1])
 
 
-def gather(cache: Tensor, slots_BS: Tensor) -> Tensor:
-    """The entries of a cache `[slots, G, D]` at these places, `[B, G, S, D]`. Selecting whole rows is fastest."""
-    found = cache.flatten(1).index_select(0, slots_BS.flatten())
-    return found.view(*slots_BS.shape, *cache.shape[1:]).transpose(1, 2)
+def gather(cache: Tensor, slots: Tensor, longest: int) -> Tensor:
+    """The entries of a cache `[slots, G, D]` at the places `[B * S]`, `[B, G, S, D]`. Whole rows are fastest."""
+    found = cache.flatten(1).index_select(0, slots)
+    return found.view(-1, longest, *cache.shape[1:]).transpose(1, 2)

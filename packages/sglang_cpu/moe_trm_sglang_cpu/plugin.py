@@ -162,13 +162,15 @@ def _pack_routes() -> None:
 
 
 def _forget_matrices() -> None:
-    """Copies of weights are dropped before what may change weights."""
+    """Copies of weights are dropped, and requests that have ended, before what may change weights."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from moe_trm_sglang_cpu.layer_matrices import forget_after
+    from moe_trm_sglang_cpu.settled import settle_before
 
     target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
     HookRegistry.register(target, forget_after, HookType.BEFORE)
+    HookRegistry.register(target, settle_before, HookType.BEFORE)
 
 
 def _share_prompts() -> None:

@@ -75,7 +75,9 @@ def prefill(query_NHD: Tensor, keys: Tensor, values: Tensor, lots: list[Prefill]
         # The heads that share a key are its queries, one after the other.
         query = query.permute(0, 2, 3, 1, 4).reshape(num_requests, groups, -1, dim)
         mask = lot.seen[:, None].expand(-1, num_heads // groups, -1, -1).reshape(num_requests, 1, -1, lot.seen.shape[2])
-        key_BGSD, value_BGSD = (gather(cache, lot.slots).to(query.dtype) for cache in (keys, values))
+        key_BGSD, value_BGSD = (
+            gather(cache, lot.slots.flatten(), lot.slots.shape[1]).to(query.dtype) for cache in (keys, values)
+        )
         out = scaled_dot_product_attention(query, key_BGSD, value_BGSD, attn_mask=mask, scale=scaling)
         out = out.view(num_requests, num_heads, most, -1).transpose(1, 2)
         out_NHD[lot.tokens[lot.real]] = out[lot.real]

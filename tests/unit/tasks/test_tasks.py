@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -303,6 +304,15 @@ def test_math_reward_of_an_unfinished_answer_and_of_an_impossible_question() -> 
     assert math_verify(replace(sample("#### 18", "18"), finish_reason="length")) == 0.0
     with pytest.raises(ValueError, match="not mathematical"):
         math_verify(sample("3", "hello world"))
+
+
+def test_a_math_reward_leaves_the_log_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    math_verify(sample("#### (((", "18"))
+    with pytest.raises(ValueError, match="not mathematical"):
+        math_verify(sample("3", "hello world"))
+    assert not caplog.records
+    logging.getLogger(__name__).warning("heard")
+    assert caplog.messages == ["heard"]
 
 
 def sample(text: str, answer: str) -> RewardInput:
