@@ -225,7 +225,10 @@ def test_a_server_that_hangs_in_the_middle_of_a_batch_costs_no_sample(
         async with controlled(settings, rollout_server.api_key) as controller:
             await controller.load_weights(make_push(tmp_path, tiny_moe, 0))
             planning = asyncio.ensure_future(controller.plan(1, data_size=1))
-            await asyncio.sleep(1)
+            second = next(server for server in fleet_of(controller).servers if server.http.url == second_server.url)
+            while not second.in_flight:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # the requests are on their way to it
             assert not planning.done()
             os.killpg(second_server.process.pid, signal.SIGSTOP)
             try:
