@@ -13,7 +13,7 @@ import numpy as np
 from moe_trm.errors import RecordRejected
 
 SUM_TOLERANCE = 1e-3
-"""How far the probabilities of a row may be from one in all."""
+"""Largest distance from one of the sum of a row's probabilities."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from moe_trm_sglang_cpu.layer_matrices import FOR_TOKENS
 
 
 def settle_before(scheduler: Any, requests: Sequence[Any]) -> None:
-    """What the next pass would begin with, where one of these requests is not for tokens."""
+    """The beginning of the next pass, ahead of it where one of these requests is not for tokens."""
     if scheduler.enable_overlap or all(type(request).__name__ in FOR_TOKENS for request in requests):
         return
     for batch in (scheduler.last_batch, scheduler.running_batch):

@@ -80,7 +80,7 @@ class Statement:
 
     @property
     def agreement(self) -> Literal["rounded", "cut", "no"]:
-        """How our number gives the printed digits: rounded to them, cut off after them, or not at all."""
+        """The way in which our number gives the printed digits: rounded to them, cut off after them, or not at all."""
         found = Decimal(self.counted)
         if found.quantize(self.digits, ROUND_HALF_EVEN) == self.digits:
             return "rounded"

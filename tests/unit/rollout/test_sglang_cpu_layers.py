@@ -33,7 +33,7 @@ def norm(width: int, dtype: torch.dtype, seed: int) -> SimpleNamespace:
 
 
 def sglang_layer(number: int, dtype: torch.dtype) -> Any:
-    """What `matrices_of` reads of SGLang's layer."""
+    """The part of SGLang's layer that `matrices_of` reads."""
 
     def matrix(*shape: int, seed: int) -> SimpleNamespace:
         return SimpleNamespace(weight=weight(*shape, dtype=dtype, seed=100 * number + seed))

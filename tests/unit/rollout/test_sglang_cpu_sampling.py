@@ -63,7 +63,7 @@ def test_support_and_order_are_sglangs_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("most", [None, VOCAB])
 def test_tokens_are_the_same_whether_their_support_is_recorded_or_not(most: int | None) -> None:
-    """What masks cost is found by switching them off, and the sampling itself must not change with them."""
+    """Costs of masks are found by switching them off, and the sampling itself must not change with them."""
     found = []
     for filtered in (True, False):
         torch.manual_seed(7)

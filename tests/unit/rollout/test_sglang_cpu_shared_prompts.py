@@ -16,7 +16,7 @@ LONG = WORTH_A_PASS
 
 
 class Request(SimpleNamespace):
-    """What is read of SGLang's `Req`. `cached`: tokens of its prompt that the cache has."""
+    """The part of SGLang's `Req` that is read. `cached`: tokens of its prompt that the cache has."""
 
     def __eq__(self, other: object) -> bool:
         return self is other
