@@ -2,101 +2,117 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from benchmarks.costs import (
-    EVERYTHING,
-    ROUND,
-    ROUNDS_OF_SERVERS,
-    WHOLE,
-    WITHOUT,
-    Make,
-    Run,
-    details,
-    measured,
-    rows,
-    shares,
-)
+import benchmarks.costs
+from benchmarks.costs import EVERYTHING, OFTEN, SKIPPED_ROUNDS, WHOLE, WITHOUT, details, main, measured, rows, shares
+from benchmarks.in_turn import Turn
+from benchmarks.own_arms import SKIPPED, Place
+from moe_trm.config import load
+from moe_trm.models.hf_config import read_hf_config
 
 SHARES = {EVERYTHING: 0.05, "sampling masks": 0.02, "correction": 0.0, "proof of pushes": 0.01}
 """That of routes is not there: 0.04."""
 PARTS = [name for name in WITHOUT if name != WHOLE]
 
 
-def found_of(noise: float, rounds: int, made: list[str] | None = None) -> list[list[tuple[str, Run]]]:
-    """Runs whose seconds are known but for `noise`: later rounds are slower, longer answers cheaper for each token."""
-    chance, counted, started = random.Random(0), itertools.count(), itertools.count(1)
+def found_of(noise: float, rounds: int) -> list[list[tuple[str, Turn]]]:
+    """Turns whose seconds are known but for `noise`: later rounds are slower, longer answers cheaper for each token."""
+    chance = random.Random(0)
 
-    def run(name: str, number: int) -> Run:
-        if made is not None:
-            assert number == len(made), "two runs would share a folder"
-            made.append(name)
-        turn = (next(counted) - 2 * servers[-1]) // len(ROUND)
-        slow = 1.0 + 0.3 * turn
+    def turn(name: str, number: int) -> Turn:
         length, longest = 18 + 4 * chance.random(), 40 + 8 * chance.random()
-        whole = slow * length**-0.6 * longest**0.2 * (1 + noise * chance.gauss(0, 1))
-        return Run(
-            whole,
-            whole * (1 - (0.0 if name == WHOLE else SHARES.get(name, 0.04))),
-            length,
-            longest,
-        )
+        whole = (1.0 + 0.3 * number) * length**0.6 * longest**0.2 * (1 + noise * chance.gauss(0, 1))
+        row = {"response/length_mean": length, "response/length_max": longest}
+        return Turn(whole, whole * (1 - (0.0 if name == WHOLE else SHARES.get(name, 0.04))), row)
 
-    @contextmanager
-    def serve() -> Iterator[Make]:
-        servers.append(next(started))
-        yield run
-
-    servers: list[int] = []
-    found = measured(serve, rounds)
-    assert len(servers) == -(-rounds // ROUNDS_OF_SERVERS)
-    return found
-
-
-def test_runs_of_a_round_are_in_the_opposite_order_every_other_time() -> None:
-    made: list[str] = []
-    found = found_of(0.0, 3, made)
-    both = {WHOLE, EVERYTHING}
-    assert set(made[:2]) == set(made[2 + 2 * len(ROUND) :][:2]) == both, "new servers warm up"
-    assert [name for name, _ in found[0]] == list(ROUND)
-    assert [name for name, _ in found[1]] == list(ROUND[::-1])
-    counted = made[2 : 2 + 2 * len(ROUND)] + made[4 + 2 * len(ROUND) :]
-    assert counted == [name for one in found for name, _ in one]
-    assert set(ROUND) == set(WITHOUT)
-    assert len(details(found)) == 3 * len(ROUND)
+    names = [name for name in WITHOUT for _ in range(OFTEN.get(name, 1))]
+    return [[(name, turn(name, number)) for name in names] for number in range(rounds)]
 
 
 def test_shares_are_found_exactly_where_nothing_else_moves() -> None:
     found = found_of(0.0, 3)
-    cpu = shares(found, lambda run: run.cpu_seconds)
+    cpu = shares(found, lambda turn: turn.cpu_seconds)
     assert {name: cpu[name].value for name in PARTS} == pytest.approx(
         {name: SHARES.get(name, 0.04) for name in PARTS}, abs=1e-9
     )
-    assert shares(found, lambda run: run.seconds)[EVERYTHING].value == pytest.approx(0.0, abs=1e-9)
+    assert shares(found, lambda turn: turn.seconds)[EVERYTHING].value == pytest.approx(0.0, abs=1e-9)
 
 
 def test_intervals_hold_the_share_and_grow_with_the_noise() -> None:
     widths = []
     for noise in (0.01, 0.03):
-        found = shares(found_of(noise, 4), lambda run: run.cpu_seconds)
+        found = shares(found_of(noise, 10), lambda turn: turn.cpu_seconds)
         intervals = {name: found[name].interval for name in PARTS}
         for name, interval in intervals.items():
             assert interval[0] < found[name].value < interval[1]
             assert interval[0] - 0.01 < SHARES.get(name, 0.04) < interval[1] + 0.01
         of_all, of_one = intervals[EVERYTHING], intervals["correction"]
-        assert of_all[1] - of_all[0] < of_one[1] - of_one[0], "the sum has more runs"
+        assert of_all[1] - of_all[0] < of_one[1] - of_one[0], "the sum has more turns"
         widths.append(of_all[1] - of_all[0])
     assert 2 * widths[0] < widths[1]
 
 
 def test_a_row_for_every_part_after_that_of_the_whole() -> None:
-    found = list(rows(found_of(0.01, 2)))
+    made = found_of(0.01, 3)
+    found = list(rows(made))
     assert [row["without"] for row in found] == ["-", *PARTS]
-    assert [row["runs"] for row in found] == [6, *(2 * ROUND.count(name) for name in PARTS)]
+    assert [row["steps"] for row in found] == [6, *(3 * OFTEN.get(name, 1) for name in PARTS)]
     assert "of the CPU" not in found[0]
     assert {"of the step", "step from", "step to", "of the CPU", "CPU from", "CPU to"} < found[1].keys()
+    assert len(details(made)) == sum(map(len, made))
+
+
+def test_every_job_has_its_settings_and_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: dict[str, tuple[Sequence[str], bool]] = {}
+
+    class Job:
+        def __init__(self, steps: int) -> None:
+            self.left = steps
+
+        def turn(self) -> Turn:
+            self.left -= 1
+            return Turn(1.0, 1.0, {})
+
+    @contextmanager
+    def place(folder: Path) -> Iterator[Place]:
+        yield Place(folder, "ranks", "engine")
+
+    @contextmanager
+    def arm(_: Place, name: str, overrides: Sequence[str], *, records: bool) -> Iterator[Job]:
+        jobs[name] = overrides, records
+        job = Job(load("configs/quickstart.yaml", overrides).train.steps - SKIPPED)
+        yield job
+        assert job.left >= 1, "the last step of a run is another one"
+
+    monkeypatch.setattr(benchmarks.costs, "place_in", place)
+    monkeypatch.setattr(benchmarks.costs, "own_arm", arm)
+    found = list(measured(tmp_path, "model", 2))
+    assert len(found) == 2
+    assert list(jobs) == list(WITHOUT)
+    for name, (overrides, records) in jobs.items():
+        assert {*WITHOUT[name], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
+        assert records == (name not in ("routes, their replay and its proof", EVERYTHING))
+    assert SKIPPED_ROUNDS
+
+
+def test_a_random_model_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(_: Path, checkpoint: str, rounds: int) -> list[list[tuple[str, Turn]]]:
+        config = read_hf_config(Path(checkpoint))
+        names = ("hidden_size", "num_hidden_layers", "num_local_experts", "num_experts_per_tok")
+        assert [config[name] for name in names] == [64, 2, 8, 2]
+        assert config["num_attention_heads"] * config["head_dim"] == 64
+        return found_of(0.01, rounds)
+
+    monkeypatch.setattr(benchmarks.costs, "measured", look)
+    shape = ["--hidden", "64", "--layers", "2", "--experts", "8", "--top-k", "2"]
+    assert main([*shape, "--rounds", "3", "--json", str(tmp_path / "rows.json")]) == 0
+    assert (tmp_path / "rows.json").is_file()
+    for both in ([], ["--checkpoint", "there", *shape]):
+        with pytest.raises(SystemExit):
+            main(both)

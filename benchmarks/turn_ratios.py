@@ -1,0 +1,94 @@
+"""Ratios of what several arms take, from measurements in rounds: robust least squares on logarithms.
+
+`log value = arm + round + b . (chance - its mean) + noise`, where `chance` is what each measurement drew, such as the
+length of answers. Every round has a level of its own, so drift of the host from round to round takes no part.
+
+Huber's estimator: measurements further than `1.345 s` from the fit count with a weight of `1.345 s / distance`, where
+`s` is the median distance over 0.6745. It needs 5% more measurements than least squares where the noise is normal, and
+a few that a neighbour on the host has doubled hardly move it. Intervals are Student's 95% with Huber's covariance of
+such estimators. Source: Huber 1964 and 1981, section 7.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe_trm.report.intervals import Interval, t_quantile
+
+REACH = 1.345
+"""Distances in units of the scale up to which a measurement has its full weight."""
+NORMAL_MEDIAN = 0.6745
+"""Median distance of normal noise from 0, in standard deviations."""
+ITERATIONS = 100
+NOTHING = 1e-12
+"""Scale of logarithms below which the fit is exact."""
+Array = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement: of which arm, in which round, what, and positive numbers that chance has moved it by."""
+
+    arm: str
+    round: int
+    value: float
+    chance: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What an arm takes over what the first one takes, with its 95% interval."""
+
+    value: float
+    interval: Interval
+
+
+def ratios(found: Sequence[Measured], base: str) -> dict[str, Ratio]:
+    """By arm, its ratio to the arm `base`.
+
+    Raises `ValueError` where there are too few measurements to know how far they scatter.
+    """
+    arms = [name for name in dict.fromkeys(one.arm for one in found) if name != base]
+    rounds = sorted({one.round for one in found})
+    of_arms = np.array([[float(one.arm == name) for name in arms] for one in found])
+    of_rounds = np.array([[float(one.round == number) for number in rounds] for one in found])
+    chance = np.log(np.array([one.chance for one in found], float).reshape(len(found), -1))
+    design = np.hstack([of_arms, of_rounds, chance - chance.mean(0)])
+    effects, errors = _huber(design, np.log([one.value for one in found]))
+    return {
+        name: Ratio(math.exp(effect), (math.exp(effect - error), math.exp(effect + error)))
+        for name, effect, error in zip(arms, effects[: len(arms)], errors[: len(arms)], strict=True)
+    }
+
+
+def _huber(design: Array, values: Array) -> tuple[Array, Array]:
+    """Huber's coefficients and the half widths of their 95% intervals."""
+    num, rank = len(values), int(np.linalg.matrix_rank(design))
+    if num <= rank:
+        raise ValueError(f"{num} measurements for {rank} unknowns: more rounds are needed")
+    freedom = num - rank
+    weights, scale = np.ones(num), 0.0
+    for _ in range(ITERATIONS):
+        roots = np.sqrt(weights)
+        effects = np.linalg.lstsq(design * roots[:, None], values * roots)[0]
+        left = values - design @ effects
+        scale = float(np.median(np.abs(left))) / NORMAL_MEDIAN * math.sqrt(num / freedom)
+        if scale < NOTHING:
+            break
+        before, weights = weights, np.minimum(1.0, REACH * scale / np.maximum(np.abs(left), NOTHING))
+        if np.abs(weights - before).max() < 1e-9:
+            break
+    if scale < NOTHING:  # at least half of them are met exactly
+        return effects, np.zeros_like(effects)
+    bounded, inner = np.clip(left / scale, -REACH, REACH), np.abs(left) <= REACH * scale
+    share = float(inner.mean())
+    few = 1 + rank / num * (1 - share) / share
+    variance = (few * scale / share) ** 2 * float(bounded @ bounded) / freedom
+    errors = np.sqrt(variance * np.diag(np.linalg.pinv(design.T @ design)))
+    return effects, t_quantile(freedom) * errors

@@ -1,0 +1,72 @@
+"""Ratios are found under drift, chance and outliers, and intervals say how well."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from benchmarks.turn_ratios import Measured, ratios
+
+TRUE = {"whole": 1.0, "less": 0.95, "same": 1.0, "much less": 0.8}
+
+
+def measured(rounds: int, noise: float, *, seed: int = 0, spoilt: float = 0.0) -> list[Measured]:
+    """Rounds of which the last is half as fast as the first. Longer answers take longer; `spoilt` take up to thrice."""
+    chance = random.Random(seed)
+    found = []
+    for number in range(rounds):
+        for arm in [*TRUE, "whole"]:
+            length, longest = 10 * math.exp(chance.gauss(0, 0.1)), 28 * math.exp(chance.gauss(0, 0.05))
+            value = TRUE[arm] * (1 + number / rounds) * length**0.5 * longest**0.3
+            value *= math.exp(noise * chance.gauss(0, 1)) * (chance.uniform(2, 3) if chance.random() < spoilt else 1)
+            found.append(Measured(arm, number, value, (length, longest)))
+    return found
+
+
+def test_ratios_are_exact_where_nothing_else_moves() -> None:
+    found = ratios(measured(3, 0.0), "whole")
+    assert set(found) == TRUE.keys() - {"whole"}
+    for name, ratio in found.items():
+        assert ratio.value == pytest.approx(TRUE[name], rel=1e-9)
+        assert ratio.interval == pytest.approx((TRUE[name], TRUE[name]), rel=1e-9)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 0.1])
+def test_five_percent_are_seen_under_a_drift_of_two(spoilt: float) -> None:
+    found = ratios(measured(40, 0.05, spoilt=spoilt), "whole")
+    low, high = found["less"].interval
+    assert low < 0.95 < high < 1, "they are there, and are not nothing"
+    assert high - low < 0.06
+    low, high = found["same"].interval
+    assert low < 1 < high
+
+
+def test_a_few_spoilt_turns_hardly_widen_the_interval() -> None:
+    def width(spoilt: float) -> float:
+        low, high = ratios(measured(40, 0.05, spoilt=spoilt), "whole")["less"].interval
+        return high - low
+
+    assert width(0.05) < 1.3 * width(0.0), "plain least squares would be four times as wide"
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 0.15])
+def test_intervals_hold_the_truth_as_often_as_they_say(spoilt: float) -> None:
+    held = [
+        ratio.interval[0] <= TRUE[name] <= ratio.interval[1]
+        for seed in range(60)
+        for name, ratio in ratios(measured(8, 0.03, seed=seed, spoilt=spoilt), "whole").items()
+    ]
+    assert 0.9 < sum(held) / len(held) < 0.99
+
+
+def test_where_there_is_nothing_to_know_the_interval_is_wide() -> None:
+    low, high = ratios(measured(3, 0.5), "whole")["less"].interval
+    assert low < 0.7
+    assert high > 1.3
+
+
+def test_more_unknowns_than_measurements_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 measurements for 5 unknowns: more rounds"):
+        ratios(measured(1, 0.1), "whole")
