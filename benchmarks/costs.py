@@ -7,11 +7,11 @@ are compared are seconds apart. A round has a turn of each job in random order, 
 with nothing. The learning rate is 0, so that all sample from the same policy.
 
 A turn has seconds, and CPU seconds of all processes (server, controller, ranks). How long answers are is chance, and
-moves both by more than a part does. So logarithms of all turns together are explained by robust least squares: what is
-switched off, the round, and the logarithms of the mean and the longest answer (`benchmarks.turn_ratios`). The estimator
-is Huber's: a few turns that a neighbour on the host has slowed down hardly count. The 95% intervals are Student's.
-CPU seconds depend less on neighbours than wall clock, and still grow by a third where ten processes share two cores:
-measure on an idle machine.
+moves both by more than a part does. So does the host: how much of the turn it gave to other machines, and other
+processes of this one. Logarithms of all turns together are therefore explained by robust least squares: what is
+switched off, the round, and the logarithms of the mean and the longest answer and of both figures of the host
+(`benchmarks.turn_ratios`). The estimator is Huber's: a few turns that something else has slowed down hardly count. The
+95% intervals are Student's.
 
 `--hidden 512 --layers 8 --experts 32 --top-k 4` measures a model of that shape with random weights in place of a
 checkpoint. Its answers are mostly as long as they may be, and all rewards are 0. A step costs what it costs anywhere,
@@ -128,7 +128,12 @@ def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[
 def shares(found: Rounds, value: Callable[[Turn], float]) -> dict[str, Ratio]:
     """By part, `1 - without / with` of `value`."""
     seen = [
-        Measured(name, number, value(turn), (turn.row["response/length_mean"], turn.row["response/length_max"]))
+        Measured(
+            name,
+            number,
+            value(turn),
+            (*(turn.row[f"response/length_{which}"] for which in ("mean", "max")), *turn.host),
+        )
         for number, made in enumerate(found)
         for name, turn in made
     ]
@@ -172,6 +177,8 @@ def details(found: Rounds) -> list[Row]:
             "cpu_seconds": turn.cpu_seconds,
             "length": turn.row["response/length_mean"],
             "longest": turn.row["response/length_max"],
+            "stolen": turn.stolen,
+            "others": turn.others,
         }
         for number, made in enumerate(found)
         for name, turn in made

@@ -10,6 +10,9 @@ nanoseconds, of all its threads. A process that begins and ends within a turn is
 
 What a job does after the end of its step and before it is stopped belongs to its next turn, and so do samples that a
 server makes ahead. All turns of a job begin and end so: nothing is left out or counted twice.
+
+A turn also knows what the machine did meanwhile: how much of the processors' time the host gave to other machines, and
+how busy they were with processes that are not of the job. Both slow a step down, and are no fault of the job.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ POLL_S = 0.001
 ALIVE_S = 0.1
 """Pause between two looks at whether it lives."""
 END_S = 10.0
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Grain of what the kernel tells of the whole machine."""
 LAST_BYTES = 2000
 
 
@@ -62,11 +67,20 @@ class Turn:
         seconds: of the wall clock.
         cpu_seconds: of all its processes.
         row: what the job wrote of the step.
+        stolen: share of the time in which the machine had work that its host gave to other machines.
+        others: processors that other processes of the machine kept busy, on average.
     """
 
     seconds: float
     cpu_seconds: float
     row: Mapping[str, Any]
+    stolen: float = 0.0
+    others: float = 0.0
+
+    @property
+    def host(self) -> tuple[float, float]:
+        """What the machine was like, as positive numbers that are 1 on an idle one: for `benchmarks.turn_ratios`."""
+        return 1 - self.stolen, 1 + self.others
 
 
 class Tree:
@@ -162,14 +176,18 @@ class Arm:
         """
         if ahead := self._new_rows():
             self._refuse(f"made {len(ahead)} steps out of its turn")
-        begun = time.perf_counter()
+        machine, begun = _machine(), time.perf_counter()
         self._tree.go_on()
         rows = self._await(1)
-        seconds, before = time.perf_counter() - begun, self._cpu
+        seconds, now, before = time.perf_counter() - begun, _machine(), self._cpu
         self._stop()
         if len(rows) > 1:
             self._refuse(f"made {len(rows)} steps in one turn")
-        return Turn(seconds, sum(now - before.get(pid, 0.0) for pid, now in self._cpu.items()), rows[0])
+        cpu_seconds = sum(spent - before.get(pid, 0.0) for pid, spent in self._cpu.items())
+        stolen, busy = now.stolen_s - machine.stolen_s, now.busy_s - machine.busy_s
+        return Turn(
+            seconds, cpu_seconds, rows[0], stolen / max(stolen + busy, TICK_S), max(0.0, busy - cpu_seconds) / seconds
+        )
 
     def _stop(self) -> None:
         self._tree.stop()
@@ -213,6 +231,20 @@ class Arm:
         self._tree.kill()
         for process in self._processes:
             process.wait(END_S)
+
+
+class _Machine(NamedTuple):
+    """CPU seconds of all processors since the machine has begun: that its host took, and of all its processes."""
+
+    stolen_s: float
+    busy_s: float
+
+
+def _machine() -> _Machine:
+    user, nice, system, _idle, _iowait, _irq, _softirq, stolen, *_ = (
+        int(word) * TICK_S for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return _Machine(stolen, user + nice + system)
 
 
 def _send(pids: Iterable[int], number: int) -> None:

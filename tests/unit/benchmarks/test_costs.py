@@ -22,14 +22,16 @@ PARTS = [name for name in WITHOUT if name != WHOLE]
 
 
 def found_of(noise: float, rounds: int) -> list[list[tuple[str, Turn]]]:
-    """Turns whose seconds are known but for `noise`: later rounds are slower, longer answers cheaper for each token."""
+    """Turns whose seconds are known but for `noise`: they depend on the round, on the answers and on the host."""
     chance = random.Random(0)
 
     def turn(name: str, number: int) -> Turn:
         length, longest = 18 + 4 * chance.random(), 40 + 8 * chance.random()
         whole = (1.0 + 0.3 * number) * length**0.6 * longest**0.2 * (1 + noise * chance.gauss(0, 1))
+        stolen, others = 0.3 * chance.random(), 0.5 * chance.random()
+        whole *= (1 - stolen) ** -1.2 * (1 + others)
         row = {"response/length_mean": length, "response/length_max": longest}
-        return Turn(whole, whole * (1 - (0.0 if name == WHOLE else SHARES.get(name, 0.04))), row)
+        return Turn(whole, whole * (1 - (0.0 if name == WHOLE else SHARES.get(name, 0.04))), row, stolen, others)
 
     names = [name for name in WITHOUT for _ in range(OFTEN.get(name, 1))]
     return [[(name, turn(name, number)) for name in names] for number in range(rounds)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.in_turn import Arm, Turn, ending_all, rounds_of, started
+from benchmarks.in_turn import Arm, Turn, _Machine, ending_all, rounds_of, started
 
 FREE = 2
 """Steps of a job at its start; it then makes one for each SIGCONT."""
@@ -91,6 +91,8 @@ def test_one_makes_a_step_and_all_are_stopped_between_turns(tmp_path: Path) -> N
                 assert {turn.row["pid"]} == arm.pids
                 assert turn.cpu_seconds >= turn.row["spent"] >= 0.03, "both threads count"
                 assert turn.seconds > 0
+                assert 0 <= turn.stolen <= 1
+                assert turn.others >= 0
             assert states(arms) == {"T"}
         pids = [pid for arm in arms for pid in arm.pids]
     assert not any(map(state, pids))
@@ -149,6 +151,16 @@ def test_rounds_have_every_turn_in_an_order_of_their_own() -> None:
     assert all(sorted(each) == list("aabcd") for each in names)
     assert len(set(names)) > 1
     assert made()[0] == order, "the same command has the same order"
+
+
+def test_what_the_machine_did_meanwhile_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([(10.0, 100.0), (11.0, 107.0)])
+    monkeypatch.setattr("benchmarks.in_turn._machine", lambda: _Machine(*next(looks)))
+    with job(tmp_path, "a") as arm:
+        turn = arm.turn()
+    assert turn.stolen == 1 / 8
+    assert turn.others == (7.0 - turn.cpu_seconds) / turn.seconds
+    assert turn.host == (1 - turn.stolen, 1 + turn.others)
 
 
 BENCHMARK = """
