@@ -2,8 +2,8 @@
 
 `python -m benchmarks.step --checkpoint DIR [--run RUN_DIR] [--json FILE]` starts a real server on the checkpoint. It
 answers the same prompts with and without capture (log-probs, routes, masks), in turn. With `--run`, the phases of a
-finished run are added. `--against trl` measures in its place whole steps of our run beside GRPO steps of TRL, in turn;
-`--python` names an interpreter that has `trl` (`pip install trl==1.16.0`).
+finished run are added. `--against trl` measures in its place whole steps of our run beside GRPO steps of TRL, in turn
+(`benchmarks.peers.against_trl`); `--python` names an interpreter that has `trl` (`pip install trl==1.16.0`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 
 import orjson
 
+from benchmarks.in_turn import ending_all
 from benchmarks.options import command_line
-from benchmarks.peers.against_trl import pairs
+from benchmarks.peers.against_trl import against_trl
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import sampling_params
@@ -44,17 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
     parser.add_argument("--run", type=Path, help="a run directory whose phases to add")
-    parser.add_argument("--rounds", type=int, default=8, help="paired measurements (default: 8)")
+    parser.add_argument("--rounds", type=int, help="paired measurements (default: 8, with `--against` 40)")
     parser.add_argument("--against", choices=["trl"], help="compare whole steps with this trainer's")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with `trl` (default: this one)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run of `--against` (default: 20)")
     args = parser.parse_args(argv)
     if args.against:
-        with tempfile.TemporaryDirectory() as folder:
-            found = list(pairs(args.checkpoint, Path(folder), args.python, args.rounds, args.steps))
-        report("Seconds of a step, ours and TRL's, medians of alternating runs", found, args.json)
+        with ending_all(), tempfile.TemporaryDirectory() as folder:
+            found = against_trl(args.checkpoint, Path(folder), args.python, args.rounds or 40)
+        report("Seconds of a step, ours and TRL's, from steps in turn", found, args.json)
         return 0
-    rows = recording(args.checkpoint, args.rounds)
+    rows = recording(args.checkpoint, args.rounds or 8)
     if args.run:
         rows += phases(args.run)
     report("Recording at the engine (128 samples in flight), and the phases of a step", rows, args.json)

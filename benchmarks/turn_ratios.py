@@ -49,21 +49,26 @@ class Ratio:
     interval: Interval
 
 
-def ratios(found: Sequence[Measured], base: str) -> dict[str, Ratio]:
+def ratios(found: Sequence[Measured], base: str, *, own_slopes: bool = False) -> dict[str, Ratio]:
     """By arm, its ratio to the arm `base`.
+
+    With `own_slopes`, `b` is another one for each arm, as for programs that have little in common.
 
     Raises `ValueError` where there are too few measurements to know how far they scatter.
     """
-    arms = [name for name in dict.fromkeys(one.arm for one in found) if name != base]
+    arms = [*(name for name in dict.fromkeys(one.arm for one in found) if name != base), base]
     rounds = sorted({one.round for one in found})
     of_arms = np.array([[float(one.arm == name) for name in arms] for one in found])
     of_rounds = np.array([[float(one.round == number) for number in rounds] for one in found])
     chance = np.log(np.array([one.chance for one in found], float).reshape(len(found), -1))
-    design = np.hstack([of_arms, of_rounds, chance - chance.mean(0)])
+    chance -= chance.mean(0)
+    if own_slopes:
+        chance = (of_arms[:, :, None] * chance[:, None, :]).reshape(len(found), -1)
+    design = np.hstack([of_arms[:, :-1], of_rounds, chance])
     effects, errors = _huber(design, np.log([one.value for one in found]))
     return {
         name: Ratio(math.exp(effect), (math.exp(effect - error), math.exp(effect + error)))
-        for name, effect, error in zip(arms, effects[: len(arms)], errors[: len(arms)], strict=True)
+        for name, effect, error in zip(arms[:-1], effects, errors, strict=False)
     }
 
 

@@ -1,7 +1,16 @@
 """Our step beside TRL's: the same start, the same prompts, 128 answers and two updates, in turn on one machine.
 
-A step of either lasts from the end of the one before to its own end. Nothing that a run does between two steps is left
-out.
+Three jobs are alive at once and take turns step by step, all but one stopped meanwhile (`benchmarks.in_turn`): TRL,
+ours without the probe, and ours with the probe in every second step. A round has two turns of each in random order, so
+that one of the last job's has a probe. A step lasts from the end of the one before to its own end. Nothing that a run
+does between two steps is left out, but nobody watches our server.
+
+All start from the same weights and learn at rate 0, which leaves out no work: answers stay as long as they are at the
+start of a run, and are drawn from one policy.
+
+The ratio is robust least squares on the logarithms of both turns' mean: job, round, and for each job what its answers
+and the host do to it (`benchmarks.turn_ratios`). It holds for answers of mean length, and for a host as it was in the
+mean. The estimator is Huber's, and intervals are Student's 95%.
 """
 
 from __future__ import annotations
@@ -9,71 +18,96 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-import orjson
-
+from benchmarks.in_turn import Arm, Turn, rounds_of, started
+from benchmarks.own_arms import SKIPPED, own_arm, place_in
 from benchmarks.table import Row
+from benchmarks.turn_ratios import Measured, ratios
 from moe_trm.config.schema import Config
 from moe_trm.tasks.build import build_task
 
-CONFIG = Path("configs/quickstart.yaml")
-SKIPPED = 3
-"""Steps at the beginning that warm up; the next one counts from the end of the last of these."""
+TRL = "trl"
 OURS: Mapping[str, tuple[str, ...]] = {
     "with the probe": ("probe.every=2",),
     "without it": ("probe.every=0",),
 }
+TURNS = 2
+"""Of each job in a round: one with the probe and one without, where there is one."""
+SKIPPED_ROUNDS = 1
+SETTINGS = ("optimizer.lr=0.0", "task.eval_size=0", "train.export=false")
+Rounds = Sequence[Sequence[tuple[str, Turn]]]
 
 
-def pairs(checkpoint: str, folder: Path, python: str, rounds: int, steps: int) -> Iterator[Row]:
-    """One row for each of our settings: medians of both, and the ratio of neighbouring runs.
+def against_trl(checkpoint: str, folder: Path, python: str, rounds: int) -> list[Row]:
+    """One row for each of our settings: seconds of both, and the ratio of ours to TRL's with its 95% interval.
 
     Args:
         checkpoint: the quickstart's start.
         folder: for the runs.
         python: an interpreter with `trl`.
-        rounds: runs of each.
-        steps: of a run; the first few are not counted.
+        rounds: of two steps of each job.
     """
-    problems = folder / "problems.jsonl"
+    steps = SKIPPED + TURNS * (SKIPPED_ROUNDS + rounds) + 1  # the last step of a job is never reached
+    settings = [*SETTINGS, f"model.checkpoint={checkpoint}", f"train.steps={steps}"]
+    with ExitStack() as stack:
+        place = stack.enter_context(place_in(folder))
+        arms = {TRL: stack.enter_context(trl_arm(checkpoint, folder, python, steps))}
+        for name, own in OURS.items():
+            arms[name] = stack.enter_context(own_arm(place, name, [*settings, *own]))
+        found = list(rounds_of(arms, rounds, dict.fromkeys(arms, TURNS), SKIPPED_ROUNDS))
+    return list(rows(found, versions_in(steps_file(folder))["trl"]))
+
+
+@contextmanager
+def trl_arm(checkpoint: str, folder: Path, python: str, steps: int) -> Iterator[Arm]:
+    """TRL's trainer, warmed up and stopped, inside the `with`."""
+    problems, log = folder / "problems.jsonl", folder / "trl.log"
     problems.write_text("".join(_problems(checkpoint, steps)), encoding="utf-8")
-    seconds: dict[str, list[float]] = {name: [] for name in ("trl", *OURS)}
-    versions: Mapping[str, str] = {}
-    for number in range(rounds):
-        script = str(Path(__file__).with_name("trl_steps.py"))
-        answer = _run([python, script, checkpoint, str(problems), str(steps)]).splitlines()[-1]
-        found = json.loads(answer)
-        versions = found["versions"]
-        seconds["trl"].append(typical(found["seconds"][SKIPPED - 1 :]))
-        for name, overrides in OURS.items():
-            seconds[name].append(_ours(checkpoint, folder / f"{name}-{number}", steps, overrides))
+    script = str(Path(__file__).with_name("trl_steps.py"))
+    command = [python, script, checkpoint, str(problems), str(steps), str(steps_file(folder))]
+    with started(command, log) as process, Arm(TRL, [process], steps_file(folder), [log]) as arm:
+        arm.warm_up(SKIPPED)
+        yield arm
+
+
+def steps_file(folder: Path) -> Path:
+    """What TRL's trainer writes of its steps."""
+    return folder / "trl.jsonl"
+
+
+def versions_in(path: Path) -> Mapping[str, str]:
+    """Versions of TRL and of what it stands on, by module."""
+    with path.open(encoding="utf-8") as lines:
+        found: Mapping[str, str] = json.loads(next(lines))["versions"]
+    return found
+
+
+def rows(found: Rounds, version: str) -> Iterator[Row]:
+    """A row for each of our settings."""
+    means = [mean_of(name, number, made) for number, made in enumerate(found) for name in (TRL, *OURS)]
+    compared = ratios(means, TRL, own_slopes=True)
+    seconds = {name: statistics.median(one.value for one in means if one.arm == name) for name in (TRL, *OURS)}
     for name in OURS:
-        ratios = [ours / theirs for ours, theirs in zip(seconds[name], seconds["trl"], strict=True)]
         yield {
             "ours": name,
-            "seconds": statistics.median(seconds[name]),
-            f"trl {versions['trl']}": statistics.median(seconds["trl"]),
-            "ratio": statistics.median(ratios),
-            "lowest": min(ratios),
-            "highest": max(ratios),
-            "pairs": rounds,
+            "seconds": seconds[name],
+            f"trl {version}": seconds[TRL],
+            "ratio": compared[name].value,
+            "from": compared[name].interval[0],
+            "to": compared[name].interval[1],
+            "rounds": len(found),
         }
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """Median of the means of two neighbouring steps, of which one has a probe where there are any."""
-    return statistics.median(map(statistics.fmean, itertools.pairwise(seconds)))
-
-
-def between_ends(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds from the end of each step to that of the next. `rows`: of a run's metrics, in order."""
-    ends = [float(row["time/unix_s"]) for row in rows if "time/step_s" in row]
-    return [end - begin for begin, end in itertools.pairwise(ends)]
+def mean_of(name: str, number: int, made: Sequence[tuple[str, Turn]]) -> Measured:
+    """Both turns of a job in a round as one measurement."""
+    turns = [turn for arm, turn in made if arm == name]
+    chance = [(turn.row["response/length_mean"], turn.row["response/length_max"], *turn.host) for turn in turns]
+    means = tuple(map(statistics.fmean, zip(*chance, strict=True)))
+    return Measured(name, number, statistics.fmean(turn.seconds for turn in turns), means)
 
 
 def _problems(checkpoint: str, steps: int) -> Iterator[str]:
@@ -82,20 +116,3 @@ def _problems(checkpoint: str, steps: int) -> Iterator[str]:
     for prompt in itertools.chain.from_iterable(task.train_prompts(step, 16) for step in range(1, steps + 1)):
         row = {"prompt": prompt.text, "answer": prompt.answer, "token_ids": list(prompt.token_ids)}
         yield json.dumps(row) + "\n"
-
-
-def _ours(checkpoint: str, folder: Path, steps: int, overrides: tuple[str, ...]) -> float:
-    """Typical seconds of a step of a run of the quickstart's settings."""
-    settings = (f"model.checkpoint={checkpoint}", f"train.steps={steps}", "task.eval_size=0", "train.export=false")
-    place = (f"run_dir={folder.parent}", f"name={folder.name}")
-    _run([sys.executable, "-m", "moe_trm", "train", str(CONFIG), *settings, *place, *overrides])
-    rows: list[dict[str, Any]] = [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
-    return typical(between_ends(rows)[SKIPPED - 1 :])
-
-
-def _run(command: list[str]) -> str:
-    """Standard output. Raises `SystemExit` with the last words of a command that failed."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    return done.stdout

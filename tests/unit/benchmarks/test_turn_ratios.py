@@ -67,6 +67,20 @@ def test_where_there_is_nothing_to_know_the_interval_is_wide() -> None:
     assert high > 1.3
 
 
+def test_arms_with_slopes_of_their_own_are_compared_at_the_mean_of_chance() -> None:
+    chance = random.Random(0)
+    found = []
+    for number in range(40):
+        for arm, slope, factor in (("base", 0.8, 1.0), ("other", 0.2, 1.3)):
+            length = 10 * math.exp(chance.gauss(0, 0.2))
+            found.append(Measured(arm, number, factor * length**slope, (length,)))
+    mean = math.exp(sum(math.log(one.chance[0]) for one in found) / len(found))
+    own = ratios(found, "base", own_slopes=True)["other"]
+    assert own.value == pytest.approx(1.3 * mean ** (0.2 - 0.8))
+    low, high = ratios(found, "base")["other"].interval
+    assert high - low > 0.01, "one slope for both leaves something over"
+
+
 def test_more_unknowns_than_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="5 measurements for 5 unknowns: more rounds"):
         ratios(measured(1, 0.1), "whole")
