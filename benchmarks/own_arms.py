@@ -27,6 +27,9 @@ CONFIG = Path("configs/quickstart.yaml")
 SKIPPED = 3
 """First steps of a run, which warm up."""
 RECORDER = "--enable-return-routed-experts"
+STOPPED_S = 36_000
+"""Longest that a job may wait for its turn. A stopped one reads the clock when it goes on, and must not think that its
+server hangs, nor the server that its scheduler does."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def own_arm(place: Place, name: str, overrides: Sequence[str], *, records: bool 
     log = folder / "learner.log"
     with ExitStack() as stack:
         server = stack.enter_context(_server(place, overrides, folder / "rollout.log", records))
-        settings = [*overrides, f"run_dir={place.folder}", f"name={folder.name}", f"rollout.url={server.url}"]
+        settings = [*overrides, f"run_dir={place.folder}", f"name={folder.name}"]
+        settings += [f"rollout.url={server.url}", f"rollout.timeout_s={STOPPED_S}"]
         world = smallest_world(load(CONFIG, settings).learner.parallel)
         command = ["-m", "launch.ranks", str(world), str(CONFIG), *settings]
         with log.open("wb") as output, open(os.devnull, "rb") as nothing:
@@ -81,7 +85,8 @@ def _server(place: Place, overrides: Sequence[str], log: Path, records: bool) ->
     def bare(*args: object, **options: object) -> list[str]:
         return [word for word in command(*args, **options) if word != RECORDER]  # type: ignore[arg-type]
 
-    config = load(CONFIG, [*overrides, "rollout.server.port=0"])
+    patience = f"rollout.server.extra_args=[--watchdog-timeout, '{STOPPED_S}']"
+    config = load(CONFIG, [*overrides, "rollout.server.port=0", patience])
     with nullcontext() if records else patch.object(supervisor, "launch_command", bare):
         server = supervisor.start_server(config, log, secrets.token_hex(16), warm=place.engine)
     try:
