@@ -48,6 +48,7 @@ def activate() -> None:
         _share_imports()
         _shorten_way()
         _keep_out_short_prefixes()
+        _answer_straight()
 
 
 def _read_once() -> None:
@@ -202,6 +203,17 @@ def _keep_out_short_prefixes() -> None:
     from moe_trm_sglang_cpu import short_prefixes
 
     short_prefixes.register()
+
+
+def _answer_straight() -> None:
+    """Answers without a text past the detokenizer, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
+
+    from moe_trm_sglang_cpu import answers, direct
+
+    if envs.SGLANG_USE_PICKLE_IPC.get():
+        answers.register()
+        direct.register()
 
 
 def _register_allocator() -> None:
