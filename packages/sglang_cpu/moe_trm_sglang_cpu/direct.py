@@ -1,8 +1,8 @@
 """Requests whose answers come straight from the scheduler (`answers`), in the process with the connections.
 
 SGLang's `generate_request` hands an answer through two generators and a task with a time limit, and sends each request
-to the scheduler by itself. Here one coroutine waits for the bytes, and the requests of one turn of the event loop are
-sent together. Their checks, their states and their end by an error are SGLang's own.
+to the scheduler by itself. Here one coroutine waits for the bytes, and requests that come at once are sent together.
+Their checks, their states and their end by an error are SGLang's own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from moe_trm_sglang_cpu.answers import PREFIX, Answers
 
 DIRECT = "moe_trm_direct"
 """Attribute of SGLang's tokenizer manager with its `Direct`."""
+SOON_S = 1e-3
+"""Longest wait of a request for others: less than one pass of the scheduler."""
 LOOK_S = 4.0
 """Pause between two looks for clients that have gone, as of SGLang."""
 
@@ -92,12 +94,15 @@ class Direct:
         return out
 
     def _send(self, tokenized: Any) -> None:
-        """Send it with all others of this turn of the event loop."""
+        """Send it with all others that come soon."""
         if not self._leaving:
-            task = asyncio.ensure_future(self._leave())
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
+            asyncio.get_running_loop().call_later(SOON_S, self._begin_to_leave)
         self._leaving.append(tokenized)
+
+    def _begin_to_leave(self) -> None:
+        task = asyncio.ensure_future(self._leave())
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     async def _leave(self) -> None:
         manager = self._manager

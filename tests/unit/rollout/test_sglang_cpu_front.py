@@ -14,6 +14,8 @@ pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on ma
 from moe_trm_sglang_cpu import paused
 from moe_trm_sglang_cpu.front import REQUEST, Front
 
+from moe_trm.rollout.sglang.http import HEADERS
+
 PLAIN = {
     "input_ids": [5, 6],
     "sampling_params": {"max_new_tokens": 4},
@@ -93,6 +95,8 @@ def test_a_plain_request_takes_the_short_way() -> None:
 
 def test_a_client_that_reads_no_text_is_answered_directly() -> None:
     wish = "x-moe-trm-answer"
+    ours = {name.lower(): value for name, value in HEADERS.items()}
+    assert passed(orjson.dumps(PLAIN), headers=HEAD | ours) == [("direct", PLAIN)]
     assert passed(orjson.dumps(PLAIN), headers=HEAD | {wish: "ids"}) == [("direct", PLAIN)]
     assert passed(orjson.dumps(PLAIN), headers=HEAD | {wish: "text"}) == [("plain", PLAIN)]
     other = PLAIN | {"text": "a"}
