@@ -35,7 +35,7 @@ from moe_trm.rollout.intake.messages import (
 )
 from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.intake.receiving import Reception, Room
-from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.sglang.http import HEADERS, EngineSlow, HttpStatusError, ServerFailed
 from moe_trm.runtime import wire
 from moe_trm.runtime.frames import from_parent
 from moe_trm.runtime.shared_blocks import BlockWriter
@@ -59,7 +59,7 @@ class Intake:
         self._hello, self._writer, self._send = hello, writer, send
         self._tokens = Tokens(hello.tokenizer) if hello.tokenizer else None
         key = {"Authorization": f"Bearer {hello.api_key}"} if hello.api_key else {}
-        self._headers = {"Content-Type": "application/json", **key}
+        self._headers = {**HEADERS, **key}
         self._room = Room()
         self._asking: dict[int, asyncio.Task[None]] = {}
         self.turns = 0

@@ -15,6 +15,8 @@ from moe_trm.errors import EngineError, EngineLost
 FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
 
+HEADERS = {"Content-Type": "application/json", "X-MoE-TRM-Answer": "ids"}
+"""Of every request, beside the key: no text is read from an answer, so `packages/sglang_cpu` writes none."""
 MAX_ERROR_CHARACTERS = 500
 TOO_MANY_REQUESTS = 429
 
@@ -114,7 +116,7 @@ class EngineHttp:
         if self._session is None:
             # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
             self._session = aiohttp.ClientSession(
-                headers={**self._headers, "Content-Type": "application/json"},
+                headers={**self._headers, **HEADERS},
                 connector=aiohttp.TCPConnector(limit=0),
             )
         data = None if body is None else orjson.dumps(body)

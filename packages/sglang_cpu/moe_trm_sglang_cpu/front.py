@@ -13,16 +13,20 @@ from typing import Any
 
 import orjson
 
+from moe_trm_sglang_cpu.direct import DIRECT, Direct
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 PATH, JSON = "/generate", b"application/json"
+WISH, IDS = b"x-moe-trm-answer", b"ids"
+"""Header of a client that reads no text, and its value."""
 HEADERS = frozenset(
-    {b"host", b"authorization", b"content-type", b"content-length", b"accept", b"accept-encoding", b"user-agent"}
+    {b"host", b"authorization", b"content-type", b"content-length", b"accept", b"accept-encoding", b"user-agent", WISH}
 )
-"""Headers that change nothing, apart from the key and the type of the body."""
+"""Headers that change nothing, apart from the key, the type of the body, and the wish."""
 FIELDS: Mapping[str, type] = {
     "input_ids": list,
     "sampling_params": dict,
@@ -34,8 +38,8 @@ FIELDS: Mapping[str, type] = {
     "routed_experts_start_len": int,
 }
 """Fields of one plain request, and their types in JSON."""
-REQUEST = "moe_trm.request"
-"""Key of the checked request in its ASGI scope."""
+REQUEST, ERROR = "moe_trm.request", "moe_trm.error"
+"""Keys of the checked request, and of what went wrong, in an ASGI scope."""
 
 
 class Front:
@@ -44,6 +48,7 @@ class Front:
     Args:
         native: all layers of SGLang's server.
         plain: answers a request that is admitted; it is in the scope (`REQUEST`).
+        direct: likewise, for a client that reads no text.
         allowed: True for the value of a header `Authorization` with which a request may be answered.
         checked: the request of a body of known fields; None where SGLang has to say what is wrong with it.
     """
@@ -52,13 +57,16 @@ class Front:
         self,
         native: App,
         plain: App,
+        direct: App,
         allowed: Callable[[str | None], bool],
         checked: Callable[[dict[str, Any]], object | None],
     ) -> None:
-        self._native, self._plain, self._allowed, self._checked = native, plain, allowed, checked
+        self._native, self._plain, self._direct = native, plain, direct
+        self._allowed, self._checked = allowed, checked
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if not (is_plain(scope) and self._allowed(_authorization(scope))):
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        if not (is_plain(scope, headers) and self._allowed(_authorization(headers))):
             await self._native(scope, receive, send)
             return
         messages = [await receive()]
@@ -69,14 +77,14 @@ class Front:
         if request is None:
             await self._native(scope, _again(messages, receive), send)
         else:
-            await self._plain({**scope, REQUEST: request}, receive, send)
+            app = self._direct if headers.get(WISH) == IDS else self._plain
+            await app({**scope, REQUEST: request}, receive, send)
 
 
-def is_plain(scope: Any) -> bool:
+def is_plain(scope: Any, headers: Mapping[bytes, bytes]) -> bool:
     """True for a request to `/generate` whose head asks for nothing special."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] != PATH or scope["query_string"]:
         return False
-    headers = dict(scope["headers"])
     return len(headers) == len(scope["headers"]) and headers.keys() <= HEADERS and headers.get(b"content-type") == JSON
 
 
@@ -91,8 +99,8 @@ def known_fields(body: bytes) -> dict[str, Any] | None:
     return found if all(type(token) is int for token in found.get("input_ids", ())) else None
 
 
-def _authorization(scope: Any) -> str | None:
-    value = dict(scope["headers"]).get(b"authorization")
+def _authorization(headers: Mapping[bytes, bytes]) -> str | None:
+    value = headers.get(b"authorization")
     return None if value is None else value.decode("latin-1")
 
 
@@ -153,5 +161,27 @@ def _front(http_server: Any, native: App) -> App:
         response = await http_server.serve_generate_request(scope[REQUEST], Request(scope, receive))
         await response(scope, receive, send)
 
+    async def failed(scope: Any, receive: Receive, send: Send) -> None:
+        error = scope[ERROR]
+        if not isinstance(error, ValueError):
+            raise error
+        await http_server._create_error_response(error)(scope, receive, send)
+
+    async def direct(scope: Any, receive: Receive, send: Send) -> None:
+        way: Direct | None = getattr(http_server._global_state.tokenizer_manager, DIRECT, None)
+        if way is None or scope[REQUEST].top_logprobs_num or not way.is_open():
+            await guarded(scope, receive, send)
+            return
+        try:
+            out = await way.answer(scope[REQUEST], Request(scope, receive).is_disconnected)
+        except Exception as error:  # noqa: BLE001 (SGLang's handlers make the answer)
+            await guarded_failed({**scope, ERROR: error}, receive, send)
+            return
+        body = out if isinstance(out, bytes) else http_server.dumps_json(out)
+        head = [(b"content-type", JSON), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
     handlers = {key: value for key, value in http_server.app.exception_handlers.items() if key not in (500, Exception)}
-    return Front(native, ExceptionMiddleware(plain, handlers=handlers), allowed, checked)
+    guarded, guarded_failed = (ExceptionMiddleware(app, handlers=handlers) for app in (plain, failed))
+    return Front(native, guarded, direct, allowed, checked)

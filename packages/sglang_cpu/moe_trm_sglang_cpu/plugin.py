@@ -48,6 +48,7 @@ def activate() -> None:
         _share_imports()
         _shorten_way()
         _keep_out_short_prefixes()
+        _answer_straight()
 
 
 def _read_once() -> None:
@@ -111,11 +112,13 @@ def _shorten_results() -> None:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler_components import batch_result_processor, output_streamer
 
+    from moe_trm_sglang_cpu import decoded
     from moe_trm_sglang_cpu.results import wrap_finish, wrap_handling, wrap_sending
 
     Req.update_finish_state = wrap_finish(Req.update_finish_state)
     processor = batch_result_processor.SchedulerBatchResultProcessor
     processor._handle_finish_state_updated_req = wrap_handling(processor._handle_finish_state_updated_req)
+    processor.process_batch_result_decode = decoded.wrap(processor.process_batch_result_decode)
     streamer, every = output_streamer.SchedulerOutputStreamer, output_streamer.DEFAULT_FORCE_STREAM_INTERVAL
     streamer._stream_output_generation = wrap_sending(streamer._stream_output_generation, every)
 
@@ -202,6 +205,17 @@ def _keep_out_short_prefixes() -> None:
     from moe_trm_sglang_cpu import short_prefixes
 
     short_prefixes.register()
+
+
+def _answer_straight() -> None:
+    """Answers without a text past the detokenizer, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
+
+    from moe_trm_sglang_cpu import answers, direct
+
+    if envs.SGLANG_USE_PICKLE_IPC.get():
+        answers.register()
+        direct.register()
 
 
 def _register_allocator() -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moe_trm_sglang_cpu.answers import send_straight
+
 ENDS = "moe_trm_ends"
 """Attribute of a request with the tokens that end it."""
 
@@ -86,6 +88,8 @@ def wrap_sending(native: Callable[..., None], every: int) -> Callable[..., None]
             or req.beam_group is not None
             or len(req.output_ids) % every == 0
         ]
+        if heard:
+            heard = send_straight(streamer, heard, skip_req)
         if heard:
             native(streamer, heard, return_logprob, skip_req)
 

@@ -14,6 +14,8 @@ pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on ma
 from moe_trm_sglang_cpu import paused
 from moe_trm_sglang_cpu.front import REQUEST, Front
 
+from moe_trm.rollout.sglang.http import HEADERS
+
 PLAIN = {
     "input_ids": [5, 6],
     "sampling_params": {"max_new_tokens": 4},
@@ -36,6 +38,7 @@ OTHER_HEADS: list[dict[str, Any]] = [
     {"headers": HEAD | {"content-encoding": "gzip"}},
     {"headers": HEAD | {"origin": "http://a.b"}},
     {"headers": HEAD | {"x-smg-routing-key": "a"}},
+    {"headers": HEAD | {"x-moe-trm-answer": "ids", "origin": "http://a.b"}},
 ]
 OTHER_BODIES: list[Any] = [
     [PLAIN],
@@ -74,7 +77,12 @@ def passed(body: bytes, **other: Any) -> list[tuple[str, Any]]:
     async def plain(scope: Any, receive: Any, send: Any) -> None:
         found.append(("plain", scope[REQUEST]))
 
-    front = Front(native, plain, lambda key: key == "Bearer k", lambda it: None if 66 in it["input_ids"] else it)
+    async def direct(scope: Any, receive: Any, send: Any) -> None:
+        found.append(("direct", scope[REQUEST]))
+
+    front = Front(
+        native, plain, direct, lambda key: key == "Bearer k", lambda it: None if 66 in it["input_ids"] else it
+    )
     asyncio.run(front(scope, receive, send))
     return found
 
@@ -83,6 +91,16 @@ def test_a_plain_request_takes_the_short_way() -> None:
     assert passed(orjson.dumps(PLAIN)) == [("plain", PLAIN)]
     fewer = {name: PLAIN[name] for name in ("sampling_params", "input_ids")}
     assert passed(orjson.dumps(fewer)) == [("plain", fewer)]
+
+
+def test_a_client_that_reads_no_text_is_answered_directly() -> None:
+    wish = "x-moe-trm-answer"
+    ours = {name.lower(): value for name, value in HEADERS.items()}
+    assert passed(orjson.dumps(PLAIN), headers=HEAD | ours) == [("direct", PLAIN)]
+    assert passed(orjson.dumps(PLAIN), headers=HEAD | {wish: "ids"}) == [("direct", PLAIN)]
+    assert passed(orjson.dumps(PLAIN), headers=HEAD | {wish: "text"}) == [("plain", PLAIN)]
+    other = PLAIN | {"text": "a"}
+    assert passed(orjson.dumps(other), headers=HEAD | {wish: "ids"}) == [("native", orjson.dumps(other))]
 
 
 @pytest.mark.parametrize("other", OTHER_HEADS, ids=str)

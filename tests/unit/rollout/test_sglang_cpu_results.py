@@ -30,6 +30,7 @@ def request(**other: Any) -> SimpleNamespace:
         "vocab_size": 100,
         "eos_token_ids": {2},
         "tokenizer": SimpleNamespace(eos_token_id=1, additional_stop_token_ids={9}),
+        "rid": "a",
         "stream": False,
         "beam_group": None,
         "kv": SimpleNamespace(mamba_ping_pong_track_buffer=None),
@@ -122,7 +123,7 @@ def test_what_is_more_to_do_for_a_request_is_done(own: dict[str, Any], batch: An
 def test_only_requests_with_something_to_send_are_sent() -> None:
     sent = []
     send = wrap_sending(lambda *arguments: sent.append(arguments), every=5)
-    plain = SimpleNamespace(has_additional_customized_info=False)
+    plain = SimpleNamespace(has_additional_customized_info=False, send_to_detokenizer=None)
     silent = [request(), request(output_ids=[1, 2, 3])]
     send(plain, silent, True)
     assert not sent
