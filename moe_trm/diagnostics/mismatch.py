@@ -176,9 +176,9 @@ def _measure_rows(sample: _Sample, names: Sequence[str], compared: Sequence[str]
         surprise_b = -sample.packing.row_sums(sample.rollout)[some] / length_b
         moved_Cb = _part(moved_Mb, names, compared) / length_b
         log_ppl_2Cb = torch.stack([surprise_b.expand_as(moved_Cb), surprise_b - moved_Cb])
-        keys = ("rollout_log_ppl", "training_log_ppl", "rollout_ppl", "training_ppl")
-        found.put(compared, [f"{key}:sum" for key in keys], _sums(torch.cat([log_ppl_2Cb, log_ppl_2Cb.exp()])))
-        found.fill(compared, [f"{key}:count" for key in keys], rows)
+        both = ("rollout_log_ppl", "training_log_ppl", "rollout_ppl", "training_ppl")
+        found.put(compared, [f"{key}:sum" for key in both], _sums(torch.cat([log_ppl_2Cb, log_ppl_2Cb.exp()])))
+        found.fill(compared, [f"{key}:count" for key in both], rows)
 
 
 def _measure_policies(sample: _Sample, names: Sequence[str], found: summable.Vectors) -> None:
