@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -125,8 +125,19 @@ class Sums(Mapping[str, Tensor]):
             given = [value.double() for value in given]
         return cls(tuple(metrics), torch.stack(given).detach() if given else torch.zeros(0, dtype=torch.float64))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Mapping[str, Tensor]]) -> Sums:
+        """All metrics of several parts, which have different names."""
+        sums = [cls.of(part) for part in parts if part]
+        names = tuple(name for part in sums for name in part.names)
+        return cls(names, torch.cat([part.values_N for part in sums])) if sums else cls.of({})
+
     def __getitem__(self, name: str) -> Tensor:
-        return self.values_N[self.names.index(name)]
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> Summable:
+        return dict(zip(self.names, self.values_N.unbind(), strict=True))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -149,6 +160,38 @@ class Sums(Mapping[str, Tensor]):
 
     def to(self, device: torch.device) -> Sums:
         return self if self.values_N.device == device else Sums(self.names, self.values_N.to(device))
+
+
+class Vectors:
+    """Collects summable metrics of several subjects, whose values come as vectors."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._values: list[Tensor] = []
+        self._filled: list[float] = []
+        self._filled_names: list[str] = []
+
+    def put(self, subjects: Sequence[str], keys: Sequence[str], values: Tensor) -> None:
+        """`SUBJECT/KEY` of all keys and subjects, `[keys, subjects]` float64."""
+        assert values.shape == (len(keys), len(subjects)), "one value of each key for each subject"
+        self._names += [f"{subject}/{key}" for key in keys for subject in subjects]
+        self._values.append(values.flatten())
+
+    def fill(self, subjects: Sequence[str], keys: Sequence[str], value: float) -> None:
+        """The same value for all keys and subjects."""
+        names = [f"{subject}/{key}" for key in keys for subject in subjects]
+        self._filled_names += names
+        self._filled += [value] * len(names)
+
+    def histogram(self, name: str, counts: Tensor) -> None:
+        """See `histogram`."""
+        self._names += [f"{name}:bin{place}" for place in range(len(counts))]
+        self._values.append(counts)
+
+    def sums(self) -> Sums:
+        """Everything that was put in."""
+        like = self._values[0] if self._values else torch.zeros(0, dtype=torch.float64)
+        return Sums((*self._names, *self._filled_names), torch.cat([*self._values, like.new_tensor(self._filled)]))
 
 
 @lru_cache(maxsize=16)

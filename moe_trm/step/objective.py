@@ -153,19 +153,21 @@ class Objective:
                 if coef
             }
             self._metrics.append(
-                summable.Sums.of(
-                    {
-                        **{name: share.detach().double() for name, share in shares.items()},
-                        **measured,
-                        **token_loss.metrics,
-                        **correction.metrics,
-                        **diagnostics.metrics(evidence),
-                        **diagnostics.divergences(evidence),
-                        **diagnostics.acceptance(evidence, correction),
-                        **(diagnostics.by_turn(evidence) if self._has_turns else {}),
-                        **diagnostics.gradient_power(evidence, correction),
-                        **_first_update(ratios, first and part.scored),
-                    }
+                summable.Sums.joined(
+                    [
+                        diagnostics.metrics(evidence),
+                        {
+                            **{name: share.detach().double() for name, share in shares.items()},
+                            **measured,
+                            **token_loss.metrics,
+                            **correction.metrics,
+                            **diagnostics.divergences(evidence),
+                            **diagnostics.acceptance(evidence, correction),
+                            **(diagnostics.by_turn(evidence) if self._has_turns else {}),
+                            **diagnostics.gradient_power(evidence, correction),
+                            **_first_update(ratios, first and part.scored),
+                        },
+                    ]
                 )
             )
             return torch.stack([*shares.values()]).sum()

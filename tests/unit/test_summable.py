@@ -11,6 +11,7 @@ import torch
 
 from moe_trm.summable import (
     Sums,
+    Vectors,
     add,
     bins,
     compared,
@@ -123,6 +124,29 @@ def test_sums_in_one_vector_are_those_of_each_key_alone() -> None:
         assert (got[name].dtype, got[name].requires_grad) == (torch.float64, False)
     assert Sums.of(got) is got
     assert len(Sums.of({})) == 0
+
+
+def test_vectors_are_named_by_subject_and_key() -> None:
+    found = Vectors()
+    found.put(["engine", "total"], ["kl:sum", "far:max"], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
+    found.fill(["engine", "total"], ["kl:count"], 2.0)
+    found.histogram("total/gap", torch.tensor([5.0, 6.0], dtype=torch.float64))
+    joined = Sums.joined([found.sums(), {}, {"own:sum": torch.tensor(7.0)}])
+    assert {name: float(value) for name, value in joined.items()} == {
+        "engine/kl:sum": 1.0,
+        "total/kl:sum": 2.0,
+        "engine/far:max": 3.0,
+        "total/far:max": 4.0,
+        "total/gap:bin0": 5.0,
+        "total/gap:bin1": 6.0,
+        "engine/kl:count": 2.0,
+        "total/kl:count": 2.0,
+        "own:sum": 7.0,
+    }
+    assert finalize(found.sums() + found.sums())["total/far"] == 4.0
+    assert len(Sums.joined([])) == len(Vectors().sums()) == 0
+    with pytest.raises(AssertionError, match="one value of each key"):
+        found.put(["engine"], ["kl:sum", "far:max"], torch.zeros(1, 2, dtype=torch.float64))
 
 
 def test_parts_with_other_metrics_are_no_sum() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from moe_trm.learner.lora.base import Identity, base_checksum
 from moe_trm.learner.lora.wanted import wanted_adapters
 from moe_trm.learner.loss_scale import loss_scale_of
 from moe_trm.learner.megatron import cpu_shim, fp8, layout
-from moe_trm.learner.megatron.export import owned_tensors
+from moe_trm.learner.megatron.export import OwnedTensors
 from moe_trm.learner.megatron.layers import layers_here
 from moe_trm.learner.megatron.learner import MegatronLearner
 from moe_trm.learner.megatron.lora import Adapters, add_adapters
@@ -94,7 +93,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         optimizer,
         replayer,
         HfExporter(
-            partial(owned_tensors, chunks, hf, adapters.merged),
+            OwnedTensors(chunks, hf, adapters.merged),
             hf,
             ExportForm(checkpoint, config.learner.dtype, config.train.export_form == "published"),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,51 +15,72 @@ from torch import Tensor
 from moe_trm.learner.megatron import convert
 from moe_trm.learner.megatron.model import EMBEDDING, OUTPUT, global_tensors, tensor_group
 from moe_trm.learner.megatron.policy import PolicyModel
+from moe_trm.models.family import Link
 from moe_trm.models.hf_config import num_experts
 
 
-@torch.no_grad()
-def owned_tensors(
-    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], value: Callable[[Tensor], Tensor] = torch.detach
-) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors under their Hugging Face names; `hf` is config.json of the checkpoint. Collective.
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter, of which this rank yields tensors once those that share it have brought their parts."""
 
-    `value` of a parameter is what passes compute with: merged with its adapter, where it has one.
+    name: str
+    tensor: Tensor
+    link: Link
+    group: dist.ProcessGroup
+
+
+class OwnedTensors:
+    """This rank's tensors under their Hugging Face names, in the order of its model.
 
     The first of the ranks that share an expert owns it. The first data-parallel rank that has any other tensor owns it.
     Where tensor-parallel ranks hold parts, or expert-parallel ranks rows of one tensor, the first of them owns the
     whole. Whole tensors are assembled one at a time in host memory, all of them before the first is yielded: a receiver
     that takes the ranks in turn must not keep the others from sending their parts.
+
+    Args:
+        chunks: this rank's model. Its parameters are found once: they keep their places as long as it lives.
+        hf: config.json of the checkpoint.
+        value: of a parameter: what passes compute with, without a gradient. It is merged with its adapter, where it
+            has one.
     """
-    names = convert.Names(hf)
-    is_cut = any(_holders(name, names).size() > 1 for name, _ in global_tensors(chunks))
-    tensors = _rows_together(_owned(chunks, hf, names, value), num_experts(hf))
-    yield from (list(tensors) if is_cut else tensors)
+
+    def __init__(
+        self, chunks: Sequence[PolicyModel], hf: Mapping[str, Any], value: Callable[[Tensor], Tensor] = torch.detach
+    ) -> None:
+        names, tied = convert.Names(hf), bool(hf.get("tie_word_embeddings", False))
+        owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
+        owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
+        found = [_Owned(name, held, names.link(name), tensor_group(name)) for name, held in global_tensors(chunks)]
+        self._owned = [
+            one
+            for one in found
+            if not (tied and one.name == OUTPUT) and (owns_experts if convert.is_expert(one.name) else owns_shared)
+        ]
+        self._is_cut = any(_holders(one).size() > 1 for one in found)
+        self._shape, self._vocabulary, self._num_experts = convert.heads(hf), int(hf["vocab_size"]), num_experts(hf)
+        self._value = value
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values. Collective."""
+        tensors = _rows_together(self._parts(), self._num_experts)
+        yield from (list(tensors) if self._is_cut else tensors)
+
+    def _parts(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
+        for one in self._owned:
+            whole = _whole(one, self._value(one.tensor))
+            if one.group.rank() > 0:
+                continue
+            if one.name in (EMBEDDING, OUTPUT):
+                whole = whole[: self._vocabulary]
+            tensors = convert.unpack(one.link.packing, whole, self._shape)
+            for hf_name, tensor in zip(one.link.hf_names, tensors, strict=True):
+                yield hf_name, tensor, one.link.row is not None
 
 
-def _holders(name: str, names: convert.Names) -> dist.ProcessGroup:
-    """Ranks that together hold the Hugging Face tensors of the parameter `name`."""
-    return tensor_group(name) if names.link(name).row is None else parallel_state.get_expert_model_parallel_group()
-
-
-def _owned(
-    chunks: Sequence[PolicyModel], hf: Mapping[str, Any], names: convert.Names, value: Callable[[Tensor], Tensor]
-) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name and tensor, and whether it is only one expert's row of the tensor of that name."""
-    shape, tied = convert.heads(hf), bool(hf.get("tie_word_embeddings", False))
-    owns_experts = int(parallel_state.get_expert_data_parallel_rank()) == 0
-    owns_shared = int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0
-    for name, parameter in global_tensors(chunks):
-        is_copy = tied and name == OUTPUT
-        if is_copy or not (owns_experts if convert.is_expert(name) else owns_shared):
-            continue
-        found, group = names.link(name), tensor_group(name)
-        whole = _whole(name, value(parameter))
-        if group.rank() == 0:
-            if name in (EMBEDDING, OUTPUT):
-                whole = whole[: int(hf["vocab_size"])]
-            for hf_name, tensor in zip(found.hf_names, convert.unpack(found.packing, whole, shape), strict=True):
-                yield hf_name, tensor, found.row is not None
+def _holders(one: _Owned) -> dist.ProcessGroup:
+    """Ranks that together hold the Hugging Face tensors of a parameter."""
+    return one.group if one.link.row is None else parallel_state.get_expert_model_parallel_group()
 
 
 def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
@@ -79,13 +101,13 @@ def _rows_together(tensors: Iterator[tuple[str, Tensor, bool]], num_experts: int
                 yield name, torch.cat(parts)
 
 
-def _whole(name: str, own: Tensor) -> Tensor:
-    """The parameter `name` with the parts of all ranks that share it."""
-    dim, group = convert.split_dim(name), tensor_group(name)
-    if dim is None or group.size() == 1:
+def _whole(one: _Owned, own: Tensor) -> Tensor:
+    """The parameter with the parts of all ranks that share it."""
+    dim = convert.split_dim(one.name) if one.group.size() > 1 else None
+    if dim is None:
         return own
-    parts = _gathered(own, group)
-    return own if parts is None else convert.join(name, parts, dim)
+    parts = _gathered(own, one.group)
+    return own if parts is None else convert.join(one.name, parts, dim)
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:

@@ -78,9 +78,9 @@ class Adapters:
         self.factors += factors
 
     def merged(self, parameter: Tensor) -> Tensor:
-        """The parameter as passes have it."""
+        """The parameter as passes have it, without a gradient."""
         found = self._adapters.get(parameter)
-        return parameter.detach() if found is None else found[2].value(parameter)
+        return (parameter if found is None else found[2].value(parameter)).detach()
 
     def merge_in_passes(self) -> None:
         """Let every forward from now on compute with merged weights. Call it when all other hooks are there."""
