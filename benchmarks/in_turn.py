@@ -41,6 +41,7 @@ POLL_S = 0.001
 ALIVE_S = 0.1
 """Pause between two looks at whether it lives."""
 END_S = 10.0
+"""Longest wait for killed processes to be gone."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """Grain of what the kernel tells of the whole machine."""
 LAST_BYTES = 2000
@@ -88,7 +89,7 @@ class Tree:
 
     def __init__(self, roots: Sequence[int]) -> None:
         living = _living()
-        self._members = {pid: living[pid].begun for pid in roots}
+        self._members = {pid: living[pid].begun for pid in roots if pid in living}
 
     @property
     def pids(self) -> frozenset[int]:
@@ -112,9 +113,12 @@ class Tree:
         _send(self._members, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End every process. None escapes: a stopped one starts no other."""
+        """End every process, and wait until all are gone. None escapes: a stopped one starts no other."""
         self.stop()
         _send(self._members, signal.SIGKILL)
+        deadline = time.monotonic() + END_S
+        while _living().keys() & self._members and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def cpu_seconds(self) -> dict[int, float]:
         """By process id, CPU seconds of each process since its start; one that has ended is left out."""
@@ -133,12 +137,13 @@ class _Living(NamedTuple):
 
 
 def _living() -> dict[int, _Living]:
-    """By process id, every process of the machine."""
+    """By process id, every process of the machine that has not ended."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            words = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            found[int(name)] = _Living(int(words[1]), int(words[19]))
+            state, *words = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            if state not in b"XZ":
+                found[int(name)] = _Living(int(words[0]), int(words[18]))
     return found
 
 
