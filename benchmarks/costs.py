@@ -44,7 +44,9 @@ from benchmarks.own_arms import CONFIG, SKIPPED, own_arm, place_in
 from benchmarks.table import Row, report
 from benchmarks.turn_ratios import Measured, Ratio, ratios
 from moe_trm.config import load
+from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
+from moe_trm.plan.parameters import model_of
 
 WHOLE = "everything on"
 EVERYTHING = "all of these"
@@ -86,13 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ending_all(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = args.checkpoint or random_model(folder / "model", args)
+        model = model_of(read_hf_config(Path(checkpoint)))
         found = list(measured(folder, checkpoint, args.rounds))
-    report(
-        f"Costs of a step's parts, {args.rounds} rounds of steps in turn",
-        list(rows(found)),
-        args.json,
-        {"turns": details(found)},
-    )
+    size = f"{model.total() / 1e6:.3g} million parameters, {model.active() / 1e6:.3g} million for each token"
+    title = f"Costs of a step's parts, from {args.rounds} rounds of steps in turn: {size}"
+    report(title, list(rows(found)), args.json, {"turns": details(found)})
     return 0
 
 

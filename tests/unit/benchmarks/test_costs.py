@@ -114,7 +114,7 @@ def test_a_random_model_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(benchmarks.costs, "measured", look)
     shape = ["--hidden", "64", "--layers", "2", "--experts", "8", "--top-k", "2"]
     assert main([*shape, "--rounds", "3", "--json", str(tmp_path / "rows.json")]) == 0
-    assert (tmp_path / "rows.json").is_file()
+    assert "0.239 million parameters, 0.0916 million for each token" in (tmp_path / "rows.json").read_text()
     for both in ([], ["--checkpoint", "there", *shape]):
         with pytest.raises(SystemExit):
             main(both)
