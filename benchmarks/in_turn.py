@@ -129,6 +129,28 @@ class Tree:
         return found
 
 
+class Guard:
+    """Ends stopped processes when this one is killed (`benchmarks.turn_guard`)."""
+
+    def __init__(self) -> None:
+        # Isolated and without site-packages, it is up in milliseconds and small.
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("turn_guard.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+        self._pids: frozenset[int] = frozenset()
+
+    def watch(self, pids: frozenset[int]) -> None:
+        """Look after these processes, in place of others."""
+        if pids != self._pids:
+            self._pids = pids
+            assert self._process.stdin is not None
+            self._process.stdin.write(" ".join(map(str, sorted(pids))) + "\n")
+
+    def release(self) -> None:
+        """End it, and nothing else."""
+        self.watch(frozenset())
+        self._process.communicate()
+
+
 class _Living(NamedTuple):
     """A process: its parent, and when it was started, in the kernel's ticks."""
 
@@ -161,6 +183,7 @@ class Arm:
         self.name = name
         self._processes, self._path, self._logs = processes, steps, logs
         self._tree = Tree([process.pid for process in processes])
+        self._guard = Guard()
         self._read, self._cpu = 0, dict[int, float]()
 
     @property
@@ -196,6 +219,7 @@ class Arm:
 
     def _stop(self) -> None:
         self._tree.stop()
+        self._guard.watch(self._tree.pids)
         self._cpu = self._tree.cpu_seconds()
 
     def _await(self, steps: int) -> list[Mapping[str, Any]]:
@@ -234,6 +258,7 @@ class Arm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tree.kill()
+        self._guard.release()
         for process in self._processes:
             process.wait(END_S)
 
