@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.in_turn import Turn, ending_all, rounds_of
+from benchmarks.in_turn import Rounds, Turn, ending_all, rounds_of, turns_of
 from benchmarks.options import command_line
 from benchmarks.own_arms import CONFIG, SKIPPED, own_arm, place_in
 from benchmarks.table import Row, report
@@ -70,8 +70,6 @@ SETTINGS = (
     "checkpoint.every=0",
     "observe.report=false",
 )
-Rounds = Sequence[Sequence[tuple[str, Turn]]]
-"""Turns by round, each with what is switched off."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = list(measured(folder, checkpoint, args.rounds))
     size = f"{model.total() / 1e6:.3g} million parameters, {model.active() / 1e6:.3g} million for each token"
     title = f"Costs of a step's parts, from {args.rounds} rounds of steps in turn: {size}"
-    report(title, list(rows(found)), args.json, {"turns": details(found)})
+    report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
     return 0
 
 
@@ -165,24 +163,6 @@ def rows(found: Rounds) -> Iterator[Row]:
 
 def _columns(what: str, share: Ratio) -> Row:
     return {f"of the {what}": share.value, f"{what} from": share.interval[0], f"{what} to": share.interval[1]}
-
-
-def details(found: Rounds) -> list[Row]:
-    """Every turn, for the file."""
-    return [
-        {
-            "round": number,
-            "without": name,
-            "seconds": turn.seconds,
-            "cpu_seconds": turn.cpu_seconds,
-            "length": turn.row["response/length_mean"],
-            "longest": turn.row["response/length_max"],
-            "stolen": turn.stolen,
-            "others": turn.others,
-        }
-        for number, made in enumerate(found)
-        for name, turn in made
-    ]
 
 
 if __name__ == "__main__":

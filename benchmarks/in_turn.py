@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from benchmarks.table import Row
 from moe_trm.runtime.lifeline import Lifeline
 
 STEP = "time/step_s"
@@ -82,6 +83,10 @@ class Turn:
     def host(self) -> tuple[float, float]:
         """What the machine was like, as positive numbers that are 1 on an idle one: for `benchmarks.turn_ratios`."""
         return 1 - self.stolen, 1 + self.others
+
+
+Rounds = Sequence[Sequence[tuple[str, Turn]]]
+"""Turns by round, each with the name of its arm."""
 
 
 class Tree:
@@ -301,6 +306,24 @@ def rounds_of(
         made = [(name, arms[name].turn()) for name in names]
         if number >= skipped:
             yield made
+
+
+def turns_of(found: Rounds) -> list[Row]:
+    """Every turn in its order, for a file."""
+    return [
+        {
+            "round": number,
+            "arm": name,
+            "seconds": turn.seconds,
+            "cpu_seconds": turn.cpu_seconds,
+            "length": turn.row["response/length_mean"],
+            "longest": turn.row["response/length_max"],
+            "stolen": turn.stolen,
+            "others": turn.others,
+        }
+        for number, made in enumerate(found)
+        for name, turn in made
+    ]
 
 
 @contextmanager
