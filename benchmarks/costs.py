@@ -4,7 +4,8 @@
 everything on, without each part, and without all of them. Each has its own server and ranks, and the settings of the
 quickstart. They take turns step by step, and all but one are stopped meanwhile (`benchmarks.in_turn`). So steps that
 are compared are seconds apart. A round has a turn of each job in random order, and two of the jobs with everything and
-with nothing. The learning rate is 0, so that all sample from the same policy.
+with nothing. The learning rate is 0, so that all sample from the same policy. On an idle machine it takes six minutes,
+and the six jobs hold 7 GB together.
 
 A turn has seconds, and CPU seconds of all processes (server, controller, ranks). How long answers are is chance, and
 moves both by more than a part does. So does the host: how much of the turn it gave to other machines, and other
