@@ -54,6 +54,12 @@ BENCHMARKS = (
     Benchmark("mask_rate", "What every rule and preset rejects", "mask_rate"),
     Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
     Benchmark("costs", "What each part of a step costs", "costs", ("--checkpoint", "runs/quickstart-start")),
+    Benchmark(
+        "costs_larger",
+        "What each part costs of a step of a larger model",
+        "costs",
+        ("--hidden", "512", "--rounds", "3"),
+    ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
     Benchmark("agent_door", "The address of agents", "agent_door"),

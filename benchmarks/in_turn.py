@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
+from benchmarks.table import Row
 from moe_trm.runtime.lifeline import Lifeline
 
 STEP = "time/step_s"
@@ -41,6 +42,7 @@ POLL_S = 0.001
 ALIVE_S = 0.1
 """Pause between two looks at whether it lives."""
 END_S = 10.0
+"""Longest wait for killed processes to be gone."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """Grain of what the kernel tells of the whole machine."""
 LAST_BYTES = 2000
@@ -83,12 +85,16 @@ class Turn:
         return 1 - self.stolen, 1 + self.others
 
 
+Rounds = Sequence[Sequence[tuple[str, Turn]]]
+"""Turns by round, each with the name of its arm."""
+
+
 class Tree:
     """The processes of a job: `roots`, and all that processes of the tree start."""
 
     def __init__(self, roots: Sequence[int]) -> None:
         living = _living()
-        self._members = {pid: living[pid].begun for pid in roots}
+        self._members = {pid: living[pid].begun for pid in roots if pid in living}
 
     @property
     def pids(self) -> frozenset[int]:
@@ -112,9 +118,12 @@ class Tree:
         _send(self._members, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End every process. None escapes: a stopped one starts no other."""
+        """End every process, and wait until all are gone. None escapes: a stopped one starts no other."""
         self.stop()
         _send(self._members, signal.SIGKILL)
+        deadline = time.monotonic() + END_S
+        while _living().keys() & self._members and time.monotonic() < deadline:
+            time.sleep(POLL_S)
 
     def cpu_seconds(self) -> dict[int, float]:
         """By process id, CPU seconds of each process since its start; one that has ended is left out."""
@@ -125,6 +134,28 @@ class Tree:
         return found
 
 
+class Guard:
+    """Ends stopped processes when this one is killed (`benchmarks.turn_guard`)."""
+
+    def __init__(self) -> None:
+        # Isolated and without site-packages, it is up in milliseconds and small.
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("turn_guard.py"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+        self._pids: frozenset[int] = frozenset()
+
+    def watch(self, pids: frozenset[int]) -> None:
+        """Look after these processes, in place of others."""
+        if pids != self._pids:
+            self._pids = pids
+            assert self._process.stdin is not None
+            self._process.stdin.write(" ".join(map(str, sorted(pids))) + "\n")
+
+    def release(self) -> None:
+        """End it, and nothing else."""
+        self.watch(frozenset())
+        self._process.communicate()
+
+
 class _Living(NamedTuple):
     """A process: its parent, and when it was started, in the kernel's ticks."""
 
@@ -133,12 +164,13 @@ class _Living(NamedTuple):
 
 
 def _living() -> dict[int, _Living]:
-    """By process id, every process of the machine."""
+    """By process id, every process of the machine that has not ended."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            words = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-            found[int(name)] = _Living(int(words[1]), int(words[19]))
+            state, *words = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            if state not in b"XZ":
+                found[int(name)] = _Living(int(words[0]), int(words[18]))
     return found
 
 
@@ -156,6 +188,7 @@ class Arm:
         self.name = name
         self._processes, self._path, self._logs = processes, steps, logs
         self._tree = Tree([process.pid for process in processes])
+        self._guard = Guard()
         self._read, self._cpu = 0, dict[int, float]()
 
     @property
@@ -191,6 +224,7 @@ class Arm:
 
     def _stop(self) -> None:
         self._tree.stop()
+        self._guard.watch(self._tree.pids)
         self._cpu = self._tree.cpu_seconds()
 
     def _await(self, steps: int) -> list[Mapping[str, Any]]:
@@ -229,6 +263,7 @@ class Arm:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tree.kill()
+        self._guard.release()
         for process in self._processes:
             process.wait(END_S)
 
@@ -271,6 +306,24 @@ def rounds_of(
         made = [(name, arms[name].turn()) for name in names]
         if number >= skipped:
             yield made
+
+
+def turns_of(found: Rounds) -> list[Row]:
+    """Every turn in its order, for a file."""
+    return [
+        {
+            "round": number,
+            "arm": name,
+            "seconds": turn.seconds,
+            "cpu_seconds": turn.cpu_seconds,
+            "length": turn.row["response/length_mean"],
+            "longest": turn.row["response/length_max"],
+            "stolen": turn.stolen,
+            "others": turn.others,
+        }
+        for number, made in enumerate(found)
+        for name, turn in made
+    ]
 
 
 @contextmanager

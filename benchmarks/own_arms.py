@@ -43,9 +43,9 @@ class Place:
 
 @contextmanager
 def place_in(folder: Path) -> Iterator[Place]:
-    """A place with its two processes, inside the `with`."""
-    log = folder / "warm.log"
-    with warm_server(log) as ranks, warm_engine(log) as engine:
+    """A place with its two processes, inside the `with`. Temporary files are in it, too: jobs are killed at the end."""
+    log, here = folder / "warm.log", patch.dict(os.environ, TMPDIR=str(folder))
+    with here, warm_server(log) as ranks, warm_engine(log) as engine:
         yield Place(folder, ranks.address(), engine.address())
 
 

@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.against:
         with ending_all(), tempfile.TemporaryDirectory() as folder:
-            found = against_trl(args.checkpoint, Path(folder), args.python, args.rounds or 40)
-        report("Seconds of a step, ours and TRL's, from steps in turn", found, args.json)
+            found, turns = against_trl(args.checkpoint, Path(folder), args.python, args.rounds or 40)
+        report("Seconds of a step, ours and TRL's, from steps in turn", found, args.json, {"turns": turns})
         return 0
     rows = recording(args.checkpoint, args.rounds or 8)
     if args.run:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.in_turn import Arm, Turn, rounds_of, started
+from benchmarks.in_turn import Arm, Rounds, Turn, rounds_of, started, turns_of
 from benchmarks.own_arms import SKIPPED, own_arm, place_in
 from benchmarks.table import Row
 from benchmarks.turn_ratios import Measured, ratios
@@ -38,11 +38,12 @@ TURNS = 2
 """Of each job in a round: one with the probe and one without, where there is one."""
 SKIPPED_ROUNDS = 1
 SETTINGS = ("optimizer.lr=0.0", "task.eval_size=0", "train.export=false")
-Rounds = Sequence[Sequence[tuple[str, Turn]]]
 
 
-def against_trl(checkpoint: str, folder: Path, python: str, rounds: int) -> list[Row]:
-    """One row for each of our settings: seconds of both, and the ratio of ours to TRL's with its 95% interval.
+def against_trl(checkpoint: str, folder: Path, python: str, rounds: int) -> tuple[list[Row], list[Row]]:
+    """One row for each of our settings, and every turn.
+
+    A row has the seconds of both, and the ratio of ours to TRL's with its 95% interval.
 
     Args:
         checkpoint: the quickstart's start.
@@ -58,7 +59,7 @@ def against_trl(checkpoint: str, folder: Path, python: str, rounds: int) -> list
         for name, own in OURS.items():
             arms[name] = stack.enter_context(own_arm(place, name, [*settings, *own]))
         found = list(rounds_of(arms, rounds, dict.fromkeys(arms, TURNS), SKIPPED_ROUNDS))
-    return list(rows(found, versions_in(steps_file(folder))["trl"]))
+    return list(rows(found, versions_in(steps_file(folder))["trl"])), turns_of(found)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks.costs
-from benchmarks.costs import EVERYTHING, OFTEN, SKIPPED_ROUNDS, WHOLE, WITHOUT, details, main, measured, rows, shares
-from benchmarks.in_turn import Turn
+from benchmarks.costs import EVERYTHING, OFTEN, SKIPPED_ROUNDS, WHOLE, WITHOUT, main, measured, rows, shares
+from benchmarks.in_turn import Turn, turns_of
 from benchmarks.own_arms import SKIPPED, Place
 from moe_trm.config import load
 from moe_trm.models.hf_config import read_hf_config
@@ -67,7 +67,7 @@ def test_a_row_for_every_part_after_that_of_the_whole() -> None:
     assert [row["steps"] for row in found] == [6, *(3 * OFTEN.get(name, 1) for name in PARTS)]
     assert "of the CPU" not in found[0]
     assert {"of the step", "step from", "step to", "of the CPU", "CPU from", "CPU to"} < found[1].keys()
-    assert len(details(made)) == sum(map(len, made))
+    assert len(turns_of(made)) == sum(map(len, made))
 
 
 def test_every_job_has_its_settings_and_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_random_model_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(benchmarks.costs, "measured", look)
     shape = ["--hidden", "64", "--layers", "2", "--experts", "8", "--top-k", "2"]
     assert main([*shape, "--rounds", "3", "--json", str(tmp_path / "rows.json")]) == 0
-    assert (tmp_path / "rows.json").is_file()
+    assert "0.239 million parameters, 0.0916 million for each token" in (tmp_path / "rows.json").read_text()
     for both in ([], ["--checkpoint", "there", *shape]):
         with pytest.raises(SystemExit):
             main(both)
