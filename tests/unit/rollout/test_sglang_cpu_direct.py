@@ -121,10 +121,10 @@ def test_requests_that_come_at_once_are_sent_together_and_get_their_own_answers(
         await turns()
         assert manager.sent == [[rid(0), rid(1), rid(2)], [rid(3)]]
         way.receive(Answers([rid(3), rid(1)], [b"d", b"b"]))
-        assert await asyncio.gather(tasks[3], tasks[1]) == [b"d", b"b"]
+        assert [await tasks[3], await tasks[1]] == [b"d", b"b"]
         assert not tasks[0].done()
         way.receive(Answers([rid(0), rid(2), "nobody"], [b"a", b"c", b"x"]))
-        assert await asyncio.gather(tasks[0], tasks[2]) == [b"a", b"c"]
+        assert [await tasks[0], await tasks[2]] == [b"a", b"c"]
         assert not manager.rid_to_state
         assert not manager.aborted
 
