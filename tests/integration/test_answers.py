@@ -100,7 +100,7 @@ def test_other_requests_of_such_a_client_are_answered_by_sglang(served_config: C
         {"sampling_params": {"temperature": -1.0, "top_k": 1}},
         {"sampling_params": {"top_k": VOCAB * 1000}},
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_a_refusal_is_that_of_sglang(served_config: Config, rollout_server: Server, wrong: dict[str, Any]) -> None:
     request = body(served_config, rollout_server, 9) | wrong

@@ -142,7 +142,7 @@ def test_a_number_that_is_none_is_null() -> None:
     ]
 
 
-@pytest.mark.parametrize("other", UNUSUAL, ids=str)
+@pytest.mark.parametrize("other", UNUSUAL, ids=", ".join)
 def test_an_unusual_request_is_sent_by_sglang(other: dict[str, Any]) -> None:
     sent: list[Any] = []
     req = request(**other)

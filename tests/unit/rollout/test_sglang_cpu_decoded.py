@@ -190,18 +190,20 @@ UNUSUAL_PASSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("other", UNUSUAL_REQUESTS, ids=str)
+@pytest.mark.parametrize("other", UNUSUAL_REQUESTS, ids=", ".join)
 def test_a_batch_with_an_unusual_request_is_left_to_sglang(other: dict[str, Any]) -> None:
     assert processed(Processor(), batch_of([request(), request(**other), request()]), the_pass())
 
 
-@pytest.mark.parametrize("other", UNUSUAL_PASSES, ids=str)
+@pytest.mark.parametrize("other", UNUSUAL_PASSES, ids=", ".join)
 def test_an_unusual_pass_is_left_to_sglang(other: dict[str, Any]) -> None:
     assert processed(Processor(), batch_of([request() for _ in TOKENS]), the_pass(**other))
 
 
 @pytest.mark.parametrize(
-    "other", [{"mamba_track_mask_cpu": [True]}, {"spec_algorithm": SimpleNamespace(is_none=lambda: False)}], ids=str
+    "other",
+    [{"mamba_track_mask_cpu": [True]}, {"spec_algorithm": SimpleNamespace(is_none=lambda: False)}],
+    ids=", ".join,
 )
 def test_an_unusual_batch_is_left_to_sglang(other: dict[str, Any]) -> None:
     assert processed(Processor(), batch_of([request() for _ in TOKENS], **other), the_pass())

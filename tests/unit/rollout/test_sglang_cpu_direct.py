@@ -121,12 +121,13 @@ def test_requests_that_come_at_once_are_sent_together_and_get_their_own_answers(
         await turns()
         assert manager.sent == [[rid(0), rid(1), rid(2)], [rid(3)]]
         way.receive(Answers([rid(3), rid(1)], [b"d", b"b"]))
-        assert await asyncio.gather(tasks[3], tasks[1]) == [b"d", b"b"]
+        assert [await tasks[3], await tasks[1]] == [b"d", b"b"]
         assert not tasks[0].done()
         way.receive(Answers([rid(0), rid(2), "nobody"], [b"a", b"c", b"x"]))
-        assert await asyncio.gather(tasks[0], tasks[2]) == [b"a", b"c"]
+        assert [await tasks[0], await tasks[2]] == [b"a", b"c"]
         assert not manager.rid_to_state
         assert not manager.aborted
+        assert not way._clients, "clients that have their answer"
 
     run(work)
 
@@ -162,6 +163,24 @@ def test_everyone_hears_of_a_message_that_could_not_be_sent() -> None:
         for outcome in await asyncio.gather(*asks(way, 2), return_exceptions=True):
             assert isinstance(outcome, Refused)
         assert not manager.rid_to_state
+
+    run(work)
+
+
+def test_a_request_that_has_left_waits_for_its_answer_whatever_comes_after() -> None:
+    async def work(manager: Manager, way: Direct) -> None:
+        native = manager._send_batch_request
+
+        async def fails_late(batch: list[Any]) -> None:
+            await native(batch)
+            raise Refused("after it was sent")
+
+        manager._send_batch_request = fails_late  # type: ignore[method-assign]
+        [task] = asks(way, 1)
+        await turns()
+        assert not task.done()
+        way.receive(Answers([rid(0)], [b"a"]))
+        assert await task == b"a"
 
     run(work)
 
