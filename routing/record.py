@@ -202,7 +202,7 @@ def _repeats(experts: np.ndarray) -> bool:
     if flat_MK.size * flat_MK.shape[1] > _FEW_PAIRS:
         return bool(_repeated(experts).any())
     # Of few ids it is the number of operations that takes time. Each id equals itself, and no other.
-    return np.count_nonzero(flat_MK[:, :, None] == flat_MK[:, None, :]) != flat_MK.size
+    return int(np.count_nonzero(flat_MK[:, :, None] == flat_MK[:, None, :])) != flat_MK.size
 
 
 def _repeated(experts: np.ndarray) -> np.ndarray:
