@@ -176,7 +176,8 @@ class RouteRecord:
         """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
         ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         check_ids(self, ids)
-        return replace(self, token_digest=ids_digest(ids, origin))
+        digest = ids_digest(ids, origin)
+        return RouteRecord(self.experts, self.layer_ids, self.num_experts, digest, self.order, self.covered)
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
