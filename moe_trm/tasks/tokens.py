@@ -30,6 +30,9 @@ class Tokens:
         stop_token_ids: of generation_config.json, else of config.json, else the tokenizer's end token.
     """
 
+    _backend: Any = None
+    """What `_decoder_of` finds for the tokenizer."""
+
     def __init__(self, folder: str | Path) -> None:
         """Load config and tokenizer of a checkpoint folder.
 
@@ -47,7 +50,7 @@ class Tokens:
             )
         config = self._json("config.json", required=True)
         self._tokenizer = self._load()
-        self._backend = _backend(self._tokenizer)
+        self._backend = _decoder_of(self._tokenizer)
         self.vocab_size = self._vocab_size(config)
         positions = config.get("max_position_embeddings")
         self.max_positions = positions if isinstance(positions, int) else None
@@ -248,7 +251,7 @@ class Tokens:
         return data if isinstance(data, dict) else {}
 
 
-def _backend(tokenizer: Any) -> Any:
+def _decoder_of(tokenizer: Any) -> Any:
     """What decodes for a tokenizer of the general class, called without its detours; None for another class."""
     if type(tokenizer).__name__ not in GENERAL_CLASSES:
         return None
