@@ -165,6 +165,14 @@ class RolloutRecord:
         return np.diff(self.sampling_mask.offsets) > 0
 
     @property
+    def num_scored(self) -> int:
+        """Number of `scored` tokens."""
+        if self.sampling_mask is None:
+            return self.num_sampled
+        offsets = self.sampling_mask.offsets
+        return int(np.count_nonzero(offsets[1:] != offsets[:-1]))
+
+    @property
     def origin(self) -> bytes:
         """The origin that binds its routes besides its tokens: the row, and the version of every sampled token."""
         return sample_origin(self.row_id, self.versions)
@@ -176,7 +184,14 @@ class RolloutRecord:
             routes = routes.bind(self.tokens, self.origin)
         elif not self.further:
             return self
-        return replace(self, routes=routes, further=tuple(row.bound() for row in self.further))
+        return self.changed(routes=routes, further=tuple(row.bound() for row in self.further))
+
+    def changed(self, **fields: object) -> RolloutRecord:
+        """As `dataclasses.replace`, which takes ten times as long for as many fields."""
+        assert fields.keys() <= self.__dict__.keys(), "fields of a record"
+        other = object.__new__(RolloutRecord)
+        other.__dict__.update(self.__dict__, **fields)
+        return other
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import numpy as np
 from routing.errors import RouteError
 
 _PART = 1 << 15
+_FEW_PAIRS = 1 << 13
+_BYTE, _TWO_BYTES = np.dtype(np.uint8), np.dtype(np.uint16)
 
 
 def token_digest(tokens: np.ndarray, origin: bytes = b"") -> bytes:
@@ -43,7 +45,7 @@ def sample_origin(sample_id: int, versions: np.ndarray) -> bytes:
 
 def expert_dtype(num_experts: int) -> np.dtype:
     """Smallest unsigned integer type that holds every expert id: uint8 up to 256 experts, else uint16."""
-    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+    return _BYTE if num_experts <= 256 else _TWO_BYTES
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,8 @@ class RouteRecord:
                 got=experts[row, layer].tolist(),
                 expected=f"0..{self.num_experts - 1}",
             )
-        repeated = _repeats(experts)
-        if repeated.any():
-            row, layer = np.argwhere(repeated)[0]
+        if _repeats(experts):
+            row, layer = np.argwhere(_repeated(experts))[0]
             raise RouteError(
                 "duplicate",
                 "an expert appears twice in one row",
@@ -175,7 +176,8 @@ class RouteRecord:
         """The same record as that of one sample with these token ids `[T]`; raises as `check_tokens` does."""
         ids = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         check_ids(self, ids)
-        return replace(self, token_digest=ids_digest(ids, origin))
+        digest = ids_digest(ids, origin)
+        return RouteRecord(self.experts, self.layer_ids, self.num_experts, digest, self.order, self.covered)
 
     def check_tokens(self, tokens: np.ndarray, origin: bytes = b"") -> None:
         """Raise `RouteError` unless this record was made for exactly these token ids `[T]`, and bound to `origin`."""
@@ -195,7 +197,16 @@ def check_ids(record: RouteRecord, ids: bytes, origin: bytes = b"") -> None:
         )
 
 
-def _repeats(experts: np.ndarray) -> np.ndarray:
+def _repeats(experts: np.ndarray) -> bool:
+    """True when an id appears twice among the K of a row."""
+    flat_MK = experts.reshape(-1, experts.shape[-1])
+    if flat_MK.size * flat_MK.shape[1] > _FEW_PAIRS:
+        return bool(_repeated(experts).any())
+    # Of few ids it is the number of operations that takes time. Each id equals itself, and no other.
+    return int(np.count_nonzero(flat_MK[:, :, None] == flat_MK[:, None, :])) != flat_MK.size
+
+
+def _repeated(experts: np.ndarray) -> np.ndarray:
     """`[T-1, L]` bool: an id appears twice among the K of its row.
 
     Pairs of whole columns compare several times faster than sorting rows.

@@ -23,6 +23,7 @@ except ImportError:
 PAYLOAD_DTYPE = "int32"
 """Type of the ids in a payload whose sender does not name one."""
 _PART_BYTES = 1 << 20
+_PAYLOADS = (str, bytes, memoryview)
 PAYLOAD_BYTES = {"int32": 4, "uint16": 2, "uint8": 1}
 """Bytes of an id, by the types that a payload can have."""
 _SENT = {name: (np.dtype(name).newbyteorder("<"), np.dtype(f"<u{size}")) for name, size in PAYLOAD_BYTES.items()}
@@ -83,7 +84,7 @@ def decode_payload(
     for first, flat in _parts(payload, num_rows, row_bytes):
         routes_TLK = flat.view(sent).reshape(-1, num_layers, top_k)[:, columns, :]
         # As an unsigned number, a negative id is above all others.
-        if len(routes_TLK) and routes_TLK.view(unsigned).max() >= num_experts:
+        if np.maximum.reduce(routes_TLK.view(unsigned), axis=None, initial=0) >= num_experts:
             row, column, slot = np.argwhere((routes_TLK < 0) | (routes_TLK >= num_experts))[0]
             raise RouteError(
                 "range",
@@ -121,7 +122,7 @@ def _payload_types(name: str, num_experts: int) -> tuple[np.dtype, np.dtype]:
 
 def _num_rows(payload: str | bytes | memoryview, row_bytes: int) -> int:
     """Rows that the length of the payload stands for, or a `RouteError`; nothing is decoded."""
-    if not isinstance(payload, str | bytes | memoryview):
+    if not isinstance(payload, _PAYLOADS):
         raise RouteError(
             "payload", "routes are missing from the response", got=type(payload).__name__, expected="a base64 string"
         )

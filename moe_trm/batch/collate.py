@@ -73,7 +73,7 @@ def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:
     """Scored tokens of the sample of each row; None where every row is a whole sample."""
     if all(row.sample_tokens is None for row in rows):
         return None
-    own = [int(row.record.scored.sum()) if row.sample_tokens is None else row.sample_tokens for row in rows]
+    own = [row.record.num_scored if row.sample_tokens is None else row.sample_tokens for row in rows]
     return torch.tensor(own, dtype=torch.int64)
 
 

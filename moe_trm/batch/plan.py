@@ -52,7 +52,7 @@ def plan_step(
     for index in range(minibatches):
         mini = [row for i in order[index::minibatches] for row in units[i]]
         mini.sort(key=lambda row: -row.record.num_tokens)
-        num_tokens = sum(int(row.record.scored.sum()) for row in mini)
+        num_tokens = sum(row.record.num_scored for row in mini)
         num_samples = len({row.record.sample_id for row in mini})
         shares = _shares(mini, data_size, micro_batch_rows, micro_batch_tokens, packed=packed)
         for rank, micro in enumerate(shares):

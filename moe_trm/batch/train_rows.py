@@ -20,7 +20,7 @@ def train_rows(sample: RolloutRecord, advantages: float | Array) -> list[TrainRo
         advantages: of the sample, or `[S]` of its sampled tokens, row after row.
     """
     rows = sample.rows
-    tokens = sum(int(row.scored.sum()) for row in rows) if len(rows) > 1 else None
+    tokens = sum(row.num_scored for row in rows) if len(rows) > 1 else None
     if isinstance(advantages, float):
         return [TrainRow(row, advantages, sample_tokens=tokens) for row in rows]
     ends = np.cumsum([row.num_sampled for row in rows])

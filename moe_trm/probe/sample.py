@@ -173,4 +173,4 @@ def _records(micro: MicroBatch) -> list[RolloutRecord]:
 
 
 def _scored(row: TrainRow) -> int:
-    return int(row.record.scored.sum())
+    return row.record.num_scored

@@ -161,7 +161,8 @@ class RolloutController:
         if last and self._config.rollout.colocate:
             await self._engine.release_memory()
         metrics = self._step_metrics(version, arrived) if last else {}
-        return [TrainBatch(step, tuple(share), metrics, versions_of(records)) for share in plan]
+        versions = versions_of(records)
+        return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
 
     def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
         parallel = self._config.learner.parallel

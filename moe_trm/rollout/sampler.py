@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from moe_trm.rollout.engine import RolloutEngine
@@ -38,7 +37,7 @@ class Sampler(Protocol):
 def rewarded(record: RolloutRecord, reward: Reward) -> RolloutRecord:
     """The record with its reward and the reward's named parts, in all its rows."""
     further = tuple(rewarded(row, reward) for row in record.further)
-    return replace(record, reward=reward.total, reward_parts=reward.parts, further=further)
+    return record.changed(reward=reward.total, reward_parts=reward.parts, further=further)
 
 
 class SingleTurn:

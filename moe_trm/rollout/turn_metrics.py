@@ -44,7 +44,7 @@ def turn_metrics(records: Sequence[RolloutRecord]) -> dict[str, float]:
 
 def _answers(row: RolloutRecord) -> int:
     """Answers that it trains."""
-    return len(np.unique(row.turn_ids[row.sampled]))
+    return len(set(row.turn_ids[row.sampled].tolist()))
 
 
 def _appended(record: RolloutRecord) -> int:

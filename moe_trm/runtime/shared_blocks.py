@@ -141,6 +141,8 @@ class _Mapped:
 def place_of(array: np.ndarray) -> Place | None:
     """Where another process reads this array's bytes; None for one that is not, or not in one piece, in a block."""
     owner: object = array.base
+    if owner is None:
+        return None
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     if not isinstance(owner, _Mapped) or not array.flags.c_contiguous or not array.nbytes:

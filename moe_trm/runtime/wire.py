@@ -41,17 +41,18 @@ def encode(message: Any, lend: Callable[[np.ndarray], Place | None] | None = Non
         nonlocal num_small
         if not isinstance(value, np.ndarray):
             raise TypeError(f"cannot send a {type(value).__name__}")
-        if value.dtype.str not in _DTYPES:
+        name = value.dtype.str
+        if name not in _DTYPES:
             raise TypeError(f"cannot send an array of {value.dtype}")
         if lend is not None and (place := lend(value)) is not None:
-            return (0, value.dtype.str, value.shape, place)
+            return (0, name, value.shape, place)
         if value.nbytes < SMALL_BYTES:
             start, num_small = len(small), num_small + 1
             small.extend(value.tobytes())
             small.extend(bytes(-len(small) % _ALIGNMENT))
-            return (1, value.dtype.str, value.shape, start)
+            return (1, name, value.shape, start)
         buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-        return (1 + len(buffers), value.dtype.str, value.shape)
+        return (1 + len(buffers), name, value.shape)
 
     body = msgspec.msgpack.encode(message, enc_hook=hook)
     return [body, *([memoryview(small).toreadonly()] if num_small or buffers else []), *buffers]

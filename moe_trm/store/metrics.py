@@ -34,7 +34,7 @@ def age_metrics(
         "rollout/age_mean": float(ages.mean()),
         "rollout/age_max": float(ages.max()),
         "rollout/stale_tokens": float((ages > 0).sum()),
-        "rollout/mixed_rows": float(sum(np.ptp(record.versions) > 0 for record in records)),
+        "rollout/mixed_rows": float(sum((record.versions != record.versions[0]).any() for record in records)),
         **{f"rollout/age_share/{age}": counts[age] / len(ages) for age in sorted({*counts, *possible})},
         "queue/groups": float(sum(queued.values())),
         **{f"queue/age/{age}": float(queued.get(age, 0)) for age in sorted({*queued, *possible})},

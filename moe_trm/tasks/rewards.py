@@ -6,7 +6,7 @@ A reward that fails, or is no finite number, rejects its sample instead of becom
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -54,14 +54,15 @@ def reward_input(
     task: Task, prompt: Prompt, record: RolloutRecord, written: tuple[str, str] | None = None
 ) -> RewardInput:
     """Input of the reward function. `written`: `written_text` of the record, where somebody has made it already."""
-    completion, transcript = written or written_text(task.tokens, len(prompt.token_ids), record)
+    completion_ids = _completion_ids(task.tokens, record)
+    completion, transcript = written or _written(task.tokens, len(prompt.token_ids), record, completion_ids)
     finished = record.finish_reason == "stop"
     return RewardInput(
         prompt_id=prompt.prompt_id,
         prompt=prompt.text,
         answer=prompt.answer,
         completion=completion,
-        completion_ids=tuple(_completion_ids(task.tokens, record)),
+        completion_ids=tuple(completion_ids),
         transcript=transcript,
         num_turns=int(record.turn_ids[record.sampled].max(initial=0)) + 1,
         finish_reason="stop" if finished else "length",
@@ -71,14 +72,21 @@ def reward_input(
 
 def written_text(tokens: Tokens, prompt_length: int, record: RolloutRecord) -> tuple[str, str]:
     """`RewardInput.completion` and `transcript` of a record. A long answer takes the tokenizer a while."""
-    completion = tokens.decode(_completion_ids(tokens, record))
-    return completion, tokens.decode(record.tokens[prompt_length:].tolist())
+    return _written(tokens, prompt_length, record, _completion_ids(tokens, record))
+
+
+def _written(
+    tokens: Tokens, prompt_length: int, record: RolloutRecord, completion_ids: Sequence[int]
+) -> tuple[str, str]:
+    completion, transcript_ids = tokens.decode(completion_ids), record.tokens[prompt_length:].tolist()
+    return completion, completion if transcript_ids == completion_ids else tokens.decode(transcript_ids)
 
 
 def _completion_ids(tokens: Tokens, record: RolloutRecord) -> list[int]:
     """The ids of the last answer, without its end token."""
-    last = record.turn_ids[record.sampled].max(initial=0)
-    completion: list[int] = record.tokens[record.sampled & (record.turn_ids == last)].tolist()
+    turns = record.turn_ids[record.sampled].tolist()
+    sampled: list[int] = record.tokens[record.sampled].tolist()
+    completion = sampled[turns.index(turns[-1]) :] if turns else sampled
     if record.finish_reason == "stop" and completion and completion[-1] in tokens.stop_token_ids:
         completion.pop()
     return completion

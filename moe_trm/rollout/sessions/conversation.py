@@ -100,8 +100,7 @@ class Conversation:
         assert not self._turns or self._trained[-1], "a row ends with an answer that it trains"
         if not self._turns:
             raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 answer")
-        sampled_T = np.array(self._sampled, bool)
-        length = int(np.flatnonzero(sampled_T)[-1]) + 1
+        length = len(self._sampled) - self._sampled[::-1].index(True)
         own = [turn for turn, trained in zip(self._turns, self._trained, strict=True) if trained]
         masks = [turn.sampling_mask for turn in own if turn.sampling_mask is not None]
         record = RolloutRecord(
@@ -109,11 +108,11 @@ class Conversation:
             group_id=group_id,
             prompt_id=self._prompt.prompt_id,
             tokens=np.array(self._tokens[:length], np.int32),
-            sampled=sampled_T[:length],
+            sampled=np.array(self._sampled[:length], bool),
             turn_ids=np.array(self._turn_ids[:length], np.int16),
-            rollout_logprobs=np.concatenate([turn.rollout_logprobs for turn in own]),
-            full_logprobs=np.concatenate([turn.full_logprobs for turn in own]),
-            versions=np.concatenate([turn.versions for turn in own]),
+            rollout_logprobs=_joined([turn.rollout_logprobs for turn in own]),
+            full_logprobs=_joined([turn.full_logprobs for turn in own]),
+            versions=_joined([turn.versions for turn in own]),
             routes=self._trusted_routes(keep_changed=keep_changed),
             sampling_mask=join(masks) if masks else None,
             finish_reason=finish_reason or self._turns[-1].finish_reason,
@@ -122,7 +121,7 @@ class Conversation:
         return record.bound()
 
     def _extend(self, token_ids: Sequence[int], *, sampled: bool) -> None:
-        self._tokens.extend(int(token) for token in token_ids)
+        self._tokens.extend(map(int, token_ids))
         self._sampled.extend([sampled] * len(token_ids))
         self._turn_ids.extend([len(self._turns)] * len(token_ids))
 
@@ -136,6 +135,10 @@ class Conversation:
                 # The row that predicts the token after the recomputed ones is its own; all rows before it may not be.
                 routes = routes.uncover(slice(0, start + turn.recomputed - 1))
         return routes
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _recomputed(turn: SampledTurn, number: int) -> RecordRejected:

@@ -125,7 +125,7 @@ class SglangEngine:
     ) -> tuple[RolloutRecord, tuple[str, str] | None]:
         """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
         keep_changed = self._wanted.missing == "native"
-        params = replace(params, seed=self._seeds.of_sample(sample_id))
+        params = _seeded(params, self._seeds.of_sample(sample_id))
         whole = Whole(sample_id, group_id, prompt.prompt_id, params, keep_changed)
         conversation = Conversation(prompt)
         with naming(f"sample {sample_id}"):
@@ -158,14 +158,15 @@ class SglangEngine:
     ) -> Reading:
         """The turn after `context`; its record, where an intake process could make that of the first answer."""
         wanted = replace(self._wanted, routes=False, mask=False) if bare else self._wanted
-        params = params if params.seed is not None else replace(params, seed=self._seeds.next())
+        params = params if params.seed is not None else _seeded(params, self._seeds.next())
         so_far: SampledTurn | None = None
         refused = RecordRejected("aborted", "the engine aborted the request every time it was asked")
         for _ in range(params.max_new_tokens + REISSUES):
             tokens = [*context, *(so_far.tokens.tolist() if so_far else ())]
             first_row = start if so_far is None else len(tokens) - 1
             left = params.max_new_tokens - len(tokens) + len(context)
-            request = self.generate_request(tokens, replace(params, max_new_tokens=left), bare=bare)
+            asked = params if so_far is None else replace(params, max_new_tokens=left)
+            request = self.generate_request(tokens, asked, bare=bare)
             if first_row and "return_routed_experts" in request:
                 request["routed_experts_start_len"] = first_row
             question = Question(request, wanted, first_row, whole if so_far is None else None)
@@ -319,3 +320,7 @@ class SglangEngine:
             if self._wanted.violation == "union":
                 request["top_logprobs_num"] = 1
         return request
+
+
+def _seeded(params: SamplingParams, seed: int | None) -> SamplingParams:
+    return params if seed == params.seed else replace(params, seed=seed)

@@ -118,6 +118,9 @@ class EngineHttp:
             self._session = aiohttp.ClientSession(
                 headers={**self._headers, **HEADERS},
                 connector=aiohttp.TCPConnector(limit=0),
+                # The server sets no cookies and packs nothing: what asks for that is left out of each request.
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
             )
         data = None if body is None else orjson.dumps(body)
         limit = aiohttp.ClientTimeout(total=timeout_s)

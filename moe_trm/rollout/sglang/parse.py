@@ -26,7 +26,7 @@ from moe_trm.rollout.sglang.apart import EMPTY, without_routes
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.sampling_mask.sound import sound_mask
+from moe_trm.sampling_mask.sound import sound_mask, sound_rows
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
@@ -36,6 +36,11 @@ POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
 
 LOWEST = float(np.finfo(np.float32).min)
+
+QUOTATION_MARK = ord('"')
+
+SHORT_BYTES = 1 << 15
+"""An answer of so few is read in one piece: taking its routes apart takes longer than reading them as JSON."""
 
 MAX_VERSION_DIGITS = 9
 """Keeps versions inside int32."""
@@ -106,7 +111,7 @@ _DECODER = msgspec.json.Decoder(Answer)
 
 def decode_answer(body: bytes | memoryview) -> Answer:
     """The typed answer. Raises `RecordRejected` (`malformed`)."""
-    parts = without_routes(body)
+    parts = without_routes(body) if len(body) > SHORT_BYTES else None
     try:
         if parts is not None:
             answer = _DECODER.decode(parts[0])
@@ -149,25 +154,23 @@ def parse_turn(
     answer = decode_answer(body)
     finish_reason = _finish_reason(answer, partial=wanted.partial)
     output_S = _output_ids(answer, len(context), model)
-    full_S = _full_logprobs(answer.meta_info, output_S)
+    full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
     if wanted.mask:
-        mask, rollout_S = _sampling_mask(answer.meta_info, output_S, full_S, model.vocab_size, wanted.violation)
-    tokens_T = np.concatenate([np.asarray(context, np.int32), output_S])
-    versions_S = _versions(answer.meta_info, len(output_S))
+        mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
+    versions_S, earlier = _versions(answer.meta_info, len(output_S))
     retracted = wanted.routes and _retracted(answer.meta_info)
-    one_version = bool((versions_S == versions_S[-1]).all())
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
         versions=versions_S,
-        routes=_routes(answer.meta_info, tokens_T, model, start) if wanted.routes else None,
+        routes=_routes(answer, context, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
         # Where a retraction fell is not said. The row that predicts the last token was computed after all of them.
-        recomputed=len(output_S) - 1 if retracted else int((versions_S != versions_S[-1]).sum()),
-        retracted=retracted and one_version,
+        recomputed=len(output_S) - 1 if retracted else earlier,
+        retracted=retracted and not earlier,
     )
 
 
@@ -195,9 +198,9 @@ def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.n
     if not answer.output_ids:
         raise RecordRejected("empty_output", "nothing was sampled", got=0, expected="at least 1 token")
     output_S = np.array(answer.output_ids, np.int32)
-    outside = (output_S < 0) | (output_S >= model.vocab_size)
-    if outside.any():
-        position = int(outside.argmax())
+    # As an unsigned number, a negative id is above all others.
+    if np.maximum.reduce(output_S.view(np.uint32)) >= model.vocab_size:
+        position = int(((output_S < 0) | (output_S >= model.vocab_size)).argmax())
         raise RecordRejected(
             "token_range",
             "sampled token outside the vocabulary",
@@ -208,30 +211,29 @@ def _output_ids(answer: Answer, context_length: int, model: ServedModel) -> np.n
     return output_S
 
 
-def _full_logprobs(meta: MetaInfo, output_S: np.ndarray) -> np.ndarray:
-    entries = meta.output_token_logprobs or []
-    if len(entries) != len(output_S):
+def _full_logprobs(answer: Answer) -> np.ndarray:
+    entries, output_ids = answer.meta_info.output_token_logprobs or [], answer.output_ids
+    if len(entries) != len(output_ids):
         raise RecordRejected(
-            "logprob_count", "not one log-prob per sampled token", got=len(entries), expected=len(output_S)
+            "logprob_count", "not one log-prob per sampled token", got=len(entries), expected=len(output_ids)
         )
-    ids_S = np.array([entry[1] for entry in entries], np.int32)
-    differs = ids_S != output_S
-    if differs.any():
-        position = int(differs.argmax())
+    ids = [token for _, token, _ in entries]
+    if ids != output_ids:
+        position = next(place for place, (own, other) in enumerate(zip(ids, output_ids, strict=True)) if own != other)
         raise RecordRejected(
             "logprob_ids",
             "a log-prob belongs to another token",
             where=f"position {position}",
-            got=int(ids_S[position]),
-            expected=int(output_S[position]),
+            got=ids[position],
+            expected=output_ids[position],
         )
-    return _logprobs([entry[0] for entry in entries], "logprob_value")
+    return _logprobs([value for value, _, _ in entries], "logprob_value")
 
 
 def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     """As float32. null becomes NaN, and values out of range become infinite; both are refused."""
     array = np.array(values, np.float64)
-    if not len(array) or (array.max() <= POSITIVE_TOLERANCE and array.min() >= LOWEST):
+    if not len(array) or (np.maximum.reduce(array) <= POSITIVE_TOLERANCE and np.minimum.reduce(array) >= LOWEST):
         return array.astype(np.float32)
     with np.errstate(over="ignore"):
         array = array.astype(np.float32)
@@ -248,7 +250,8 @@ def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     return array
 
 
-def _versions(meta: MetaInfo, num_sampled: int) -> np.ndarray:
+def _versions(meta: MetaInfo, num_sampled: int) -> tuple[np.ndarray, int]:
+    """`[S]` version of each token, and how many are of another one than the last."""
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
     contiguous = starts == [0, *ends[:-1]] and all(start < end for start, end in zip(starts, ends, strict=True))
@@ -268,7 +271,12 @@ def _versions(meta: MetaInfo, num_sampled: int) -> np.ndarray:
                 expected="a version number",
                 fix="Push weights before the first sample.",
             )
-    return np.repeat(np.array([int(span.version) for span in spans], np.int32), np.subtract(ends, starts))
+    versions_S, last, earlier = np.empty(num_sampled, np.int32), int(spans[-1].version), 0
+    for span in spans:
+        version = int(span.version)
+        versions_S[span.start : span.end] = version
+        earlier += span.end - span.start if version != last else 0
+    return versions_S, earlier
 
 
 def _retracted(meta: MetaInfo) -> bool:
@@ -288,9 +296,10 @@ def _retracted(meta: MetaInfo) -> bool:
 
 
 def _sampling_mask(
-    meta: MetaInfo, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
+    answer: Answer, output_S: np.ndarray, full_S: np.ndarray, vocab_size: int, violation: Violation
 ) -> tuple[SamplingMask, np.ndarray]:
     """The mask, and the `[S]` log-prob of each sampled token over it."""
+    meta = answer.meta_info
     ids_rows, logprob_rows = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if ids_rows is None or logprob_rows is None:
         raise RecordRejected(
@@ -304,10 +313,11 @@ def _sampling_mask(
         raise RecordRejected(
             "mask_shape", "kept ids and their log-probs differ in number", got=logprob_sizes, expected=sizes
         )
+    if (few := sound_rows(ids_rows, logprob_rows, answer.output_ids, vocab_size)) is not None:
+        return few
     ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
     logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
-    sound = sound_mask(ids_M, sizes, logprobs_M, output_S, vocab_size)
-    if sound is not None:
+    if (sound := sound_mask(ids_M, sizes, logprobs_M, output_S, vocab_size)) is not None:
         return sound
     mask = SamplingMask(ids_M, np.cumsum([0, *sizes], dtype=np.int64), logprobs_M).ascending()
     mask = _mended(meta, mask, output_S, full_S, vocab_size, violation)
@@ -372,9 +382,9 @@ def _sampled_logprobs(mask: SamplingMask, output_S: np.ndarray, full_S: np.ndarr
     return sampled
 
 
-def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int) -> RouteRecord:
-    payload = memoryview(meta.routed_experts)
-    if bytes(payload[:1]) != b'"':
+def _routes(answer: Answer, context: Sequence[int], model: ServedModel, start: int) -> RouteRecord:
+    meta, payload = answer.meta_info, memoryview(answer.meta_info.routed_experts)
+    if not len(payload) or payload[0] != QUOTATION_MARK:
         raise RecordRejected(
             "route_missing",
             "no routes in the answer",
@@ -384,7 +394,7 @@ def _routes(meta: MetaInfo, tokens_T: np.ndarray, model: ServedModel, start: int
     try:
         return decode_payload(
             payload[1:-1],
-            tokens=tokens_T,
+            tokens=np.array([*context, *answer.output_ids], np.int32),
             num_layers=model.num_layers,
             layer_ids=model.moe_layer_ids,
             num_experts=model.num_experts,

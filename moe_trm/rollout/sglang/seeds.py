@@ -21,14 +21,12 @@ class Seeds:
 
     def of_sample(self, sample_id: int) -> int | None:
         """The seed of a sample, a function of the run's seed and its number alone."""
-        return self._made(f"sample-{sample_id}")
+        return None if self._seed is None else self._made(f"sample-{sample_id}")
 
     def next(self) -> int | None:
         """The seed of an answer that no number names: a turn of a dialogue, or an evaluation."""
         return None if self._seed is None else self._made(f"answer-{next(self._asked)}")
 
-    def _made(self, name: str) -> int | None:
-        if self._seed is None:
-            return None
+    def _made(self, name: str) -> int:
         digest = hashlib.blake2b(f"{self._seed}-{name}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big", signed=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,8 @@ from moe_trm.batch.outcome import outcome_advantages
 from moe_trm.batch.plan import plan_step
 from moe_trm.batch.token_advantages import token_advantages
 from moe_trm.batch.train_rows import num_sampled, train_rows
+from moe_trm.rollout.step_parts import versions_of
+from moe_trm.sampling_mask.violation import drop
 from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
 from tests.unit.records import make_record, split_record
 from tests.unit.rollout.agents.made_sessions import sample_of, size_of
@@ -114,3 +118,29 @@ def test_turn_level_advantages_do_not_depend_on_the_rows(how: str) -> None:
         for turn, value in zip(turns.tolist(), own.tolist(), strict=True):
             assert by_version.setdefault((sample.sample_id, turn), value) == value
     assert len(by_version) == 6
+
+
+def test_a_changed_record_differs_in_the_named_fields_alone() -> None:
+    record = make_record()
+    changed = record.changed(reward=3.0, further=())
+    assert changed == replace(record, reward=3.0, further=())
+    assert (record.reward, changed.reward) == (1.0, 3.0)
+    with pytest.raises(AssertionError, match="fields of a record"):
+        record.changed(rewards=3.0)
+
+
+@given(dropped=st.sets(st.integers(0, 4)))
+def test_scored_tokens_are_those_with_kept_ids(dropped: set[int]) -> None:
+    record = make_record()
+    assert record.sampling_mask is not None
+    wrong = np.isin(np.arange(5), [*dropped])
+    left = record.changed(sampling_mask=drop(record.sampling_mask, wrong))
+    assert left.num_scored == int(left.scored.sum()) == 5 - len(dropped)
+    assert record.changed(sampling_mask=None).num_scored == 5
+
+
+def test_versions_of_a_step_are_told_once_and_ascending() -> None:
+    records = [make_record(version=version) for version in (7, 3, 7)]
+    assert versions_of(records) == (3, 7)
+    assert versions_of([]) == ()
+    assert all(type(version) is int for version in versions_of(records))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.sglang import apart
+from moe_trm.rollout.sglang import apart, parse
 from moe_trm.rollout.sglang.apart import without_routes
 from moe_trm.rollout.sglang.parse import Answer, decode_answer
 
@@ -23,6 +24,14 @@ VALUE = st.one_of(
     TEXT, st.none(), st.integers(0, 9), st.lists(TEXT, max_size=2), st.dictionaries(TEXT, TEXT, max_size=2)
 )
 FIELD = st.tuples(st.one_of(st.just("routed_experts"), TEXT), VALUE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def none_is_short() -> Iterator[None]:
+    """The answers here are few bytes, and are read as long ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parse, "SHORT_BYTES", 0)
+        yield
 
 
 def outcome(read: Any, body: bytes) -> object:

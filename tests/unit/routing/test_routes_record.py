@@ -54,10 +54,12 @@ def test_errors_name_the_place() -> None:
         edited(experts=experts).validate()
 
 
-def test_duplicates_are_found_between_any_two_places() -> None:
+@pytest.mark.parametrize("rows", [2, 5000])
+def test_duplicates_are_found_between_any_two_places(rows: int) -> None:
     for first in range(4):
         for second in range(first + 1, 4):
-            experts = np.tile(np.arange(4, dtype=np.uint16), (2, 1, 1))
+            experts = np.tile(np.arange(4, dtype=np.uint16), (rows, 1, 1))
+            RouteRecord(experts, (0,), 300).validate()
             experts[1, 0, second] = first
             with pytest.raises(RouteError, match="row 1"):
                 RouteRecord(experts, (0,), 300).validate()
