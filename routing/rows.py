@@ -173,6 +173,9 @@ class Rows:
         real = real.astype(bool)
         rows, columns = real.shape
         counts = real.sum(1)
+        if kind == "right_padded" and not (real[:, 1:] > real[:, :-1]).any():
+            starts = np.arange(rows) * columns
+            return cls((rows, columns), tuple(zip(starts.tolist(), (starts + counts).tolist(), strict=True)))
         first = np.where(counts > 0, real.argmax(1), columns if kind == "left_padded" else 0) if columns else counts
         index = np.arange(columns)[None]
         whole = (index >= first[:, None]) & (index < (first + counts)[:, None])

@@ -25,8 +25,8 @@ from torch import Tensor
 from moe_trm.errors import CheckpointError, SyncError
 from moe_trm.sync.manifest import TensorEntry, WeightPush
 from moe_trm.sync.rounding import Rounding
-from moe_trm.sync.shard import write_tensors
-from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, in_lots, tensor_digest
+from moe_trm.sync.shard import write_joined, write_tensors
+from moe_trm.sync.tensors import HASH_THREADS, LOT_BYTES, bytes_digest, in_lots, tensor_digest
 
 MANIFEST = "push.json"
 INDEX = "model.safetensors.index.json"
@@ -108,8 +108,8 @@ class _Writer:
         """Start a file, once the one before is finished."""
         if sum(tensor.nbytes for tensor in tensors.values()) < self._lot_bytes:
             self._finish(left=0)
-            write_tensors(self._folder / file, tensors)
-            self._enter(file, tensors, _digests(tensors.items()))
+            written = write_joined(self._folder / file, tensors)
+            self._enter(file, tensors, {name: bytes_digest(data) for name, data in written.items()})
             return
         lots = in_lots((((name, tensor), tensor.nbytes) for name, tensor in tensors.items()), self._lot_bytes)
         digests = [self._hashing.submit(_digests, lot) for lot in lots]

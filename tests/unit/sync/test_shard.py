@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_trm.sync import shard as sync_shard
-from moe_trm.sync.shard import Memory, Shard, write_tensors
+from moe_trm.sync.shard import Memory, Shard, write_joined, write_tensors
+from moe_trm.sync.tensors import tensor_bytes
 
 NUM_TENSORS = 20
 
@@ -49,8 +50,9 @@ def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Ten
 
 
 @pytest.mark.parametrize("most", [1, 3, 512])
+@pytest.mark.parametrize("write", [write_tensors, write_joined])
 def test_written_files_are_those_that_safetensors_reads(
-    tmp_path: Path, tensors: dict[str, Tensor], most: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tensors: dict[str, Tensor], write: Callable[..., object], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Types in turn, odd sizes before wide types, a scalar, no tensor at all, and writes that stop halfway."""
     writev = os.writev
@@ -63,13 +65,22 @@ def test_written_files_are_those_that_safetensors_reads(
     monkeypatch.setattr(os, "writev", write_some)
     for number, sent in enumerate(({}, tensors, {**tensors, "scalar": torch.tensor(2.5), "odd": torch.ones(3).half()})):
         path = tmp_path / f"{number}.safetensors"
-        write_tensors(path, sent)
+        write(path, sent)
         found = load_file(path)
         assert found.keys() == sent.keys()
         for name, tensor in sent.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor)
         assert [name for name, _ in read_tensors(path, sent)] == list(sent)
+
+
+def test_joined_tensors_are_the_bytes_that_each_has_alone(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    sent = {**tensors, "transposed": torch.arange(6.0).view(2, 3).t(), "trained": torch.ones(2, requires_grad=True)}
+    written = write_joined(tmp_path / "t", sent)
+    assert {name: bytes(data) for name, data in written.items()} == {
+        name: bytes(tensor_bytes(tensor)) for name, tensor in sent.items()
+    }
+    assert write_joined(tmp_path / "none", {}) == {}
 
 
 def test_tensors_share_memory_one_after_the_other(shard: Path, tensors: dict[str, Tensor]) -> None:
