@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moe_trm.store.reuse import Again
 from moe_trm.store.store import Group
 from moe_trm.types import MiniBatch, RolloutRecord
@@ -39,4 +41,6 @@ class StepParts:
 
 def versions_of(records: Sequence[RolloutRecord]) -> tuple[int, ...]:
     """Weight versions that sampled anything in `records`, ascending."""
-    return tuple(sorted({int(version) for record in records for version in record.versions}))
+    if not records:
+        return ()
+    return tuple(np.unique(np.concatenate([record.versions for record in records])).tolist())
