@@ -32,7 +32,7 @@ SETTINGS = {
     "task": {"eval_size": 0},
     "rollout": {"prompts_per_step": 4, "group_size": 4, "top_p": 0.95, "max_new_tokens": 24, "server": {"port": 0}},
     "replay": {"mode": "R3"},
-    "probe": {"every": 5},
+    "probe": {"every": 5, "thorough_every": 1},
     "correction": {"rules": [{"name": "trm_max", "thresholds": {"max_kl": 0.5}}, {"name": "token_tis"}]},
     "learner": {"minibatches": 2},
     "optimizer": {"lr": 1e-4},

@@ -53,7 +53,7 @@ def train(
 
     Raises on the first broken proof or failed push; nothing unproved is trained on.
     """
-    objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir), Phases(sinks)
+    objective, probe, phases = Objective(config, run_dir, sinks), Probe(config, run_dir, mode), Phases(sinks)
     judge = Judge(config.rollout.rounds_weights)
     scores = ScoreRecorder(config, learner.data_rank, learner.data_size, leads=learner.leads)
     reference, average = Reference(config, learner), ProximalAverage.of(config)
@@ -108,11 +108,12 @@ def train(
                 if not batch.mini_batches:
                     continue
                 with phases.time("score"):
-                    anchored = reference.score(learner, anchors.score(learner, batch, moved=bool(updates)))
+                    passed = anchors.score(learner, batch, moved=bool(updates), every=probe.anchors_all(batch))
+                    anchored = reference.score(learner, passed)
                     anchored = with_ratios(config, learner, anchored)
                 with phases.time("probe"):
                     replayed += learner.replay_report() if probe.due(step) else ReplayReport()
-                    probed |= probe.run(step, learner, anchored, mode)
+                    probed |= probe.run(step, learner, anchored)
                 lr_scale, guarded = guard.scale(learner, anchored, batch.metrics.get("response/length_mean", math.nan))
                 with phases.time("update"):
                     begins = not updates

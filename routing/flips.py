@@ -130,25 +130,25 @@ def flipped_tokens(recorded: Recorded, records: Sequence[RouteRecord | None], le
     """
     layers = tuple(recorded.experts)
     flipped_BRL = torch.zeros(len(records), length, len(layers), dtype=torch.bool)
-    for place, layer in enumerate(layers):
-        used_BRK = recorded.by_row(layer, len(records), length).cpu()
-        for row, record in enumerate(records):
-            if record is None:
-                continue
-            column = layer_columns(record, (layer,), record.num_experts, used_BRK.shape[-1])[0]
-            used = used_BRK[row, : record.num_rows]
-            theirs = torch.from_numpy(record.experts[:, column].astype(np.int64))
-            if len(used) != len(theirs):
-                raise RouteError(
-                    "rows",
-                    "a record is longer than the micro-batch",
-                    where=f"row {row}",
-                    got=len(theirs),
-                    expected=f"at most {len(used)}",
-                )
-            same = (used[:, :, None] == theirs[:, None, :]).any(-1).all(-1)
-            known = torch.from_numpy(record.coverage()) & (used[:, 0] >= 0)
-            flipped_BRL[row, : record.num_rows, place] = ~same & known
+    if not layers:
+        return flipped_BRL
+    used_BRLK = torch.stack([recorded.by_row(layer, len(records), length).cpu() for layer in layers], dim=2)
+    for row, record in enumerate(records):
+        if record is None:
+            continue
+        columns = layer_columns(record, layers, record.num_experts, used_BRLK.shape[-1])
+        used_TLK = used_BRLK[row, : record.num_rows]
+        if len(used_TLK) != record.num_rows:
+            raise RouteError(
+                "rows",
+                "a record is longer than the micro-batch",
+                where=f"row {row}",
+                got=record.num_rows,
+                expected=f"at most {len(used_TLK)}",
+            )
+        theirs_TLK = torch.from_numpy(record.experts[:, columns].astype(np.int64))
+        covered_TL = torch.from_numpy(record.coverage())[:, None]
+        flipped_BRL[row, : record.num_rows] = sets_differ(used_TLK, theirs_TLK) & covered_TL
     return flipped_BRL
 
 

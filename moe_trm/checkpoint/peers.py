@@ -36,7 +36,11 @@ class Peers:
 
     def any(self, flag: bool) -> bool:
         """True when the value is true on at least one rank."""
-        return b"\1" in self.gather(b"\1" if flag else b"\0")
+        if self._group is None:
+            return flag
+        found = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
 
     def all(self, flag: bool) -> bool:
         """True when the value is true on every rank."""

@@ -11,6 +11,7 @@ classes of router margin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.types import TokenBatch
 from routing.flips import flipped_tokens, sets_differ
-from routing.replay import Recorded
 
 POSITIONS = (64, 256, 1024, 4096, 16384)
 """Upper ends of the classes of position; fixed, so that steps may be compared."""
@@ -30,8 +30,20 @@ The unit is that of the scores by which the router chooses: probabilities, or si
 """
 
 
+def flips_of(scores: Scores, batch: TokenBatch, layers: Sequence[int]) -> Tensor:
+    """`[B, R, L]` bool on the CPU: where the routes of a `Record` pass differ from the rollout's in `layers`."""
+    assert scores.recorded is not None
+    experts = scores.recorded.experts
+    own = replace(scores.recorded, experts={layer: experts[layer] for layer in layers})
+    return flipped_tokens(own, batch.routes, batch.mask.shape[1])
+
+
 def flip_causes(
-    learner: Learner, batches: Sequence[TokenBatch], native: Sequence[Scores], older: Mapping[int, Sequence[Scores]]
+    learner: Learner,
+    batches: Sequence[TokenBatch],
+    native: Sequence[Scores],
+    older: Mapping[int, Sequence[Scores]],
+    flipped: Sequence[Tensor],
 ) -> dict[str, float]:
     """Collective: all ranks call it with their own batches of one step and the same versions.
 
@@ -40,6 +52,7 @@ def flip_causes(
         batches: with the rollout's routes and the version that sampled each token.
         native: what scoring the batches with `Record()` gave under the learner's weights.
         older: the same under each older version that sampled and is still held.
+        flipped: `flips_of` each of `native` in `learner.moe_layer_ids`.
 
     Returns:
         `routing/flips/engine`, `routing/flips/engine/layer_<id>`, `routing/flips/engine/position_<low>_<high>` and
@@ -56,31 +69,31 @@ def flip_causes(
     engine_M, counted_M = torch.zeros(len(MARGINS) + 1).double(), torch.zeros(len(MARGINS) + 1).double()
     stale_tokens = 0
     for index, (batch, scores) in enumerate(zip(batches, native, strict=True)):
-        now_BRLK = _chosen(scores, batch, own)
-        then_BRLK, stale_BR = now_BRLK, torch.zeros_like(batch.mask.cpu())
-        margin_BRL = _margins(scores, batch, own)
-        for version, passes in older.items():
-            sampled_BR = (batch.mask & (batch.versions == version)).cpu()
-            then_BRLK = torch.where(sampled_BR[..., None, None], _chosen(passes[index], batch, own), then_BRLK)
-            margin_BRL = torch.where(sampled_BR[..., None], _margins(passes[index], batch, own), margin_BRL)
-            stale_BR |= sampled_BR
+        engine_BRL, margin_BRL = flipped[index], _margins(scores, batch, own)
         mask = batch.mask.cpu()
-        then = Recorded({layer: then_BRLK[:, :, place].flatten(0, 1) for place, layer in enumerate(own)})
-        engine_NL = flipped_tokens(then, batch.routes, mask.shape[1])[mask]
+        if older:
+            now_BRLK = _chosen(scores, batch, own)
+            then_BRLK, stale_BR = now_BRLK, torch.zeros_like(mask)
+            for version, passes in older.items():
+                sampled_BR = (batch.mask & (batch.versions == version)).cpu()
+                then_BRLK = torch.where(sampled_BR[..., None, None], _chosen(passes[index], batch, own), then_BRLK)
+                engine_BRL = torch.where(sampled_BR[..., None], flips_of(passes[index], batch, own), engine_BRL)
+                margin_BRL = torch.where(sampled_BR[..., None], _margins(passes[index], batch, own), margin_BRL)
+                stale_BR |= sampled_BR
+            stale_L[places] += sets_differ(then_BRLK, now_BRLK)[stale_BR].sum(0)
+            stale_tokens += int(stale_BR.sum())
+        engine_NL, margin_NL = engine_BRL[mask], margin_BRL[mask]
         engine_L[places] += engine_NL.sum(0)
-        stale_L[places] += sets_differ(then_BRLK, now_BRLK)[stale_BR].sum(0)
-        stale_tokens += int(stale_BR.sum())
         class_N = torch.bucketize(mask.nonzero()[:, 1] + 1, torch.tensor(POSITIONS))
         engine_P.index_add_(0, class_N, engine_NL.sum(1).double())
         tokens_P += torch.bincount(class_N, minlength=len(tokens_P))
-        known_NL = ~margin_BRL[mask].isnan()
-        margin_class = torch.bucketize(margin_BRL[mask][known_NL], torch.tensor(MARGINS), right=True)
+        known_NL = ~margin_NL.isnan()
+        margin_class = torch.bucketize(margin_NL[known_NL], torch.tensor(MARGINS), right=True)
         engine_M.index_add_(0, margin_class, engine_NL[known_NL].double())
         counted_M += torch.bincount(margin_class, minlength=len(counted_M))
-    engine_L, stale_L, engine_P, engine_M, counted_M = (
-        learner.sum_over_stages(learner.sum_over_slices(sums))
-        for sums in (engine_L, stale_L, engine_P, engine_M, counted_M)
-    )
+    sums = (engine_L, stale_L, engine_P, engine_M, counted_M)
+    whole = learner.sum_over_stages(learner.sum_over_slices(torch.cat(sums)))
+    engine_L, stale_L, engine_P, engine_M, counted_M = torch.split(whole, [len(each) for each in sums])
     total = learner.reduce(
         {
             **{f"engine/{place}": value for place, value in enumerate(engine_L)},

@@ -2,8 +2,9 @@
 
 native - rollout = (replayed - rollout) + (native - replayed) = numerics + routing, without remainder.
 
-Of a large batch a random sample of rows is scored (`probe.sample`). Both passes are of the same micro-batches, so that
-where no expert differs, the two log-probs are equal to the last bit.
+Of a large batch a random sample of rows is scored (`probe.sample`). Both log-probs are of the same micro-batches, so
+that where no expert differs, they are equal to the last bit. So those with the rollout's routes are the anchors' own
+where the sample is minibatches with anchors, and a pass more where it is not.
 
 Shape letters: B rows, R forwarded tokens, L MoE layers, N scored tokens of this rank.
 """
@@ -21,15 +22,14 @@ from torch import Tensor
 
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner, Scores
-from moe_trm.probe.flip_causes import flip_causes
+from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.probe.rounding_shares import rounding_shares, roundings
-from moe_trm.probe.sample import ProbeRows, probe_rows, products, standard_errors
+from moe_trm.probe.sample import Choice, ProbeRows, probe_rows, products, standard_errors
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored, rollout_routes
-from moe_trm.types import RolloutRecord, TokenBatch
-from routing.flips import flipped_tokens
+from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
 from routing.replay import Record, ReplayReport
 
 SPREAD: Mapping[str, str] = MappingProxyType(
@@ -70,17 +70,39 @@ class Probe:
     """Probe that runs every `config.probe.every` steps.
 
     With `config.probe.save` each rank keeps its tokens in `run_dir/probe`.
+
+    Args:
+        config: the run's configuration.
+        run_dir: see above.
+        mode: whose routes the anchors' passes use.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:
         self._config, self._folder, self._roundings = config, run_dir / "probe", roundings(config)
+        self._mode, self._choice = mode, Choice(config, mode)
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""
         every = self._config.probe.every
         return bool(every) and step % every == 0
 
-    def run(self, step: int, learner: Learner, anchored: Sequence[Anchored], mode: ReplayMode) -> dict[str, float]:
+    def thorough(self, step: int) -> bool:
+        """True on steps whose probe also makes the passes of `probe.thorough_every`."""
+        probe = self._config.probe
+        return self.due(step) and (step // probe.every - 1) % probe.thorough_every == 0
+
+    def anchors_all(self, batch: TrainBatch) -> bool:
+        """True where every minibatch of the step is to have a pass before its update.
+
+        A thorough probe compares the first one's with its update's own forward (`update/first_nonzero_fraction`). One
+        that looks at the first minibatch takes its log-probs.
+        """
+        minis = batch.mini_batches
+        return self.thorough(batch.step) or (
+            self.due(batch.step) and self._mode == "R3" and self._choice.num_minibatches(minis) == len(minis)
+        )
+
+    def run(self, step: int, learner: Learner, anchored: Sequence[Anchored]) -> dict[str, float]:
         """Probe metrics of this step, reduced over ranks; empty on steps without a probe.
 
         What the probe itself replays is proved here, and counted apart from what training replays. Raises
@@ -88,30 +110,36 @@ class Probe:
         """
         if not self.due(step):
             return {}
-        rows = probe_rows(self._config, learner, anchored, step)
+        number = self._choice.num_minibatches([part.mini for part in anchored])
+        rows = probe_rows(self._config, learner, anchored, step, number)
         batches = rows.batches
         native = learner.score(batches, [Record() for _ in batches], kept_mass=True)
-        replayed = (
-            [scores for part in anchored for scores in part.scores]
-            if rows.whole and mode == "R3" and all(part.scored for part in anchored)
-            else learner.score(batches, [rollout_routes(batch) for batch in batches])
+        replayed = self._by_rollout_routes(learner, rows)
+        flips = [flips_of(scores, batch, learner.moe_layer_ids) for batch, scores in zip(batches, native, strict=True)]
+        tokens = _join(
+            [_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, flips, strict=True)]
         )
-        tokens = _join([_compare(learner, *item) for item in zip(batches, rows.records, native, replayed, strict=True)])
         if self._config.probe.save and learner.leads:
             self._save(step, learner.data_rank, tokens)
         summary = summarize(learner, tokens, rows)
         if batches[0].kept_ids is not None:
             # A full-vocabulary ratio would be off by this factor on average.
             summary["sampling_mask/learner_kept_mass_mean"] = summary["probe/kept_mass_mean"]
-        if self._roundings:
+        if self._roundings and self.thorough(step):
             summary |= rounding_shares(learner, batches, replayed, self._roundings, rows)
         older = {
             version: learner.score(batches, [Record() for _ in batches], weights=snapshot_name(version))
             for version in _older(learner, anchored[0], batches)
         }
         everything = [batch for part in anchored for batch in part.batches]
-        summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older)
+        summary |= load_balance(learner, everything) | flip_causes(learner, batches, native, older, flips)
         return summary | _replayed(learner.replay_report())
+
+    def _by_rollout_routes(self, learner: Learner, rows: ProbeRows) -> Sequence[Scores]:
+        """Scores with the rollout's routes in the probe's micro-batches."""
+        if self._mode == "R3" and rows.anchored and all(part.scored for part in rows.anchored):
+            return [scores for part in rows.anchored for scores in part.scores]
+        return learner.score(rows.batches, [rollout_routes(batch) for batch in rows.batches])
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -136,13 +164,16 @@ def _older(learner: Learner, part: Anchored, batches: Sequence[TokenBatch]) -> l
 
 
 def _compare(
-    learner: Learner, batch: TokenBatch, records: Sequence[RolloutRecord], native: Scores, replayed: Scores
+    learner: Learner,
+    batch: TokenBatch,
+    records: Sequence[RolloutRecord],
+    native: Scores,
+    replayed: Scores,
+    flipped_BRL: Tensor,
 ) -> ProbeTokens:
-    assert native.recorded is not None
     rows, _ = batch.mask.nonzero(as_tuple=True)
     ids = torch.tensor([*((record.group_id, record.row_id) for record in records), (0, 0)], dtype=torch.int64)
-    own_flips = flipped_tokens(native.recorded, batch.routes, batch.mask.shape[1]).sum(-1)
-    flips = learner.sum_over_stages(learner.sum_over_slices(own_flips)).cpu().to(torch.int16)
+    flips = learner.sum_over_stages(learner.sum_over_slices(flipped_BRL.sum(-1))).cpu().to(torch.int16)
     mass = native.log_kept_mass
     return ProbeTokens(
         group_id=ids[rows, 0],
@@ -162,6 +193,7 @@ def summarize(learner: Learner, tokens: ProbeTokens, rows: ProbeRows) -> dict[st
     """Means over the tokens of all ranks, and the standard errors that come of the rows not drawn. Collective."""
     columns = _columns(tokens, len(learner.model_moe_layer_ids))
     sums = {name: values.sum() for name, values in columns.items()}
+    sums["rows"] = torch.tensor(float(sum(map(len, rows.records))))
     spread = {} if rows.whole else products(columns, tokens.sample_id, SPREAD)
     total = learner.reduce(sums | spread)
     return _means(total, rows) | _errors(standard_errors(total, SPREAD, rows))
@@ -186,7 +218,7 @@ def _columns(tokens: ProbeTokens, num_layers: int) -> dict[str, Tensor]:
 def _means(sums: Mapping[str, float], rows: ProbeRows) -> dict[str, float]:
     n = sums["tokens"]
     found = {
-        "probe/rows": float(rows.num_rows),
+        "probe/rows": sums["rows"],
         "probe/token_fraction": rows.token_fraction,
         "routing/native_flip_rate": sums["flipped_token_layers"] / sums["token_layers"],
         "routing/native_token_flip_rate": sums["flipped_tokens"] / n,

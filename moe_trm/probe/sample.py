@@ -1,12 +1,19 @@
 """The rows of a probe: a random sample of the step's rows, the same however ranks share them and after a resumption.
 
-One row is drawn in proportion to its scored tokens, the others alike and without replacement. Under this scheme a mean
-over the tokens of the sample, sum(x) / sum(t) over its rows, has exactly the mean over all tokens of the step as its
-expectation. Its standard error is that of a ratio of sums:
+There are two ways to get one:
+
+- *Minibatches.* The plan of a step deals its rows at random to the minibatches, so the last of them are a sample
+  without replacement. Their anchors are scored with the rollout's routes in any case, in the same micro-batches, so
+  that the probe needs one pass where it needs two of drawn rows. The mean over the tokens of n rows has a bias of the
+  order of 1 / n, which is small against its error of the order of 1 / sqrt(n).
+- *A draw.* One row is drawn in proportion to its scored tokens, the others alike and without replacement. Then the mean
+  over the tokens of the sample has exactly the mean over all tokens of the step as its expectation.
+
+The standard error of the mean, sum(x) / sum(t) over the rows of the sample, is that of a ratio of sums:
 
     se^2 = (1 - n / N) * n / (n - 1) * sum((x - r t)^2) / sum(t)^2    with r = sum(x) / sum(t)
 
-Source: Midzuno (1951), Sen (1953) for the scheme; Cochran, Sampling Techniques, 1977, 6.4 for the error.
+Source: Midzuno (1951), Sen (1953) for the draw; Cochran, Sampling Techniques, 1977, 6.4 for the error.
 
 Shape letters: N rows of the step on all ranks, n rows of the sample.
 """
@@ -22,11 +29,12 @@ import torch
 from torch import Tensor
 
 from moe_trm.batch.collate import collate
-from moe_trm.batch.plan import on_one_rank
-from moe_trm.config.schema import Config
+from moe_trm.batch.plan import compares_groups, on_one_rank
+from moe_trm.config.agent_rules import several_rows
+from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner
-from moe_trm.step.passes import Anchored
-from moe_trm.types import MicroBatch, RolloutRecord, TokenBatch, TrainRow
+from moe_trm.step.passes import UNMEASURED, Anchored
+from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 
 LEAST_ROWS = 32
 """Rows of a sample at least: a standard error over fewer says little."""
@@ -41,20 +49,61 @@ class ProbeRows:
     Attributes:
         batches: its micro-batches, as many on every rank.
         records: the rows of each.
-        whole: all rows of the step are in it, in the micro-batches of the anchors.
+        anchored: the minibatches that these are, in the micro-batches of the anchors; none of drawn rows.
         num_rows, total_rows: n and N.
         token_fraction: scored tokens of the sample by those of the step.
     """
 
     batches: Sequence[TokenBatch]
     records: Sequence[Sequence[RolloutRecord]]
-    whole: bool
+    anchored: Sequence[Anchored]
     num_rows: int
     total_rows: int
     token_fraction: float
 
+    @property
+    def whole(self) -> bool:
+        """True when all rows of the step are looked at."""
+        return self.num_rows == self.total_rows
 
-def probe_rows(config: Config, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
+
+class Choice:
+    """Whether a probe looks at minibatches or draws rows.
+
+    Args:
+        config: the run's configuration.
+        mode: whose routes the anchors' passes use.
+    """
+
+    def __init__(self, config: Config, mode: ReplayMode) -> None:
+        pipeline = config.pipeline
+        self._tokens = config.probe.tokens
+        measured = pipeline.recovery not in UNMEASURED and pipeline.proximal != "average"
+        self._replayed = mode == "R3" and measured
+        dealt = not (pipeline.stream or compares_groups(config) or several_rows(config))
+        self._random = self._replayed and dealt
+
+    def num_minibatches(self, minis: Sequence[MiniBatch]) -> int:
+        """How many of the last of a step's minibatches a probe looks at; 0: it draws rows.
+
+        It takes the fewest that hold `probe.tokens` scored tokens and `LEAST_ROWS` samples, but none of more than twice
+        these tokens: drawn rows would be forwarded twice. Parts of a step are taken only where they are random samples
+        of rows and their anchors were scored with the rollout's routes.
+        """
+        if sum(mini.num_sequences for mini in minis) <= LEAST_ROWS:
+            return len(minis)
+        wanted = self._tokens or sum(mini.num_tokens for mini in minis)
+        count = tokens = samples = 0
+        while count < len(minis) and not (self._random and tokens >= wanted and samples >= LEAST_ROWS):
+            count += 1
+            tokens += minis[-count].num_tokens
+            samples += minis[-count].num_sequences
+        return count if tokens <= wanted * (2 if self._replayed else 1) else 0
+
+
+def probe_rows(
+    config: Config, learner: Learner, anchored: Sequence[Anchored], step: int, num_minibatches: int
+) -> ProbeRows:
     """The rows of the probe of `step`. Collective.
 
     Args:
@@ -62,24 +111,42 @@ def probe_rows(config: Config, learner: Learner, anchored: Sequence[Anchored], s
         learner: gathers over the ranks.
         anchored: this rank's rows of the step.
         step: number of the step.
+        num_minibatches: see `Choice`.
     """
+    return _last(anchored, num_minibatches) if num_minibatches else _drawn(config, learner, anchored, step)
+
+
+def _last(anchored: Sequence[Anchored], number: int) -> ProbeRows:
+    chosen = anchored[-number:]
+    minis = [part.mini for part in anchored]
+    rows, tokens = ([getattr(mini, name) for mini in minis] for name in ("num_sequences", "num_tokens"))
+    return ProbeRows(
+        [batch for part in chosen for batch in part.batches],
+        [_records(micro) for part in chosen for micro in part.mini.micro_batches],
+        chosen,
+        sum(rows[-number:]),
+        sum(rows),
+        sum(tokens[-number:]) / max(sum(tokens), 1),
+    )
+
+
+def _drawn(config: Config, learner: Learner, anchored: Sequence[Anchored], step: int) -> ProbeRows:
     micros = [micro for part in anchored for micro in part.mini.micro_batches]
     rows = [row for micro in micros for row in micro.rows]
-    ids_N = learner.gather(torch.tensor([row.record.row_id for row in rows], dtype=torch.int64)).cpu().numpy()
-    tokens_N = learner.gather(torch.tensor([_scored(row) for row in rows], dtype=torch.int64)).cpu().numpy()
+    own = torch.tensor([(row.record.row_id, _scored(row)) for row in rows], dtype=torch.int64)
+    ids_N, tokens_N = learner.gather(own.flatten()).cpu().view(-1, 2).numpy().T
     order = ids_N.argsort(kind="stable")
     ids_N, tokens_N = ids_N[order], tokens_N[order]
     number = wanted_rows(tokens_N, config.probe.tokens)
     if number == len(ids_N):
-        batches = [batch for part in anchored for batch in part.batches]
-        return ProbeRows(batches, [_records(micro) for micro in micros], True, number, number, 1.0)
+        return _last(anchored, len(anchored))
     places = draw(tokens_N, number, (config.seed, step, STREAM))
     chosen = set(ids_N[places].tolist())
-    own = _micro_batches(config, learner, [row for row in rows if row.record.row_id in chosen])
+    packed = _micro_batches(config, learner, [row for row in rows if row.record.row_id in chosen])
     return ProbeRows(
-        [collate(micro, keep_mask=config.keeps_masks) for micro in own],
-        [_records(micro) for micro in own],
-        False,
+        [collate(micro, keep_mask=config.keeps_masks) for micro in packed],
+        [_records(micro) for micro in packed],
+        (),
         number,
         len(ids_N),
         float(tokens_N[places].sum() / tokens_N.sum()),

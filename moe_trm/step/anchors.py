@@ -14,8 +14,8 @@ With `pipeline.proximal=average` the proximal pass is under an average of the we
 from the weights that sampled, and may have either sign in time.
 
 Where a minibatch is the first of its step and all its tokens have age 0, its update's own forward is that pass: same
-weights, same routes, same micro-batches. It is not made twice, but on steps with a probe, where
-`update/first_nonzero_fraction` shows that the two are equal.
+weights, same routes, same micro-batches. It is not made twice, but where the probe asks for it
+(`Probe.anchors_all`). Then `update/first_nonzero_fraction` shows that the two are equal.
 
 Source of `interpolate`: A-3PO (arXiv 2512.06547); with v_theta = proximal version + 1, alpha = (v_prox - v_b) /
 (v_theta - v_b).
@@ -70,7 +70,6 @@ class Anchors:
         self._mode, self._keep_mask = mode, config.keeps_masks
         self._pipeline = config.pipeline
         self._reuse = mode != "R2" and not (whole or watches or scores_every_minibatch(config))
-        self._probe_every = config.probe.every
         self._recovery = config.pipeline.recovery
         self._average = average
         # A live engine samples anew after a resumption; a recording gives again what older weights sampled.
@@ -80,11 +79,11 @@ class Anchors:
         self._kept: list[int] = []
         self._streams, self._start = config.pipeline.stream and config.learner.minibatches > 1, START
 
-    def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False) -> list[Anchored]:
+    def score(self, learner: Learner, batch: TrainBatch, *, moved: bool = False, every: bool = False) -> list[Anchored]:
         """The minibatches of a step or of a part of it, with anchors, in exactly the micro-batches of the updates.
 
         `moved`: an earlier part of the step was trained already. The anchors of this one are those of the step's start
-        all the same. Collective.
+        all the same. `every`: every minibatch has a pass, the first one too. Collective.
         """
         if not moved:
             self._begin(learner, batch.step - 1)
@@ -97,7 +96,7 @@ class Anchors:
         if self._recovery in ("interpolate", "bypass"):
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
-        skipped = int(not moved and self._own_forward_suffices(batch))
+        skipped = int(not (moved or every) and self._own_forward_suffices(batch))
         passed = iter(self._pass(learner, padded[skipped:], weights=own))
         proximal = [[next(passed) for _ in part] if number >= skipped else [] for number, part in enumerate(padded)]
         anchored = self._anchored(batch, padded, proximal)
@@ -184,8 +183,7 @@ class Anchors:
         return [part.with_behavior([next(each) for _ in part.batches]) for part in anchored]
 
     def _own_forward_suffices(self, batch: TrainBatch) -> bool:
-        probed = self._probe_every and batch.step % self._probe_every == 0
-        return self._reuse and not probed and batch.versions == (batch.step - 1,) and self._recovery == "same"
+        return self._reuse and batch.versions == (batch.step - 1,) and self._recovery == "same"
 
     def _begin(self, learner: Learner, version: int) -> None:
         """Everything that is kept of the weights at the start of a step."""

@@ -29,12 +29,15 @@ def age_metrics(
         bound: on the age of trained tokens.
     """
     ages = version - np.concatenate([record.versions for record in records])
-    counts, possible = Counter(ages.tolist()), range(bound + 1)
+    row_of = np.repeat(np.arange(len(records)), [len(record.versions) for record in records])
+    changes = (np.diff(ages) != 0) & (np.diff(row_of) == 0)
+    values, numbers = np.unique(ages, return_counts=True)
+    counts, possible = Counter(dict(zip(values.tolist(), numbers.tolist(), strict=True))), range(bound + 1)
     return {
         "rollout/age_mean": float(ages.mean()),
         "rollout/age_max": float(ages.max()),
         "rollout/stale_tokens": float((ages > 0).sum()),
-        "rollout/mixed_rows": float(sum((record.versions != record.versions[0]).any() for record in records)),
+        "rollout/mixed_rows": float(len(np.unique(row_of[1:][changes]))),
         **{f"rollout/age_share/{age}": counts[age] / len(ages) for age in sorted({*counts, *possible})},
         "queue/groups": float(sum(queued.values())),
         **{f"queue/age/{age}": float(queued.get(age, 0)) for age in sorted({*queued, *possible})},

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from moe_trm.store.ledger import Ledger
@@ -32,7 +33,7 @@ class Group:
     outcomes: tuple[Outcome, ...]
     kept: tuple[RolloutRecord, ...]
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         """Of the weights that sampled its oldest token."""
         return min(int(row.versions.min()) for record in self.kept for row in record.rows)

@@ -25,7 +25,7 @@ rollout:
   max_new_tokens: 16
   server: {{port: 0, max_total_tokens: 8192, max_running_requests: 32}}
 replay: {{mode: R3}}
-probe: {{every: 1, save: true}}
+probe: {{every: 1, save: true, thorough_every: 1}}
 correction:
   rules:
     - {{name: trm_max, thresholds: {{max_kl: 0.5}}}}

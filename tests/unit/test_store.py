@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_trm.rollout.step_parts import versions_of
 from moe_trm.store.ledger import Ledger
+from moe_trm.store.metrics import age_metrics
 from moe_trm.store.store import GroupStore, Outcome
 from moe_trm.types import RolloutRecord
 from tests.unit.records import make_record
@@ -130,3 +136,50 @@ def test_resumed_books_leave_out_what_is_issued_again() -> None:
     resumed.restore(ledger.settled())
     assert (resumed.issued, resumed.trained, resumed.rejected["route_rows"], resumed.in_flight) == (2, 1, 1, 0)
     assert resumed.balanced
+
+
+def test_a_waiting_group_is_looked_at_once_however_often_a_step_asks() -> None:
+    ledger = Ledger()
+    store, looks = GroupStore(ledger), 0
+
+    class Looked(np.ndarray[Any, Any]):
+        def min(self, *args: Any, **options: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().min(*args, **options)
+
+    def watched(record: RolloutRecord) -> RolloutRecord:
+        return replace(record, versions=record.versions.view(Looked))
+
+    opened(store, ledger, 0, 2)
+    opened(store, ledger, 1, 1)
+    admit(store, ledger, 0, [watched(record) for record in group(0, [3, 3])])
+    for _ in range(5):
+        assert store.take(2, 3) is None
+    admit(store, ledger, 1, [watched(record) for record in group(1, [3])])
+    taken = store.take(2, 3)
+    assert taken is not None
+    assert [one.oldest_version for one in taken] == [3, 3]
+    assert looks == 3
+
+
+def test_ages_of_tokens_and_rows_by_hand() -> None:
+    versions = [[4, 4], [3, 4, 4], [], [2]]
+    records = [
+        replace(make_record(num_sampled=len(own) or 1), versions=np.array(own, dtype=np.int32)) for own in versions
+    ]
+    found = age_metrics(records, 4, {1: 2}, 1)
+    assert found == {
+        "rollout/age_mean": 0.5,
+        "rollout/age_max": 2.0,
+        "rollout/stale_tokens": 2.0,
+        "rollout/mixed_rows": 1.0,
+        "rollout/age_share/0": pytest.approx(4 / 6),
+        "rollout/age_share/1": pytest.approx(1 / 6),
+        "rollout/age_share/2": pytest.approx(1 / 6),
+        "queue/groups": 2.0,
+        "queue/age/0": 0.0,
+        "queue/age/1": 2.0,
+    }
+    assert versions_of(records) == (2, 3, 4)
+    assert versions_of([]) == ()

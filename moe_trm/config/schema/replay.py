@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from moe_trm.config.schema.section import Count, Fraction, Section, bare_off
+from moe_trm.config.schema.section import Count, Fraction, Positive, Section, bare_off
 
 ReplayMode = Literal["none", "R2", "R3"]
 """The replay mode of a run, once `auto` is decided."""
@@ -48,8 +48,12 @@ class ProbeConfig(Section):
     every: Count = 10
     """Steps between probes, which score one batch with native and with replayed routes; 0: never."""
     tokens: Count = 8192
-    """Scored tokens that a probe looks at. Of a step with more, whole rows are drawn at random, at least 32 and as many
-    as are expected to hold these; figures then have a standard error (`_se`). The same rows are drawn after a
-    resumption. 0: all rows."""
+    """Scored tokens that a probe looks at. Of a step with more, it is a random sample of whole rows, at least 32 and
+    as many as are expected to hold these; figures then have a standard error (`_se`). They are the step's last
+    minibatches where these hold little more, else drawn. The same rows are taken after a resumption. 0: all rows."""
+    thorough_every: Positive = 4
+    """Probes from one that makes further passes to the next, the first included: with rounded weights
+    (`probe/cast_k3_kl` and its like), and of the first minibatch before its update
+    (`update/first_nonzero_fraction`). 1: every probe makes them."""
     save: bool = False
     """Keep the per-token probe arrays under `runs/NAME/probe/` for pooled statistics."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_trm.learner.protocol import Scores
-from moe_trm.probe.flip_causes import flip_causes
+from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.types import TokenBatch
 from routing import RouteRecord
 from routing.replay import Recorded
@@ -49,8 +49,9 @@ def batch() -> TokenBatch:
     return TokenBatch(**made, routes=(record,), kept_ids=None, kept_offsets=None)
 
 
-def causes(older: Mapping[int, list[Scores]]) -> dict[str, float]:
-    return flip_causes(OneRank(), [batch()], [scores(NOW)], older)
+def causes(older: Mapping[int, list[Scores]], now: Scores | None = None) -> dict[str, float]:
+    native = now or scores(NOW)
+    return flip_causes(OneRank(), [batch()], [native], older, [flips_of(native, batch(), OneRank.moe_layer_ids)])
 
 
 def test_engine_and_staleness_are_told_apart() -> None:
@@ -79,7 +80,7 @@ def test_an_older_version_that_sampled_nothing_here_says_nothing() -> None:
 
 def test_flips_by_router_margin_use_the_margins_of_the_weights_that_sampled() -> None:
     now, then = scores(NOW, [0.5, 0.5, 0.5, 0.5]), scores(THEN, [9.0, 9.0, 0.002, 0.001])
-    found = flip_causes(OneRank(), [batch()], [now], {4: [then]})
+    found = causes({4: [then]}, now)
     rates = {name: rate for name, rate in found.items() if "/margin_" in name}
     # Layer 3 alone has margins: its last row flips, at 0.001. The row before is in the same class, the first scored one
     # at 0.5.

@@ -57,7 +57,7 @@ def one_batch() -> Any:
 
 
 OWN = Scores(torch.tensor([[-1.0, -1.4, 5.0]]))
-WHOLE = ProbeRows([], [], True, 1, 1, 1.0)
+WHOLE = ProbeRows([], [], (), 1, 1, 1.0)
 
 
 def test_both_parts_by_hand() -> None:

@@ -62,11 +62,9 @@ class FakeLearner(StandInLearner):
         return [Scores(torch.where(batch.mask, -1.0 - version, 0.0), recorded=recorded) for batch in batches]
 
 
-def config(*, eta: int = 2, behavior: str = "snapshot", probe: int = 0, **sections: Any) -> Config:
+def config(*, eta: int = 2, behavior: str = "snapshot", **sections: Any) -> Config:
     pipeline = {"mode": "async", "max_staleness": eta, "behavior": behavior} if eta else {}
-    return Config.model_validate(
-        {"model": {"checkpoint": "unused"}, "pipeline": pipeline, "probe": {"every": probe}, **sections}
-    )
+    return Config.model_validate({"model": {"checkpoint": "unused"}, "pipeline": pipeline, **sections})
 
 
 def batch_of(step: int, *versions: Sequence[int]) -> TrainBatch:
@@ -143,10 +141,9 @@ def test_interpolation_weights_follow_the_age() -> None:
 
 
 def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> None:
-    def skipped(mode: ReplayMode = "R3", whole: bool = False, step: int = 1, **sections: Any) -> bool:
-        parts = at(
-            step, FakeLearner(), Anchors(config(eta=0, **sections), mode, whole=whole), batch_of(step, [step - 1])
-        )
+    def skipped(mode: ReplayMode = "R3", whole: bool = False, every: bool = False, **sections: Any) -> bool:
+        anchors = Anchors(config(eta=0, **sections), mode, whole=whole)
+        parts = anchors.score(FakeLearner(), batch_of(1, [0]), every=every)
         assert parts[1].scored
         return not parts[0].scored
 
@@ -154,9 +151,7 @@ def test_the_first_update_is_its_own_anchor_pass_where_that_is_provable() -> Non
     assert skipped("none")
     assert not skipped("R2")
     assert not skipped(whole=True)
-    assert not skipped(probe=1)
-    assert skipped(probe=2)
-    assert not skipped(step=2, probe=2)
+    assert not skipped(every=True)
     assert not skipped(record={"bundle": "somewhere"})
     assert not skipped(learner={"epochs": 2, "minibatches": 2})
     [part, _] = at(1, FakeLearner(), Anchors(config(eta=0), "R3", whole=False), batch_of(1, [0]))
@@ -282,7 +277,7 @@ def test_parts_of_a_step_have_the_anchors_of_its_start() -> None:
         learner.version = 77  # as if the weights had moved within the step
         [two] = anchors.score(learner, second, moved=True)
         current = torch.where(two.batches[0].mask, -9.0, 0.0)
-        [whole, _] = at(3, FakeLearner(), Anchors(config(eta=0, probe=3), "R3", whole=False), batch)
+        [whole, _] = at(3, FakeLearner(), Anchors(config(eta=0), "R3", whole=True), batch)
         assert not one.scores or torch.equal(one.scores[0].logprobs, whole.scores[0].logprobs)
         assert torch.equal(two.scores[0].logprobs, whole.scores[0].logprobs)
         assert torch.equal(one.ratios(0, current).total, two.ratios(0, current).total)
