@@ -58,7 +58,7 @@ BENCHMARKS = (
         "costs_larger",
         "What each part costs of a step of a larger model",
         "costs",
-        ("--hidden", "512", "--rounds", "3"),
+        ("--hidden", "256", "--rounds", "4"),
     ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),
