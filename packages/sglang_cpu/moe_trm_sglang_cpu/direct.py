@@ -106,7 +106,11 @@ class Direct:
 
     async def _leave(self) -> None:
         manager = self._manager
-        batch, self._leaving = self._leaving, []
+        leaving, self._leaving = self._leaving, []
+        # SGLang forgets a request whose client gave it up before it was sent, and never aborts it.
+        batch = [tokenized for tokenized in leaving if tokenized.rid in manager.rid_to_state]
+        if not batch:
+            return
         try:
             if len(batch) == 1:
                 await manager._send_one_request(batch[0])

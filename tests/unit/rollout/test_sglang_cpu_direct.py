@@ -157,6 +157,25 @@ def test_a_refused_request_is_not_sent_and_leaves_nothing() -> None:
     run(work)
 
 
+def test_a_request_that_was_given_up_before_it_left_is_not_sent_and_the_others_are() -> None:
+    async def work(manager: Manager, way: Direct) -> None:
+        tasks = asks(way, 2)
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await turns()
+        assert manager.sent == [[rid(1)]]
+        way.receive(Answers([rid(1)], [b"b"]))
+        assert await tasks[1] == b"b"
+        asks(way, 1)[0].cancel()
+        alone = asks(way, 1)[0]
+        await asyncio.sleep(0)
+        alone.cancel()
+        await turns()
+        assert manager.sent == [[rid(1)]]
+
+    run(work)
+
+
 def test_everyone_hears_of_a_message_that_could_not_be_sent() -> None:
     async def work(manager: Manager, way: Direct) -> None:
         manager.broken = Refused("no scheduler")
