@@ -147,7 +147,7 @@ class RouteRecord:
                 got=experts[row, layer].tolist(),
                 expected=f"0..{self.num_experts - 1}",
             )
-        if _repeats(experts):
+        if has_repeats(experts):
             row, layer = np.argwhere(_repeated(experts))[0]
             raise RouteError(
                 "duplicate",
@@ -197,7 +197,7 @@ def check_ids(record: RouteRecord, ids: bytes, origin: bytes = b"") -> None:
         )
 
 
-def _repeats(experts: np.ndarray) -> bool:
+def has_repeats(experts: np.ndarray) -> bool:
     """True when an id appears twice among the K of a row."""
     flat_MK = experts.reshape(-1, experts.shape[-1])
     if flat_MK.size * flat_MK.shape[1] > _FEW_PAIRS:

@@ -1,7 +1,6 @@
 """Sampling masks that hold every check, put in order and looked at in one pass.
 
-Nearly every mask does. What is wrong with any other is for `SamplingMask.validate` to say. A short answer has so few
-kept ids that plain numbers are looked at sooner than an array operation begins (`sound_rows`).
+Nearly every mask does. What is wrong with any other is for `SamplingMask.validate` to say.
 
 Shape letters: S sampled tokens, M kept ids in all.
 """
@@ -10,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import exp
-from typing import cast
 
 import numpy as np
 
@@ -19,54 +16,6 @@ from moe_trm.sampling_mask.record import SUM_TOLERANCE, SamplingMask
 
 _SURELY = 0.99 * SUM_TOLERANCE
 """Sums are added up in another order than in `SamplingMask.validate`: what is near its bound is left to it."""
-
-_LOWEST = float(np.finfo(np.float32).min)
-FEW_IDS = 192
-"""Kept ids of an answer up to which `sound_rows` is faster than `sound_mask`."""
-
-
-def sound_rows(
-    ids_rows: Sequence[Sequence[int]],
-    logprob_rows: Sequence[Sequence[float | None]],
-    sampled_ids: Sequence[int],
-    vocab_size: int,
-) -> tuple[SamplingMask, np.ndarray] | None:
-    """As `sound_mask`, of at most `FEW_IDS` ids in rows with as many log-probs each.
-
-    None also where a log-prob is above 0, or is none.
-
-    Args:
-        ids_rows: kept ids of each row, in any order.
-        logprob_rows: their log-probs.
-        sampled_ids: one for each row.
-        vocab_size: ids are below.
-    """
-    offsets = [0, *accumulate(map(len, ids_rows))]
-    if not 0 < offsets[-1] <= FEW_IDS or len(ids_rows) != len(sampled_ids):
-        return None
-    ids, logprobs, sampled = list[int](), list[float](), list[float]()
-    numbers = cast("Sequence[Sequence[float]]", logprob_rows)
-    for row, values, token in zip(ids_rows, numbers, sampled_ids, strict=True):
-        if len(row) == 1:
-            [own] = values
-            if row[0] != token or own is None or not -_SURELY <= own <= 0:
-                return None
-            ids.append(token)
-            logprobs.append(own)
-        else:
-            kept = dict(zip(row, values, strict=True))
-            if token not in kept or len(kept) != len(row) or None in values or max(values) > 0:
-                return None
-            if not abs(sum(map(exp, values)) - 1) <= _SURELY:
-                return None
-            own, order = kept[token], sorted(kept)
-            ids += order
-            logprobs += map(kept.__getitem__, order)
-        sampled.append(own)
-    if min(ids) < 0 or max(ids) >= vocab_size or min(logprobs) < _LOWEST:
-        return None
-    mask = SamplingMask(np.array(ids, np.int32), np.array(offsets, np.int64), np.array(logprobs, np.float32))
-    return mask, np.array(sampled, np.float32)
 
 
 def sound_mask(

@@ -16,17 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.sglang.apart import EMPTY, without_routes
+from moe_trm.rollout.sglang.answer_form import Answer, MetaInfo, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.sampling_mask.sound import sound_mask, sound_rows
+from moe_trm.sampling_mask.sound import sound_mask
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
@@ -39,57 +38,8 @@ LOWEST = float(np.finfo(np.float32).min)
 
 QUOTATION_MARK = ord('"')
 
-SHORT_BYTES = 1 << 15
-"""An answer of so few is read in one piece: taking its routes apart takes longer than reading them as JSON."""
-
 MAX_VERSION_DIGITS = 9
 """Keeps versions inside int32."""
-
-Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-
-
-class FinishReason(msgspec.Struct):
-    """The end of generation: `stop`, `length` or `abort`."""
-
-    type: str
-    message: str = ""
-
-
-class VersionSpan(msgspec.Struct):
-    """Output tokens `start..end` (end excluded) were sampled with weights `version`."""
-
-    version: str
-    start: Int32
-    end: Int32
-
-
-class MetaInfo(msgspec.Struct):
-    """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
-
-    finish_reason: FinishReason | None
-    prompt_tokens: int | None = None
-    """Missing in the answer of a request that was aborted while it waited in the queue."""
-    output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
-    weight_versions: list[VersionSpan] | None = None
-    num_retractions: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Times that the engine dropped the keys and values of this request and computed them, and its routes, again."""
-    output_token_sampling_mask: list[list[Int32]] | None = None
-    output_token_sampling_logprobs: list[list[float | None]] | None = None
-    output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
-    routed_experts_dtype: str | None = None
-    """Type of the ids in `routed_experts`; engines that do not name it send int32 (sglang#31219)."""
-    routed_experts: msgspec.Raw = msgspec.Raw()
-    """The routes as they are in the answer, of which they are by far the largest part.
-
-    A copy would double the memory of a sample.
-    """
-
-
-class Answer(msgspec.Struct):
-    """One element of `/generate`."""
-
-    output_ids: list[Int32]
-    meta_info: MetaInfo
 
 
 @dataclass(frozen=True)
@@ -104,31 +54,6 @@ class Wanted:
     """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
     missing: Literal["reject", "native"] = "reject"
     """Treatment of a sample with recomputed routes (`SampledTurn.recomputed`): reject it, or leave them out."""
-
-
-_DECODER = msgspec.json.Decoder(Answer)
-
-
-def decode_answer(body: bytes | memoryview) -> Answer:
-    """The typed answer. Raises `RecordRejected` (`malformed`)."""
-    parts = without_routes(body) if len(body) > SHORT_BYTES else None
-    try:
-        if parts is not None:
-            answer = _DECODER.decode(parts[0])
-            if bytes(answer.meta_info.routed_experts) == EMPTY:
-                answer.meta_info.routed_experts = msgspec.Raw(parts[1])
-                return answer
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        pass  # The places that the error names are those of the whole answer, which is read below.
-    try:
-        return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordRejected(
-            "malformed",
-            "the engine's answer is not what was agreed",
-            got=str(error),
-            expected="the answer of SGLang 0.5.23's /generate",
-        ) from error
 
 
 def parse_turn(
@@ -152,29 +77,29 @@ def parse_turn(
         RecordRejected: with one of the reasons of this module's docstring.
     """
     answer = decode_answer(body)
-    finish_reason = _finish_reason(answer, partial=wanted.partial)
+    finish_reason = finish_reason_of(answer, partial=wanted.partial)
     output_S = _output_ids(answer, len(context), model)
     full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
     if wanted.mask:
         mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
-    versions_S, earlier = _versions(answer.meta_info, len(output_S))
-    retracted = wanted.routes and _retracted(answer.meta_info)
+    spans = version_spans(answer.meta_info, len(output_S))
+    recomputed, retracted = recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
-        versions=versions_S,
+        versions=versions_of(spans),
         routes=_routes(answer, context, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
-        # Where a retraction fell is not said. The row that predicts the last token was computed after all of them.
-        recomputed=len(output_S) - 1 if retracted else earlier,
-        retracted=retracted and not earlier,
+        recomputed=recomputed,
+        retracted=retracted,
     )
 
 
-def _finish_reason(answer: Answer, *, partial: bool) -> str:
+def finish_reason_of(answer: Answer, *, partial: bool) -> str:
+    """How it ended. Raises `RecordRejected` where that is not the end of a record."""
     reason = answer.meta_info.finish_reason
     if reason is None or reason.type not in ("stop", "length", "abort"):
         raise RecordRejected(
@@ -230,13 +155,20 @@ def _full_logprobs(answer: Answer) -> np.ndarray:
     return _logprobs([value for value, _, _ in entries], "logprob_value")
 
 
-def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
-    """As float32. null becomes NaN, and values out of range become infinite; both are refused."""
+def sound_logprobs(values: Sequence[float | None]) -> np.ndarray | None:
+    """As float32, where all of them are log-probs."""
     array = np.array(values, np.float64)
-    if not len(array) or (np.maximum.reduce(array) <= POSITIVE_TOLERANCE and np.minimum.reduce(array) >= LOWEST):
-        return array.astype(np.float32)
+    # null becomes NaN, of which no comparison is true.
+    sound = not len(array) or (np.maximum.reduce(array) <= POSITIVE_TOLERANCE and np.minimum.reduce(array) >= LOWEST)
+    return array.astype(np.float32) if sound else None
+
+
+def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
+    """As float32. Values out of range, which become infinite, are refused as null is."""
+    if (sound := sound_logprobs(values)) is not None:
+        return sound
     with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
+        array = np.array(values, np.float64).astype(np.float32)
     wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
     if wrong.any():
         position = int(wrong.argmax())
@@ -250,8 +182,8 @@ def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     return array
 
 
-def _versions(meta: MetaInfo, num_sampled: int) -> tuple[np.ndarray, int]:
-    """`[S]` version of each token, and how many are of another one than the last."""
+def version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
+    """Versions of the sampled tokens, in their order, with the number of tokens of each."""
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
     contiguous = starts == [0, *ends[:-1]] and all(start < end for start, end in zip(starts, ends, strict=True))
@@ -271,19 +203,27 @@ def _versions(meta: MetaInfo, num_sampled: int) -> tuple[np.ndarray, int]:
                 expected="a version number",
                 fix="Push weights before the first sample.",
             )
-    versions_S, last, earlier = np.empty(num_sampled, np.int32), int(spans[-1].version), 0
-    for span in spans:
-        version = int(span.version)
-        versions_S[span.start : span.end] = version
-        earlier += span.end - span.start if version != last else 0
-    return versions_S, earlier
+    return [(int(span.version), span.end - span.start) for span in spans]
 
 
-def _retracted(meta: MetaInfo) -> bool:
-    """True when the engine computed the request's routes again, beside log-probs of the first time.
+def versions_of(spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """`[S]` int32 of `version_spans`."""
+    versions, lengths = zip(*spans, strict=True)
+    return np.repeat(np.array(versions, np.int32), lengths)
+
+
+def recomputed_routes(meta: MetaInfo, spans: Sequence[tuple[int, int]], *, asked: bool) -> tuple[int, bool]:
+    """`SampledTurn.recomputed` and `SampledTurn.retracted`.
+
+    Routes that were `asked` for must come with the number of retractions: the engine computed them again then, beside
+    log-probs of the first time. Raises `RecordRejected` otherwise.
 
     Source: SGLang 0.5.23, `meta_info.num_retractions`; sglang#39633, miles#3277.
     """
+    last = spans[-1][0]
+    earlier = sum(length for version, length in spans if version != last)
+    if not asked:
+        return earlier, False
     if meta.num_retractions is None:
         raise RecordRejected(
             "retraction_unknown",
@@ -292,7 +232,10 @@ def _retracted(meta: MetaInfo) -> bool:
             expected="their number",
             fix="Serve with SGLang 0.5.23.",
         )
-    return meta.num_retractions > 0
+    if not meta.num_retractions:
+        return earlier, False
+    # Where a retraction fell is not said. The row that predicts the last token was computed after all of them.
+    return sum(length for _, length in spans) - 1, not earlier
 
 
 def _sampling_mask(
@@ -313,8 +256,6 @@ def _sampling_mask(
         raise RecordRejected(
             "mask_shape", "kept ids and their log-probs differ in number", got=logprob_sizes, expected=sizes
         )
-    if (few := sound_rows(ids_rows, logprob_rows, answer.output_ids, vocab_size)) is not None:
-        return few
     ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
     logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
     if (sound := sound_mask(ids_M, sizes, logprobs_M, output_S, vocab_size)) is not None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.sglang import apart, parse
+from moe_trm.rollout.sglang import answer_form, apart
+from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
 from moe_trm.rollout.sglang.apart import without_routes
-from moe_trm.rollout.sglang.parse import Answer, decode_answer
 
 WORDS = st.sampled_from(
     ['"routed_experts"', ',"routed_experts":"', '"', "\\", "A", ":", "{", ",", "é", "\n", "routed_experts"]
@@ -30,7 +30,7 @@ FIELD = st.tuples(st.one_of(st.just("routed_experts"), TEXT), VALUE)
 def none_is_short() -> Iterator[None]:
     """The answers here are few bytes, and are read as long ones are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parse, "SHORT_BYTES", 0)
+        patch.setattr(answer_form, "SHORT_BYTES", 0)
         yield
 
 
