@@ -98,6 +98,11 @@ class RolloutController:
         """True when samples are made while the learner trains."""
         return self._config.pipeline.mode != "sync"
 
+    @property
+    def shares_memory(self) -> bool:
+        """True when records may lie in memory that processes of this machine read (`runtime.shared_blocks`)."""
+        return self._config.rollout.intake_processes > 0
+
     async def load_weights(self, push: WeightPush) -> None:
         """Give the engine the learner's new weights; raises `SyncError` when it cannot be proved that they arrived."""
         started = time.perf_counter()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 from zmq.constants import SocketOption, SocketType
 
@@ -24,7 +25,7 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
 from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.runtime import wire
-from moe_trm.runtime.shared_blocks import place_of
+from moe_trm.runtime.shared_blocks import Place, place_of
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
 from moe_trm.types import ServerState, TrainBatch
@@ -139,7 +140,7 @@ class ControllerService:
         op, lend = "", None
         try:
             request = wire.decode(frames, Request)
-            op, lend = request.op, place_of if request.lends else None
+            op, lend = request.op, self._lend(request)
             if not hmac.compare_digest(request.key.encode(), self._start.key.encode()):
                 raise ControllerError(
                     "wrong controller key", fix="Only the ranks of this run may talk to its controller."
@@ -171,9 +172,13 @@ class ControllerService:
                 self._loading.result()
         shares = await planned
         share = shares[request.data_rank]
-        if request.lends:
-            return ControllerReply(batch=rank_share(share, request.layer_ids, place_of))
+        if (lend := self._lend(request)) is not None:
+            return ControllerReply(batch=rank_share(share, request.layer_ids, lend))
         return ControllerReply(batch=rank_share(share, request.layer_ids))
+
+    def _lend(self, request: Request) -> Callable[[np.ndarray], Place | None] | None:
+        """Says where the rank that asks reads an array in shared memory; None: it reads none there."""
+        return place_of if request.lends and self._controller.shares_memory else None
 
     async def _push(self, request: Request) -> ControllerReply:
         shards = self._shards.setdefault(request.version, {})
