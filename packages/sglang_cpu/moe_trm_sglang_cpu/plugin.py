@@ -44,6 +44,7 @@ def activate() -> None:
         _gather_masks()
         _pack_routes()
         _forget_matrices()
+        _walk_once()
         _share_prompts()
         _share_imports()
         _shorten_way()
@@ -174,6 +175,16 @@ def _forget_matrices() -> None:
     target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
     HookRegistry.register(target, forget_after, HookType.BEFORE)
     HookRegistry.register(target, settle_before, HookType.BEFORE)
+
+
+def _walk_once() -> None:
+    """Checksums of the loaded weights without walks through the model for each question about it."""
+    from sglang.srt.utils import weight_checker
+
+    from moe_trm_sglang_cpu import checksums
+
+    checker = weight_checker.WeightChecker
+    checker._compute_checksum = checksums.wrap(checker._compute_checksum, weight_checker)
 
 
 def _share_prompts() -> None:
