@@ -157,12 +157,14 @@ def _gather_masks() -> None:
 
 
 def _pack_routes() -> None:
-    """Routes of finished requests as bytes, of the buffers that this machine's memory holds."""
+    """Routes of finished requests as bytes, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
     from moe_trm_sglang_cpu.routes import wrap_gathering
 
-    RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
+    if envs.SGLANG_USE_PICKLE_IPC.get():
+        RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
 
 
 def _forget_matrices() -> None:
