@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 
@@ -58,3 +59,15 @@ def plain_tensors(model: Any, quantised: Callable[[Any], object | None]) -> list
                     known.add(id(tensor))
                     found.append((prefix + name, tensor))
     return parameters + buffers
+
+
+def wrap_unpacking(native: Callable[[Any], Any], kind: type) -> Callable[[Any], Any]:
+    """SGLang's `msgspec_to_builtins`, which is `native`, for the answer `kind`.
+
+    SGLang reads the annotations of its fields again for every answer.
+    """
+
+    def unpacked(obj: Any) -> Any:
+        return msgspec.to_builtins(obj) if type(obj) is kind else native(obj)
+
+    return unpacked

@@ -181,12 +181,16 @@ def _forget_matrices() -> None:
 
 def _walk_once() -> None:
     """Checksums of the loaded weights without walks through the model for each question about it."""
+    from sglang.srt.managers import tokenizer_control_mixin
+    from sglang.srt.managers.io_struct import ChecksumInfo
     from sglang.srt.utils import weight_checker
 
     from moe_trm_sglang_cpu import checksums
 
     checker = weight_checker.WeightChecker
     checker._compute_checksum = checksums.wrap(checker._compute_checksum, weight_checker)
+    unpack = tokenizer_control_mixin.msgspec_to_builtins
+    tokenizer_control_mixin.msgspec_to_builtins = checksums.wrap_unpacking(unpack, ChecksumInfo)
 
 
 def _share_prompts() -> None:

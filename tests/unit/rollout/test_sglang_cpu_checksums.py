@@ -6,13 +6,14 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-from moe_trm_sglang_cpu.checksums import wrap
+from moe_trm_sglang_cpu.checksums import wrap, wrap_unpacking
 
 QUANTISED = object()
 
@@ -92,3 +93,18 @@ def test_quantised_weights_and_tensors_to_leave_out_are_sglangs() -> None:
     assert computed(model, None)["checksums"]
     model.second.quant_method = "fp8"  # type: ignore[assignment]
     assert computed(model) == ("native", "target")
+
+
+class Part(msgspec.Struct):
+    rank: int
+
+
+class Info(msgspec.Struct):
+    checksums: dict[str, str]
+    parts: list[Part]
+
+
+def test_an_answer_is_unpacked_to_what_json_can_hold_and_others_are_sglangs() -> None:
+    unpack = wrap_unpacking(lambda obj: ("native", obj), Info)
+    assert unpack(Info({"b": "1", "a": "2"}, [Part(0)])) == {"checksums": {"b": "1", "a": "2"}, "parts": [{"rank": 0}]}
+    assert unpack(Part(0)) == ("native", Part(0))
