@@ -39,11 +39,11 @@ class Outer(nn.Module):
         self.tied = self.second.weight
         self.left_out = nn.Parameter(torch.zeros(1))
         self.left_out._skip_weight_check = True  # type: ignore[attr-defined]
-        self.register_buffer("counted", self.first.scores)
+        self.register_buffer("counted", self.first.get_buffer("scores"))
 
 
 def hash_of(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()[:16]
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 SGLANG = SimpleNamespace(
