@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from io import FileIO
 from itertools import islice
 from math import prod
@@ -106,16 +107,25 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Slot(NamedTuple):
+    """A tensor of a file: its dtype, its shape, and its bytes, counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 class Memory:
     """Bytes that one tensor after the other is read into: new ones cost as much as the copy."""
 
     def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        self._bytes = np.empty(0, np.uint8).data
 
-    def take(self, size: int) -> np.ndarray:
+    def take(self, size: int) -> memoryview:
         """`[size]`, the same as before if they are enough: what was read into them is gone."""
         if len(self._bytes) < size:
-            self._bytes = np.empty(size, np.uint8)
+            self._bytes = np.empty(size, np.uint8).data
         return self._bytes[:size]
 
 
@@ -125,6 +135,9 @@ class Shard:
     Args:
         path: of the file.
 
+    Attributes:
+        num_bytes: of the whole file.
+
     Raises:
         OSError: the file cannot be opened.
         ValueError: its header is damaged.
@@ -133,8 +146,9 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         try:
-            self._size = os.fstat(self._file.fileno()).st_size
-            self._places, self._begin = _header(self._file, self._size)
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
+            header = _header(self._file, self.num_bytes)
+            self._slots, self._begin = _slots(header), _LENGTH_BYTES + len(header)
         except BaseException:
             self._file.close()
             raise
@@ -157,22 +171,16 @@ class Shard:
             OSError: the file cannot be read.
             ValueError: it lacks the tensor, ends within it, or has it at a place or in a dtype that is never pushed.
         """
-        if name not in self._places:
+        slot = self._slots.get(name)
+        if slot is None:
             raise ValueError(f"no tensor {name}")
-        place = self._places[name]
-        first, last = place.data_offsets
-        dtype, size = _DTYPES.get(place.dtype), self._size - self._begin
-        fits = (
-            dtype is not None
-            and min(place.shape, default=0) >= 0
-            and prod(place.shape) * dtype.itemsize == last - first
-        )
-        if dtype is None or not fits or not 0 <= first < last <= size:
-            raise ValueError(f"the place of {name} is impossible: {place}, {size} bytes of data")
-        data = memory.take(last - first).data
-        if _read_into(self._file.fileno(), data, self._begin + first) != len(data):
+        size = self.num_bytes - self._begin
+        if isinstance(slot, _Place) or slot.end > size:
+            raise ValueError(f"the place of {name} is impossible: {slot}, {size} bytes of data")
+        data = memory.take(slot.end - slot.begin)
+        if _read_into(self._file.fileno(), data, self._begin + slot.begin) != len(data):
             raise ValueError(f"the file ends within {name}")
-        return Stored(data, dtype, place.shape)
+        return Stored(data, slot.dtype, slot.shape)
 
 
 def _read_into(file: int, data: memoryview, offset: int) -> int:
@@ -183,16 +191,31 @@ def _read_into(file: int, data: memoryview, offset: int) -> int:
     return read
 
 
-def _header(file: FileIO, size: int) -> tuple[Mapping[str, _Place], int]:
-    """Places by name, and where the first byte of data is."""
+def _header(file: FileIO, size: int) -> bytes:
     length = int.from_bytes(file.read(_LENGTH_BYTES) or b"", "little")
     if length > size - _LENGTH_BYTES:
         raise ValueError(f"a header of {length} bytes is longer than the file")
+    return file.read(length) or b""
+
+
+@lru_cache(maxsize=4)
+def _slots(header: bytes) -> Mapping[str, _Slot | _Place]:
+    """The tensors of a file by name; a place where no tensor of a push can be stays one.
+
+    From push to push a rank writes the same header.
+    """
     try:
-        fields = msgspec.json.decode(file.read(length) or b"", type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         places = {
             name: msgspec.json.decode(field, type=_Place) for name, field in fields.items() if name != "__metadata__"
         }
     except msgspec.DecodeError as error:
         raise ValueError(f"the header is damaged: {error}") from error
-    return places, _LENGTH_BYTES + length
+    return {name: _slot(place) for name, place in places.items()}
+
+
+def _slot(place: _Place) -> _Slot | _Place:
+    dtype, (begin, end) = _DTYPES.get(place.dtype), place.data_offsets
+    if dtype is None or min(place.shape, default=0) < 0 or prod(place.shape) * dtype.itemsize != end - begin:
+        return place
+    return _Slot(dtype, place.shape, begin, end) if 0 <= begin < end else place

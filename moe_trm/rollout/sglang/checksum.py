@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +69,39 @@ def engine_place(name: str, pushed: Container[str] = ()) -> tuple[str, tuple[int
     return name, (0, 0)
 
 
+class Layout(NamedTuple):
+    """What the names of a push say about the engine's tensors. It is the same from push to push."""
+
+    tensor_of: Mapping[str, str]
+    """Engine tensor of each Hugging Face tensor."""
+    parts: Mapping[str, Sequence[str]]
+    """The parts of each engine tensor, in order."""
+    as_is: Mapping[str, torch.dtype | None]
+    """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
+
+
+@lru_cache(maxsize=4)
+def layout_of(names: frozenset[str], dtype: str) -> Layout:
+    """Of a push of `names` to an engine in `dtype`."""
+    places = {name: engine_place(name, names) for name in names}
+    parts: dict[str, list[str]] = {}
+    for name in sorted(names, key=places.__getitem__):
+        parts.setdefault(places[name][0], []).append(name)
+    as_is = {fused: _kept_dtype(fused, own, dtype) for fused, own in parts.items()}
+    return Layout({name: fused for name, (fused, _) in places.items()}, parts, as_is)
+
+
+def _dtypes(fused: str, engine_dtype: str) -> tuple[torch.dtype, torch.dtype]:
+    """Of the engine's arithmetic, and of the tensor as it holds it."""
+    dtype = DTYPES[Rounding(engine_dtype).dtype_of(fused)]
+    return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
+
+
+def _kept_dtype(fused: str, parts: Sequence[str], engine_dtype: str) -> torch.dtype | None:
+    dtype, held = _dtypes(fused, engine_dtype)
+    return dtype if dtype == held and fused not in _VOCAB and not _STACKED.fullmatch(parts[0]) else None
+
+
 class Hasher(Protocol):
     """Common interface of `hashlib` objects and `GpuTensorHash`."""
 
@@ -90,17 +124,11 @@ class EngineChecksums:
 
     def __init__(self, names: Iterable[str], dtype: str, device: str = "cpu") -> None:
         self._dtype = dtype
-        names = frozenset(names)
-        places = {name: engine_place(name, names) for name in names}
-        self._tensor_of = {name: place for name, (place, _) in places.items()}
-        self._order: dict[str, list[str]] = {}
-        for name in sorted(names, key=places.__getitem__):
-            self._order.setdefault(self._tensor_of[name], []).append(name)
+        self._tensor_of, self._order, self._as_is = layout_of(frozenset(names), dtype)
         self._hashers: dict[str, Hasher] = {
             fused: GpuTensorHash() if device == "cuda" else hashlib.sha256() for fused in self._order
         }
         self._taken = dict.fromkeys(self._order, 0)
-        self._as_is = {fused: self._kept_dtype(fused, parts) for fused, parts in self._order.items()}
         self._held: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -141,19 +169,9 @@ class EngineChecksums:
             )
         return {fused: hasher.hexdigest()[:16] for fused, hasher in self._hashers.items()}
 
-    def _dtypes(self, fused: str) -> tuple[torch.dtype, torch.dtype]:
-        """Of the engine's arithmetic, and of the tensor as it holds it."""
-        dtype = DTYPES[Rounding(self._dtype).dtype_of(fused)]
-        return dtype, DTYPES.get(_HELD.get(fused.rpartition(".")[2], ""), dtype)
-
-    def _kept_dtype(self, fused: str, parts: Sequence[str]) -> torch.dtype | None:
-        """The dtype in which the engine hashes the bytes of the parts as they are pushed; None: in no dtype."""
-        dtype, held = self._dtypes(fused)
-        return dtype if dtype == held and fused not in _VOCAB and not _STACKED.fullmatch(parts[0]) else None
-
     def _hash(self, fused: str, tensor: Tensor) -> None:
         hasher = self._hashers[fused]
-        dtype, held = self._dtypes(fused)
+        dtype, held = _dtypes(fused, self._dtype)
         hasher.update(tensor_bytes(tensor.to(dtype).to(held)))
         if fused in _VOCAB:
             padding_rows = -tensor.shape[0] % VOCAB_MULTIPLE

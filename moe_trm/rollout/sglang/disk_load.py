@@ -5,9 +5,9 @@ The chain of proof is that of `moe_trm.sync.disk`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -35,12 +35,14 @@ def verified_checksums(
     """
     checksums = EngineChecksums((entry.name for entry in push.tensors), dtype, device)
     entries = {entry.name: entry for entry in push.tensors}
-    sized = ((parts, sum(num_bytes(entries[name]) for name in parts)) for parts in checksums.parts())
-    lots = list(in_lots(sized, lot_bytes))
     with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
+        lots = [checksums.parts()]
+        if sum(shard.num_bytes for shard in shards.values()) >= lot_bytes:
+            sized = ((parts, sum(num_bytes(entries[name]) for name in parts)) for parts in lots[0])
+            lots = [tuple(lot) for lot in in_lots(sized, lot_bytes)]
 
-        def damaged_in(lot: Sequence[Sequence[str]]) -> list[str]:
+        def damaged_in(lot: Iterable[Sequence[str]]) -> list[str]:
             memory, names = Memory(), chain.from_iterable(lot)
             return [name for name in names if not _take(push, entries[name], shards, checksums, memory)]
 
@@ -75,30 +77,30 @@ def _take(
 
     All before it in its engine tensor are added, so that nothing of `memory` is kept.
     """
-    with _readable(push, entry.file):
+    try:
         data, dtype, shape = shards[entry.file].read(entry.name, memory)
+    except (ValueError, OSError) as error:
+        raise _unreadable(push, entry.file, error) from error
     if not checksums.add_bytes(entry.name, data, dtype):
         checksums.add(entry.name, torch.frombuffer(data, dtype=dtype).reshape(shape))
-    same_kind = shape == entry.shape and dtype == DTYPES[entry.dtype]
+    same_kind = shape == entry.shape and dtype is DTYPES[entry.dtype]
     return same_kind and bytes_digest(data) == entry.digest
 
 
 def _shard(push: WeightPush, file: str) -> Shard:
-    with _readable(push, file):
-        return Shard(Path(push.directory) / file)
-
-
-@contextmanager
-def _readable(push: WeightPush, file: str) -> Iterator[None]:
     try:
-        yield
+        return Shard(Path(push.directory) / file)
     except (ValueError, OSError) as error:
-        raise SyncError(
-            "a shard of the push cannot be read",
-            where=str(Path(push.directory) / file),
-            got=str(error),
-            expected="the shard as written",
-        ) from error
+        raise _unreadable(push, file, error) from error
+
+
+def _unreadable(push: WeightPush, file: str, error: Exception) -> SyncError:
+    return SyncError(
+        "a shard of the push cannot be read",
+        where=str(Path(push.directory) / file),
+        got=str(error),
+        expected="the shard as written",
+    )
 
 
 async def load_folder(

@@ -1,4 +1,4 @@
-"""SGLang's door for plain requests to `/generate`, without the layers that have nothing to do for them.
+"""SGLang's door for plain requests to `/generate` and for checksums, without layers that have nothing to do for them.
 
 A request passes a dozen layers, and is compared with the paths of a hundred others, before SGLang looks at it. For the
 short answers of a small model that takes longer than all that follows. Here a request whose head and fields are known
@@ -21,6 +21,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 PATH, JSON = "/generate", b"application/json"
+CHECKSUMS, ASK_CHECKSUMS = "/weights_checker", b'{"action":"checksum"}'
+"""Path, and body of a request for the checksums of all weights."""
 WISH, IDS = b"x-moe-trm-answer", b"ids"
 """Header of a client that reads no text, and its value."""
 HEADERS = frozenset(
@@ -49,7 +51,8 @@ class Front:
         native: all layers of SGLang's server.
         plain: answers a request that is admitted; it is in the scope (`REQUEST`).
         direct: likewise, for a client that reads no text.
-        allowed: True for the value of a header `Authorization` with which a request may be answered.
+        checksums: answers a request for the checksums of all weights.
+        allowed: True for a path and the value of a header `Authorization` with which it may be answered.
         checked: the request of a body of known fields; None where SGLang has to say what is wrong with it.
     """
 
@@ -58,21 +61,27 @@ class Front:
         native: App,
         plain: App,
         direct: App,
-        allowed: Callable[[str | None], bool],
+        checksums: App,
+        allowed: Callable[[str, str | None], bool],
         checked: Callable[[dict[str, Any]], object | None],
     ) -> None:
-        self._native, self._plain, self._direct = native, plain, direct
+        self._native, self._plain, self._direct, self._checksums = native, plain, direct, checksums
         self._allowed, self._checked = allowed, checked
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
-        if not (is_plain(scope, headers) and self._allowed(_authorization(headers))):
+        if not (is_plain(scope, headers) and self._allowed(scope["path"], _authorization(headers))):
             await self._native(scope, receive, send)
             return
         messages = [await receive()]
         while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
             messages.append(await receive())
-        fields = known_fields(b"".join(message.get("body", b"") for message in messages))
+        body = b"".join(message.get("body", b"") for message in messages)
+        if scope["path"] == CHECKSUMS:
+            app = self._checksums if body == ASK_CHECKSUMS else self._native
+            await app(scope, _again(messages, receive), send)
+            return
+        fields = known_fields(body)
         request = self._checked(fields) if fields is not None else None
         if request is None:
             await self._native(scope, _again(messages, receive), send)
@@ -82,8 +91,9 @@ class Front:
 
 
 def is_plain(scope: Any, headers: Mapping[bytes, bytes]) -> bool:
-    """True for a request to `/generate` whose head asks for nothing special."""
-    if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] != PATH or scope["query_string"]:
+    """True for a request to one of the two paths whose head asks for nothing special."""
+    known = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in (PATH, CHECKSUMS)
+    if not known or scope["query_string"]:
         return False
     return len(headers) == len(scope["headers"]) and headers.keys() <= HEADERS and headers.get(b"content-type") == JSON
 
@@ -143,14 +153,17 @@ def _front(http_server: Any, native: App) -> App:
     if serving.tokenizer_worker_num != 1 or http_request_metrics._http_request_metrics is not None:
         return native
 
-    def allowed(authorization: str | None) -> bool:
+    endpoints = {PATH: http_server.generate_request, CHECKSUMS: http_server.check_weights}
+    levels = {path: getattr(endpoint, "_auth_level", AuthLevel.NORMAL) for path, endpoint in endpoints.items()}
+
+    def allowed(path: str, authorization: str | None) -> bool:
         decision = decide_request_auth(
             method="POST",
-            path=PATH,
+            path=path,
             authorization_header=authorization,
             api_key=serving.api_key,
             admin_api_key=serving.admin_api_key,
-            auth_level=AuthLevel.NORMAL,
+            auth_level=levels[path],
         )
         return bool(decision.allowed)
 
@@ -182,6 +195,11 @@ def _front(http_server: Any, native: App) -> App:
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": body})
 
+    async def checksums(scope: Any, receive: Receive, send: Send) -> None:
+        await (await http_server.check_weights())(scope, receive, send)
+
     handlers = {key: value for key, value in http_server.app.exception_handlers.items() if key not in (500, Exception)}
-    guarded, guarded_failed = (ExceptionMiddleware(app, handlers=handlers) for app in (plain, failed))
-    return Front(native, guarded, direct, allowed, checked)
+    guarded, guarded_failed, guarded_checksums = (
+        ExceptionMiddleware(app, handlers=handlers) for app in (plain, failed, checksums)
+    )
+    return Front(native, guarded, direct, guarded_checksums, allowed, checked)

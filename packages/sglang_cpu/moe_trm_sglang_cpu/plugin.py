@@ -44,6 +44,7 @@ def activate() -> None:
         _gather_masks()
         _pack_routes()
         _forget_matrices()
+        _walk_once()
         _share_prompts()
         _share_imports()
         _shorten_way()
@@ -156,12 +157,14 @@ def _gather_masks() -> None:
 
 
 def _pack_routes() -> None:
-    """Routes of finished requests as bytes, of the buffers that this machine's memory holds."""
+    """Routes of finished requests as bytes, where processes talk in pickle, which is SGLang's default."""
+    from sglang.srt.environ import envs
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
     from moe_trm_sglang_cpu.routes import wrap_gathering
 
-    RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
+    if envs.SGLANG_USE_PICKLE_IPC.get():
+        RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
 
 
 def _forget_matrices() -> None:
@@ -174,6 +177,20 @@ def _forget_matrices() -> None:
     target = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
     HookRegistry.register(target, forget_after, HookType.BEFORE)
     HookRegistry.register(target, settle_before, HookType.BEFORE)
+
+
+def _walk_once() -> None:
+    """Checksums of the loaded weights without walks through the model for each question about it."""
+    from sglang.srt.managers import tokenizer_control_mixin
+    from sglang.srt.managers.io_struct import ChecksumInfo
+    from sglang.srt.utils import weight_checker
+
+    from moe_trm_sglang_cpu import checksums
+
+    checker = weight_checker.WeightChecker
+    checker._compute_checksum = checksums.wrap(checker._compute_checksum, weight_checker)
+    unpack = tokenizer_control_mixin.msgspec_to_builtins
+    tokenizer_control_mixin.msgspec_to_builtins = checksums.wrap_unpacking(unpack, ChecksumInfo)
 
 
 def _share_prompts() -> None:

@@ -1,7 +1,7 @@
 """Routes of a finished request, gathered and sent in few calls.
 
 SGLang sends them from process to process as a tensor. Torch pickles a tensor as a file within the message, which takes
-ten times as long as the few hundred bytes of a short answer. Here the bytes travel, and a plain tensor arrives.
+ten times as long as the few hundred bytes of a short answer. Here an array waits for the answer, and the bytes travel.
 
 Shape letters: R rows of the request, D decoder layers, K experts per token.
 """
@@ -16,28 +16,48 @@ import torch
 from torch import Tensor
 
 
-class Rows(Tensor):
-    """Routes `[R, D, K]` of one request. Unpickled, they are a plain tensor."""
+class Rows:
+    """Routes `[R, D, K]` of one request, with what SGLang asks of its tensor. Unpickled, they are a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __slots__ = ("_ids_RDK", "shape")
 
-    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        ids_RDK = self.numpy()
-        return _arrived, (ids_RDK.tobytes(), ids_RDK.dtype.str, ids_RDK.shape)
+    def __init__(self, ids_RDK: np.ndarray) -> None:
+        self._ids_RDK, self.shape = ids_RDK, ids_RDK.shape
+
+    def numpy(self) -> np.ndarray:
+        """As of a tensor."""
+        return self._ids_RDK
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._ids_RDK.tobytes(), self._ids_RDK.dtype.str, self.shape)
 
 
 def _arrived(raw: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.ndarray(shape, dtype, bytearray(raw)))
 
 
-def wrap_gathering(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SGLang's `get_topk` of its recorder of routes, which is `native`: the same rows, from memory of a CPU."""
+class _View:
+    """The array of the tensor that was given last: SGLang keeps its buffers as long as it runs."""
 
-    def get_topk(capturer: Any, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Tensor:
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._array = np.empty(0)
+
+    def of(self, tensor: Tensor) -> np.ndarray:
+        if tensor is not self._tensor:
+            self._tensor, self._array = tensor, tensor.numpy()
+        return self._array
+
+
+def wrap_gathering(native: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's `get_topk` of its recorder of routes, which is `native`: the same rows, from memory of a CPU."""
+    places, routes = _View(), _View()
+
+    def get_topk(capturer: Any, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0) -> Any:
         if start_len < 0:
             return native(capturer, req_pool_idx, seqlen, req_to_token_pool, start_len)
         first = min(start_len, seqlen - 1)
-        places_R = req_to_token_pool.req_to_token.numpy()[req_pool_idx, first : seqlen - 1]
-        return torch.from_numpy(capturer.host_cache.buffer.numpy()[places_R]).as_subclass(Rows)
+        places_R = places.of(req_to_token_pool.req_to_token)[req_pool_idx, first : seqlen - 1]
+        return Rows(routes.of(capturer.host_cache.buffer).take(places_R, 0))
 
     return get_topk

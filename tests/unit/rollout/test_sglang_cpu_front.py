@@ -27,6 +27,7 @@ PLAIN = {
     "routed_experts_start_len": 1,
 }
 HEAD = {"host": "x", "authorization": "Bearer k", "content-type": "application/json", "content-length": "9"}
+KEYS = {"/generate": "Bearer k", "/weights_checker": "Bearer admin"}
 OTHER_HEADS: list[dict[str, Any]] = [
     {"type": "lifespan"},
     {"method": "PUT"},
@@ -80,9 +81,13 @@ def passed(body: bytes, **other: Any) -> list[tuple[str, Any]]:
     async def direct(scope: Any, receive: Any, send: Any) -> None:
         found.append(("direct", scope[REQUEST]))
 
-    front = Front(
-        native, plain, direct, lambda key: key == "Bearer k", lambda it: None if 66 in it["input_ids"] else it
-    )
+    async def checksums(scope: Any, receive: Any, send: Any) -> None:
+        found.append(("checksums", scope["path"]))
+
+    def allowed(path: str, key: str | None) -> bool:
+        return key == KEYS[path]
+
+    front = Front(native, plain, direct, checksums, allowed, lambda it: None if 66 in it["input_ids"] else it)
     asyncio.run(front(scope, receive, send))
     return found
 
@@ -115,6 +120,17 @@ def test_a_request_with_another_body_takes_it_too_and_whole(body: Any) -> None:
 
 def test_a_body_that_is_no_json_takes_it_too() -> None:
     assert passed(b"{'input_ids'") == [("native", b"{'input_ids'")]
+
+
+def test_a_request_for_all_checksums_takes_the_short_way_with_the_key_of_its_path() -> None:
+    asked, path = b'{"action":"checksum"}', "/weights_checker"
+    head = HEAD | {"authorization": "Bearer admin"}
+    assert passed(asked, path=path, headers=head) == [("checksums", path)]
+    assert passed(asked, path=path, headers=HEAD) == [("native", asked)]
+    assert passed(asked, path=path, headers=head | {"origin": "http://a.b"}) == [("native", asked)]
+    for other in (b'{"action": "snapshot"}', b'{"action":"checksum","selector":"draft"}', orjson.dumps(PLAIN)):
+        assert passed(other, path=path, headers=head) == [("native", other)]
+    assert passed(asked) == [("native", asked)]
 
 
 class Manager:

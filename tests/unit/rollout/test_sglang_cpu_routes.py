@@ -42,8 +42,8 @@ def test_the_routes_of_a_request_are_those_of_its_places(length: int, start: int
     """From the first row, from a later one, and none at all, where the request begins behind the end."""
     arguments = capturer(dtype), 2, length, pool(), start
     found, wanted = wrap_gathering(of_sglang)(*arguments), of_sglang(*arguments)
-    assert isinstance(found, torch.Tensor)
     assert found.shape == wanted.shape == (max(length - 1 - start, 0), LAYERS, TOP_K)
+    assert found.numpy().data.tobytes() == wanted.numpy().tobytes()
     sent = pickle.loads(pickle.dumps(found))
     assert (type(sent), sent.dtype, sent.shape) == (torch.Tensor, dtype, wanted.shape)
     assert torch.equal(sent, wanted)
@@ -53,10 +53,23 @@ def test_the_routes_of_a_request_are_those_of_its_places(length: int, start: int
 def test_gathered_routes_are_a_copy() -> None:
     """The next request takes the places of this one before this one's answer is sent."""
     source, places = capturer(), pool()
-    found = wrap_gathering(of_sglang)(source, 0, 9, places)
-    wanted = found.clone()
+    found, wanted = (gather(source, 0, 9, places) for gather in (wrap_gathering(of_sglang), of_sglang))
     source.host_cache.buffer.zero_()
     assert torch.equal(pickle.loads(pickle.dumps(found)), wanted)
+
+
+def test_what_is_written_between_two_requests_is_gathered() -> None:
+    """Into the buffers that were read before, and of other buffers."""
+    gather, source, places = wrap_gathering(of_sglang), capturer(), pool()
+    for other in (False, True):
+        for number in range(3):
+            arguments = source, number, 9, places
+            assert torch.equal(pickle.loads(pickle.dumps(gather(*arguments))), of_sglang(*arguments))
+            source.host_cache.buffer.add_(1)
+            places.req_to_token.copy_(places.req_to_token.flip(1))
+        if not other:
+            source, places = capturer(), pool()
+            source.host_cache.buffer.mul_(2)
 
 
 def test_no_storage_is_pickled() -> None:

@@ -96,6 +96,21 @@ def test_tensors_share_memory_one_after_the_other(shard: Path, tensors: dict[str
     assert len(places) < len(tensors)
 
 
+def test_a_file_that_is_written_again_is_read_as_it_is_now(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    """Other values at the same places, other shapes under the same names, a file that ends earlier, and the first."""
+    path, names = tmp_path / "s", sorted(tensors)
+    turned = {name: tensors[name].t().contiguous() + 1 for name in names}
+    swapped = dict(zip(names, (tensors[name] for name in reversed(names)), strict=True))
+    for written in (tensors, turned, {name: tensors[name] + 1 for name in names}, swapped, tensors):
+        save_file(written, path)
+        for name, tensor in read_tensors(path, names):
+            assert tensor.dtype == written[name].dtype
+            assert torch.equal(tensor, written[name])
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(ValueError, match="is impossible"):
+            read_tensors(path, names)
+
+
 def test_a_scalar_is_read(tmp_path: Path) -> None:
     save_file({"t": torch.tensor(2.5)}, tmp_path / "s")
     assert [(name, tensor.shape, tensor.item()) for name, tensor in read_tensors(tmp_path / "s", ["t"])] == [
