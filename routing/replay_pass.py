@@ -264,8 +264,7 @@ class ReplayPass:
         found_2LNK = maps_LNE.expand(2, -1, -1, -1).gather(3, ids.view(2, len(layers), *ids.shape[1:]))
         live_LN, expected_LN = found_2LNK.sum(3, dtype=torch.int32).unbind()
         top_k, num_chosen_LN = ids.shape[2], maps_LNE.sum(2, dtype=torch.int32)
-        # At most K expected ids are found, and all that are found are chosen: only for K of each is this -K.
-        matched_LN = (num_chosen_LN.sub(expected_LN, alpha=2) == -top_k) & self._due
+        matched_LN = (expected_LN == top_k) & (num_chosen_LN == top_k) & self._due
         self._count(layers, (top_k - live_LN) * self._due, matched_LN)
 
     def _count_waiting(self) -> None:
