@@ -93,8 +93,8 @@ class TimedReplayer(MegatronReplayer):
         timed.clock = self.clock
         return timed
 
-    def second_cut(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
-        expected: np.ndarray = self.clock.time(super().second_cut, routes_SLK, rows_B, layout)
+    def _cut_again(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
+        expected: np.ndarray = self.clock.time(super()._cut_again, routes_SLK, rows_B, layout)
         return expected
 
 

@@ -35,7 +35,7 @@ from routing.megatron_pass import RouterTap
 from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.prepared import Due, Prepared, Tokens
-from routing.proof import sample_of_tokens, second_cut
+from routing.proof import expected_routes, sample_of_tokens, second_cut
 from routing.replay import (
     Native,
     ReplayRecorded,
@@ -245,7 +245,7 @@ class MegatronReplayer:
         experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         name = (layers, self._model_layer_ids, experts, top_k, self.missing)
         kept: Prepared | None = source.kept.get(name)
-        if kept is not None and kept.serves(source, tokens):
+        if kept is not None and kept.tokens.same(tokens):
             return kept
         rows = self._rows(tokens)
         check_rows(source.records, rows, tokens.input_ids, tokens.target_ids, self.missing, source.origins)
@@ -260,11 +260,9 @@ class MegatronReplayer:
                 )
         routes_SLK, rows_B = stacked_routes(source.records, layers, experts, top_k), rows_of_records(source.records)
         ready = Prepared(
-            source.records,
-            source.origins,
             tokens.copy(),
             first_cut(routes_SLK, rows_B, tokens.layout, experts),
-            self.second_cut(routes_SLK, rows_B, tokens.layout),
+            self._cut_again(routes_SLK, rows_B, tokens.layout),
             Due.of(rows.lengths, tokens.layout, source.records),
         )
         source.kept[name] = ready
@@ -274,8 +272,13 @@ class MegatronReplayer:
         """An empty pass; what is measured about passes hooks in here."""
         return ReplayPass(source, layer_ids, num_local, self._counters)
 
-    def second_cut(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
-        """See `routing.proof.second_cut`; likewise."""
+    def expect(self, source: ReplayRecords, layout: AnyLayout, layers: Sequence[int]) -> dict[int, Tensor]:
+        """The second cut of the records: layer id -> `[N, K]`."""
+        return expected_routes(
+            source.records, layout, layers, int(self.config.num_moe_experts), int(self.config.moe_router_topk)
+        )
+
+    def _cut_again(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
         return second_cut(routes_SLK, rows_B, layout)
 
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:

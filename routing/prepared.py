@@ -2,7 +2,7 @@
 
 A micro-batch is scored and then trained, with the same records, tokens and layout. The result of the first pass stays
 with its source (`ReplayRecords.kept`), on the host and in the records' own type. So it takes about twice the memory of
-the records, and goes when they do. It serves a pass only if that has the very same records and equal tokens.
+the records, and goes when they do. It serves a pass with this source only if that has equal tokens and the same layout.
 
 Shape letters: B sequences, R columns, N local tokens in router order, L MoE layers, K experts per token.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 from routing.packed_layout import AnyLayout
 from routing.proof import due_by_sample, due_tokens, free_tokens
 from routing.record import RouteRecord
-from routing.replay import ReplayRecords
 
 
 @dataclass(frozen=True)
@@ -74,22 +73,16 @@ class Due:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made of `records`, which are bound to `origins`.
+    """What was made of the records of one source.
 
     Attributes:
-        tokens: the micro-batch that they were checked against.
+        tokens: the micro-batch that they were checked against; no other is served.
         given: `[L, N, K]`, the routes that the routers are given.
         expected: likewise, the second cut, which the proof compares with.
         due: the tokens that must use them.
     """
 
-    records: tuple[RouteRecord | None, ...]
-    origins: tuple[bytes | None, ...]
     tokens: Tokens
     given: np.ndarray
     expected: np.ndarray
     due: Due
-
-    def serves(self, source: ReplayRecords, tokens: Tokens) -> bool:
-        """True for a further pass with these very records over this micro-batch."""
-        return self.records is source.records and self.origins is source.origins and self.tokens.same(tokens)

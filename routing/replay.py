@@ -107,7 +107,7 @@ class ReplayRecords:
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
