@@ -43,7 +43,6 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
 from moe_trm.rollout.sglang.supervisor import start_server
-from moe_trm.step.passes import rollout_routes
 from moe_trm.types import MicroBatch, TrainRow
 from routing.flips import flipped_tokens
 from routing.replay import Record
@@ -186,7 +185,7 @@ def rescore(config: Config, bundle: Path) -> Measurements:
         micro = [MicroBatch(tuple(rows[i : i + size])) for i in range(0, len(rows), size)]
         batches = [collate(part, keep_mask=config.keeps_masks) for part in micro]
         natives = learner.score(batches, [Record() for _ in batches])
-        sources = [rollout_routes(batch) for batch in batches]
+        sources = [batch.rollout_routes for batch in batches]
         replays: dict[int, Scores] = {}
 
         def keep(index: int, scores: Scores) -> torch.Tensor:

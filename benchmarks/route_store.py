@@ -25,8 +25,8 @@ from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.sglang.answer_form import decode_answer
 from routing import Layout, RouteRecord, decode, encode, expert_dtype
+from routing.cut import local_targets
 from routing.groups import encode_group
-from routing.replay import local_targets
 from routing.sglang import decode_payload
 
 MB = 1e6

@@ -5,6 +5,8 @@ Shape letters: B rows, T columns, N sampled tokens, R runs of neighbouring ones.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,21 @@ class Packing:
             self._spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
         else:
             self._index = mask.flatten().nonzero()[:, 0]
+
+    @cached_property
+    def some(self) -> Tensor:
+        """`[B]` bool, rows with a sampled token."""
+        return self.lengths > 0
+
+    @cached_property
+    def row_count(self) -> Tensor:
+        """Number of rows with a sampled token, 0-d float64."""
+        return self.some.count_nonzero().double()
+
+    @cached_property
+    def token_count(self) -> Tensor:
+        """N as 0-d float64."""
+        return torch.tensor(self.num_tokens, dtype=torch.float64, device=self.lengths.device)
 
     def pack(self, values: Tensor) -> Tensor:
         """`values` `[B, T]` at the True positions, `[N]`, row by row."""

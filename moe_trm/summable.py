@@ -44,6 +44,17 @@ def fraction(name: str, chosen: Tensor, mask: Tensor) -> Summable:
     return {f"{name}:sum": count(chosen & mask), f"{name}:count": count(mask)}
 
 
+def fractions(chosen: Mapping[str, Tensor], mask: Tensor) -> Summable:
+    """`fraction` of several, by their names."""
+    sums = (torch.stack([*chosen.values()]) & mask).flatten(1).count_nonzero(dim=1).double()
+    total = count(mask)
+    return {
+        key: value
+        for name, part in zip(chosen, sums.unbind(), strict=True)
+        for key, value in ((f"{name}:sum", part), (f"{name}:count", total))
+    }
+
+
 def count(chosen: Tensor) -> Tensor:
     """Number of True positions, 0-d float64."""
     return chosen.count_nonzero().double()  # many times faster than a sum of bool

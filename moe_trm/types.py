@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from moe_trm.sampling_mask.record import SamplingMask
 from routing import RouteRecord, sample_origin, token_digest
+from routing.replay import ReplayRecords
 from routing.row_ids import row_id
 
 
@@ -324,3 +326,8 @@ class TokenBatch:
     sample_ids: tuple[int, ...] = ()
     sample_tokens: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+
+    @cached_property
+    def rollout_routes(self) -> ReplayRecords:
+        """The routes of the rollout, with what each row's have to be bound to; one source for all passes."""
+        return ReplayRecords(self.routes, self.origins)

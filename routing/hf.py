@@ -51,7 +51,7 @@ from routing.replay import (
     batch_digest,
     check_rows,
 )
-from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
@@ -92,9 +92,9 @@ class HFReplayer:
         first = next(iter(self._blocks.values()))
         self.num_experts, self.top_k = int(gate_of(first).num_experts), int(gate_of(first).top_k)
         self._device = gate_of(first).weight.device
-        self._counters = new_counters(max(self._blocks) + 1, self._device)
+        self._counters = Counters(max(self._blocks) + 1, self._device)
         self._by_sample: list[PassFlips] = []
-        self._other_formula = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._other_formula = torch.zeros(len(self._counters), dtype=torch.int64, device=self._device)
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
         self._has_gradient: dict[int, bool] = {}
@@ -217,19 +217,16 @@ class HFReplayer:
 
         Raises `ReplayProofError` on a step that is not proved, and its kind `FlipBoundError` for too many flips.
         """
-        counters = torch.cat((self._counters, self._gates.take()), dim=1)
-        own = torch.cat((counters.flatten(), self._other_formula.view(1))).cpu()
+        own = self._counters.take(torch.cat((self._gates.take(), self._other_formula[:, None]), dim=1))
         passes, self._by_sample = self._by_sample, []
-        self._counters.zero_()
         self._other_formula.zero_()
-        sums, flips = over_ranks(own, total(passes, len(counters)), group, self._device)
-        if other := int(sums[-1]):
+        counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
+        if other := int(counters[:, -1].sum()):
             raise ReplayProofError(
                 f"the gates do not compute their weights as this module does for {other} token-layers: this "
                 "model is not supported"
             )
-        counters = sums[:-1].view(counters.shape)
-        return judge(counters, self.max_local_flip_rate, flips, self.top_k, self.num_experts)
+        return judge(counters[:, :-1], self.max_local_flip_rate, flips, self.top_k, self.num_experts)
 
     def _open(
         self,
@@ -297,7 +294,7 @@ class HFReplayer:
             own = gate_weights(gate, logits, live).to(weights.dtype)
             # What attention makes of padding may be NaN, which is close to nothing.
             differs_N = ~torch.isclose(own, weights, rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
-            self._other_formula += (differs_N & running.due).sum()
+            self._other_formula[layer] += (differs_N & running.due).sum()
         # Of a frozen gate with an adapter the weight says nothing; whatever trains below the weights is in the logits.
         self._has_gradient[layer] = logits.requires_grad
         if logits.requires_grad and self._gates.watches(layer):

@@ -21,10 +21,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from routing.cut import by_layer, first_cut, rows_of_records, stacked_routes
 from routing.errors import ReplayProofError, ReplayRefusedError, RouteError
 from routing.gate_proof import GateProof, megatron_weights
 from routing.megatron_checks import all_moe_layer_ids, check_config, moe_layers, unwrap
@@ -32,7 +34,8 @@ from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
 from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
-from routing.proof import due_by_sample, due_tokens, expected_routes, free_tokens, sample_of_tokens
+from routing.prepared import Due, Prepared, Tokens
+from routing.proof import expected_routes, sample_of_tokens, second_cut
 from routing.replay import (
     Native,
     ReplayRecorded,
@@ -41,9 +44,8 @@ from routing.replay import (
     RouteSource,
     batch_digest,
     check_rows,
-    local_targets,
 )
-from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
 from routing.running import Running
 from routing.sample_flips import PassFlips, keys_of, total
@@ -90,7 +92,7 @@ class MegatronReplayer:
         self._check_layers()
         # A chunk of a pipeline may have no layer, and no parameter.
         self._device = next(values for chunk in chunks for values in chunk.parameters()).device
-        self._counters = new_counters(self.config.num_layers, self._device)
+        self._counters = Counters(self.config.num_layers, self._device)
         self._by_sample: list[PassFlips] = []
         attached = [layer for _, layers in self._chunks.values() for layer, _ in layers]
         self._gates = GateProof(attached, len(self._counters), self._device)
@@ -185,8 +187,7 @@ class MegatronReplayer:
                 of this set, or the router got no gradient through them.
             FlipBoundError: too many local flips, in a layer or in a sample.
         """
-        own = torch.cat((self._counters, self._gates.take()), dim=1).cpu()
-        self._counters.zero_()
+        own = self._counters.take(self._gates.take())
         passes, self._by_sample = self._by_sample, []
         counters, flips = over_ranks(own, total(passes, len(own)), group, self._device)
         return judge(
@@ -207,48 +208,65 @@ class MegatronReplayer:
         layers: Sequence[int],
         samples: Sequence[int] | None,
     ) -> ReplayPass:
-        rows = Rows.right_padded(valid)
-        self._check_layout(layout, input_ids, rows)
+        tokens = Tokens(layout, input_ids, target_ids, valid)
         opened = self.new_pass(source, layers, layout.num_local)
         opened.layout = layout
-        if isinstance(source, Native):
-            return opened
-        experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         if isinstance(source, ReplayRecords):
-            check_rows(source.records, rows, input_ids, target_ids, self.missing, source.origins)
-            for layer_ids in {record.layer_ids for record in source.records if record is not None}:
-                # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another
-                # model.
-                if not set(layer_ids) <= set(self._model_layer_ids):
-                    raise RouteError(
-                        "layers",
-                        "the record has layers that are no MoE layers here",
-                        got=layer_ids,
-                        expected=f"some of {self._model_layer_ids}",
-                    )
-            opened.targets = self._move(local_targets(source.records, layout, layers, experts, top_k))
-            opened.expected = self._move(self.expect(source, layout, layers))
-        else:
-            opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
-        if isinstance(source, ReplayRecorded):
-            opened.check_recorded(source.recorded, top_k)
-            opened.targets = opened.expected = self._move(source.recorded.experts)
-        if opened.replays:
-            due = due_tokens(rows.lengths, layout)
-            free = free_tokens(source.records, layout) if isinstance(source, ReplayRecords) else None
-            due = due if free is None else due & ~free
-            flips = PassFlips(
-                keys_of(samples, input_ids),
-                due_by_sample(due, layout),
-                layers,
-                len(self._counters),
-                sample_last=True,
-                device=self._device,
-                sample_of=sample_of_tokens(layout),
+            ready = self._prepared(source, tokens, tuple(layers))
+            opened.targets, opened.expected = (
+                by_layer(routes_LNK, layers, self._device) for routes_LNK in (ready.given, ready.expected)
             )
-            self._by_sample.append(flips)
-            opened.expect(due, free, self._device, flips)
+            due = ready.due
+        else:
+            rows = self._rows(tokens)
+            if isinstance(source, Native):
+                return opened
+            opened.digest = batch_digest(input_ids, target_ids, valid) + layout.digest()
+            if not isinstance(source, ReplayRecorded):
+                return opened
+            opened.check_recorded(source.recorded, int(self.config.moe_router_topk))
+            opened.targets = opened.expected = self._move(source.recorded.experts)
+            due = Due.of(rows.lengths, layout)
+        flips = PassFlips(
+            keys_of(samples, input_ids),
+            due.by_sample,
+            layers,
+            len(self._counters),
+            sample_last=True,
+            device=self._device,
+            sample_of=sample_of_tokens(layout),
+        )
+        self._by_sample.append(flips)
+        opened.expect(due.due, due.free, self._device, flips)
         return opened
+
+    def _prepared(self, source: ReplayRecords, tokens: Tokens, layers: tuple[int, ...]) -> Prepared:
+        """The records as `layers` of this rank replay them: what an earlier pass made, or anew."""
+        experts, top_k = int(self.config.num_moe_experts), int(self.config.moe_router_topk)
+        name = (layers, self._model_layer_ids, experts, top_k, self.missing)
+        kept: Prepared | None = source.kept.get(name)
+        if kept is not None and kept.tokens.same(tokens):
+            return kept
+        rows = self._rows(tokens)
+        check_rows(source.records, rows, tokens.input_ids, tokens.target_ids, self.missing, source.origins)
+        for layer_ids in {record.layer_ids for record in source.records if record is not None}:
+            # A rank may be sent its own layers only; a layer that is no MoE layer means the record is of another model.
+            if not set(layer_ids) <= set(self._model_layer_ids):
+                raise RouteError(
+                    "layers",
+                    "the record has layers that are no MoE layers here",
+                    got=layer_ids,
+                    expected=f"some of {self._model_layer_ids}",
+                )
+        routes_SLK, rows_B = stacked_routes(source.records, layers, experts, top_k), rows_of_records(source.records)
+        ready = Prepared(
+            tokens.copy(),
+            first_cut(routes_SLK, rows_B, tokens.layout, experts),
+            self._cut_again(routes_SLK, rows_B, tokens.layout),
+            Due.of(rows.lengths, tokens.layout, source.records),
+        )
+        source.kept[name] = ready
+        return ready
 
     def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:
         """An empty pass; what is measured about passes hooks in here."""
@@ -260,12 +278,17 @@ class MegatronReplayer:
             source.records, layout, layers, int(self.config.num_moe_experts), int(self.config.moe_router_topk)
         )
 
+    def _cut_again(self, routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
+        return second_cut(routes_SLK, rows_B, layout)
+
     def _move(self, routes: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {layer: experts.to(self._device, non_blocking=True) for layer, experts in routes.items()}
 
-    def _check_layout(self, layout: AnyLayout, input_ids: Tensor, rows: Rows) -> None:
+    def _rows(self, tokens: Tokens) -> Rows:
+        """The rows of the micro-batch. Raises `RouteError` unless the layout is of this model and of them."""
+        rows, layout = Rows.right_padded(tokens.valid), tokens.layout
         tensor = int(self.config.tensor_model_parallel_size) if self.config.sequence_parallel else 1
-        wanted = (*input_ids.shape, int(self.config.context_parallel_size), tensor)
+        wanted = (*tokens.input_ids.shape, int(self.config.context_parallel_size), tensor)
         got = (layout.batch, layout.length, layout.cp_size, layout.sp_size)
         if got != wanted:
             raise RouteError(
@@ -276,6 +299,7 @@ class MegatronReplayer:
             )
         if isinstance(layout, PackedLayout) and layout.lengths != rows.lengths:
             raise RouteError("shape", "the pack is of other rows", got=layout.lengths[:8], expected=rows.lengths[:8])
+        return rows
 
     def _attach(self, layer: int, moe: Any) -> None:
         settings = moe.router.config
@@ -292,7 +316,8 @@ class MegatronReplayer:
 
     def _prove(self, layer: int, dispatched: Dispatched, _module: Any, _args: Any) -> None:
         running, recompute = self._running.current()
-        running.prove(layer, dispatched.matches, recompute)
+        routing_map = dispatched.whole_map(running.num_local) if running.replays else None
+        running.prove(layer, dispatched.matches, recompute, routing_map)
 
     def _prove_gate(self, layer: int, router: Any, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
         """See `routing.gate_proof`."""

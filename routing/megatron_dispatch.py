@@ -34,29 +34,34 @@ class Dispatched:
         if self._hook is not None:
             self._hook.remove()
 
+    def whole_map(self, num_local: int) -> Tensor | None:
+        """`[N, E]`, where the dispatcher keeps the whole map: it then sends tokens by that alone. None: it does not."""
+        if self._gathers:
+            return None
+        routing_map: Tensor = self._checked(self._moe.token_dispatcher.routing_map, num_local)
+        return routing_map
+
     def matches(self, experts: Tensor) -> Tensor:
         """`[N]` bool: the dispatcher sends each local token to exactly its ids in `experts` `[N, K]`."""
+        whole_map = self.whole_map(len(experts))
+        if whole_map is not None:
+            return same_set(whole_map, experts)
         dispatcher = self._moe.token_dispatcher
-        if not self._gathers:
-            routing_map: Tensor | None = dispatcher.routing_map
-            return self._check(routing_map, experts)
-        routed, self._routed = self._routed, None
-        whole = self._check(routed, experts)
+        routed, self._routed = self._checked(self._routed, len(experts)), None
         start = dispatcher.tp_ep_group.rank() * len(experts) if dispatcher.tp_ep_group.size() > 1 else 0
         local = dispatcher.local_map[start : start + len(experts)]
         first, last = dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1]
-        assert routed is not None
         unchanged: Tensor = (local == routed[:, first : last + 1]).all(1)
-        return whole & unchanged
+        return same_set(routed, experts) & unchanged
 
     def _see(self, _router: Any, _args: Any, output: tuple[Tensor, Tensor]) -> None:
         self._routed = output[1]
 
     @staticmethod
-    def _check(routing_map: Tensor | None, experts: Tensor) -> Tensor:
-        if routing_map is None or routing_map.shape[0] != len(experts):
+    def _checked(routing_map: Tensor | None, num_local: int) -> Tensor:
+        if routing_map is None or routing_map.shape[0] != num_local:
             raise ReplayProofError(
                 "the dispatcher's routing map does not describe this rank's tokens: "
-                f"{None if routing_map is None else tuple(routing_map.shape)}, expected {len(experts)} rows"
+                f"{None if routing_map is None else tuple(routing_map.shape)}, expected {num_local} rows"
             )
-        return same_set(routing_map, experts)
+        return routing_map

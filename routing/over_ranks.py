@@ -9,14 +9,12 @@ Shape letters: S samples, L decoder layers, G ranks, W words that a rank sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from routing.sample_flips import SampleFlips
+from routing.sample_flips import SampleFlips, summed
 
 ROOM = 1 << 11
 """Words of the first exchange: 150 samples in four layers. A rank with more sends the rest in a second one."""
@@ -37,9 +35,9 @@ def over_ranks(
         return sums, flips
     num_layers = flips.due.shape[1]
     heard = _exchanged(_written(sums, flips), group, device)
-    parts = [_read(words, sums.numel(), num_layers) for words in heard]
-    total = np.sum([counters for counters, _ in parts], axis=0)
-    return torch.from_numpy(total).view(sums.shape), _joined([part for _, part in parts], num_layers)
+    counters, keys, tables = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)
+    total = torch.from_numpy(np.sum(counters, axis=0)).view(sums.shape)
+    return total, summed(np.concatenate(keys), np.concatenate(tables, axis=1))
 
 
 def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
@@ -53,21 +51,13 @@ def _written(sums: Tensor, flips: SampleFlips) -> np.ndarray:
     return words
 
 
-def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarray, SampleFlips]:
+def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The counters of a rank, the ids of its samples `[S]`, and their three tables `[3, S, L]`."""
     _, samples, layers = words_W[:3].tolist()
-    sums, own, keys, tables = np.split(words_W[3:], np.cumsum([num_sums, layers, samples]))
+    own_at, keys_at, tables_at = 3 + num_sums, 3 + num_sums + layers, 3 + num_sums + layers + samples
     whole = np.zeros((3, samples, num_layers), np.int64)
-    whole[..., own] = tables.reshape(3, samples, layers)
-    return sums, SampleFlips(keys, *whole)
-
-
-def _joined(parts: Sequence[SampleFlips], num_layers: int) -> SampleFlips:
-    """The counts of all parts, in each of which a sample stands once."""
-    keys = np.unique(np.concatenate([part.keys for part in parts]))
-    table = np.zeros((3, len(keys), num_layers), np.int64)
-    for part in parts:
-        table[:, np.searchsorted(keys, part.keys)] += np.stack([part.due, part.flipped, part.lost])
-    return SampleFlips(keys, *table)
+    whole[..., words_W[own_at:keys_at]] = words_W[tables_at:].reshape(3, samples, layers)
+    return words_W[3:own_at], words_W[keys_at:tables_at], whole
 
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from routing.cut import by_layer, layers_first, rows_of_records, stacked_routes
 from routing.packed_layout import AnyLayout, PackedLayout
 from routing.record import RouteRecord
-from routing.replay import stacked_routes
 
 
 @lru_cache(maxsize=4)
@@ -93,15 +93,21 @@ def expected_routes(
 
     Rows that are not due hold zeros and must not be read.
     """
-    sequence, column = locate(layout)
-    routes_NLK = np.zeros((len(column), len(layer_ids), top_k), dtype=np.uint16)
-    rows_B = np.array([0 if record is None else record.num_rows for record in records])
-    real = column < rows_B[sequence]
     routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
+    return by_layer(second_cut(routes_SLK, rows_of_records(records), layout), layer_ids)
+
+
+def second_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout) -> np.ndarray:
+    """`[L, N, K]` likewise, of the routes of `stacked_routes`, `rows_B` of them for each sequence."""
+    sequence, column = locate(layout)
+    real = column < rows_B[sequence]
     first_B = np.cumsum(rows_B) - rows_B
-    routes_NLK[real] = routes_SLK[(first_B[sequence] + column)[real]]
-    routes_LNK = torch.from_numpy(routes_NLK.transpose(1, 0, 2).astype(np.int64, order="C"))
-    return dict(zip(layer_ids, routes_LNK.unbind(0), strict=True))
+    routes_NLK = np.zeros((len(column), *routes_SLK.shape[1:]), routes_SLK.dtype)
+    if real.all():
+        routes_SLK.take(first_B[sequence] + column, axis=0, out=routes_NLK)
+    else:
+        routes_NLK[real] = routes_SLK[(first_B[sequence] + column)[real]]
+    return layers_first(routes_NLK)
 
 
 def same_set(routing_map: Tensor, experts: Tensor) -> Tensor:
@@ -115,9 +121,9 @@ def shared(left: Tensor, right: Tensor) -> Tensor:
     """`[N]` int16: how many ids two rows of distinct ids `[N, K]` have in common."""
     # Ids below 2^16 stay distinct in int16; the long dimension comes last, where comparing and summing run at the speed
     # of memory.
-    left_KN, right_KN = (ids.to(torch.int16).t().contiguous() for ids in (left, right))
-    equal_PN = (left_KN[:, None] == right_KN[None]).flatten(0, 1).view(torch.uint8)
-    return equal_PN.sum(0, dtype=torch.int16)
+    left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (left, right))
+    equal_KKN = (left_KN[:, None] == right_KN).view(torch.uint8)
+    return equal_KKN.sum((0, 1), dtype=torch.int16)
 
 
 def differs(left: Tensor, right: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 Replay replaces the *selection* of experts and nothing else. With recorded ids `I` the gate weights are recomputed from
 the live logits over `I`, so gradients reach the router. Order within a row is kept, so reductions are bitwise equal.
 
-Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, P places of the whole
-micro-batch, L MoE layers, K experts per token, E experts.
+Shape letters: B sequences, R forwarded tokens of the longest, N local tokens in router order, L MoE layers, K experts
+per token, E experts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from routing.errors import RouteError
@@ -102,11 +101,13 @@ class ReplayRecords:
             where records are bound to their tokens alone.
         scores: those that the routers gave the same experts in an earlier pass, to compare with; `router_shift.KEEP`
             keeps those of this pass; None: neither.
+        kept: what replayers have made of these very records (`routing.prepared`), for further passes with this source.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -246,14 +247,12 @@ def check_rows(
     if origins and len(origins) != len(records):
         raise RouteError("rows", "wrong number of origins for the records", got=len(origins), expected=len(records))
     whole = target_ids is None
-    inputs_N = input_ids.cpu().numpy().reshape(-1).astype("<i4")
-    targets_N = inputs_N
+    inputs = targets = input_ids.cpu().numpy().astype("<i4").tobytes()
     if target_ids is not None:
         rows.check_shape(target_ids)
-        targets_N = target_ids.cpu().numpy().reshape(-1).astype("<i4")
+        targets = target_ids.cpu().numpy().astype("<i4").tobytes()
     for row, (record, (start, stop)) in enumerate(zip(records, rows.spans, strict=True)):
-        tokens = inputs_N[start:stop]
-        length = len(tokens) - whole if len(tokens) else 0
+        length = max(stop - start - whole, 0)
         if record is None or length == 0:
             if record is None and length == 0:
                 continue
@@ -281,7 +280,7 @@ def check_rows(
                     "live router."
                 ),
             )
-        ids = tokens[:length].tobytes() + targets_N[stop - 1 : stop].tobytes()
+        ids = inputs[4 * start : 4 * (start + length)] + targets[4 * (stop - 1) : 4 * stop]
         try:
             check_ids(record, ids, (origins[row] or b"") if origins else b"")
         except RouteError as error:
@@ -319,78 +318,3 @@ def layer_columns(record: RouteRecord, layer_ids: Sequence[int], num_experts: in
         )
     places = range(len(record.layer_ids))
     return list(places) if is_same else [record.layer_ids.index(layer) for layer in layer_ids]
-
-
-def stacked_routes(
-    records: Sequence[RouteRecord | None], layer_ids: Sequence[int], num_experts: int, top_k: int
-) -> np.ndarray:
-    """`[S, layers, K]`: the S rows of all records, one after the other. Raises as `layer_columns` does."""
-    wanted, dtype = tuple(layer_ids), expert_dtype(num_experts)
-    parts = [np.zeros((0, len(wanted), top_k), dtype)]
-    for record in records:
-        if record is None:
-            continue
-        experts = record.experts
-        is_whole = (
-            record.layer_ids == wanted
-            and record.num_experts == num_experts
-            and experts.shape[1:] == (len(wanted), top_k)
-            and experts.dtype == dtype
-        )
-        parts.append(experts if is_whole else experts[:, layer_columns(record, wanted, num_experts, top_k)])
-    # One copy for all rows: one for each would cost more than what it copies.
-    return np.concatenate(parts)
-
-
-def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
-    """`[num_tokens, K]` int64 legal routes for padding: distinct within a row, spread evenly over experts.
-
-    Never counted, never trained.
-    """
-    return (torch.arange(num_tokens)[:, None] * top_k + torch.arange(top_k)) % num_experts
-
-
-def local_targets(
-    records: Sequence[RouteRecord | None], layout: AnyLayout, layer_ids: Sequence[int], num_experts: int, top_k: int
-) -> dict[int, Tensor]:
-    """Routes for each local router: layer id -> `[N, K]` int64 in router order, cut by the same layout as the tokens.
-
-    Args:
-        records: one per row of the micro-batch, already checked by `check_records`; None on padding rows.
-        layout: the rank's cut.
-        layer_ids: the MoE layers of the forwarded model part; a pipeline stage names its own.
-        num_experts: of the model.
-        top_k: of the model.
-
-    Raises:
-        RouteError: `rows`, `layers`, `shape`.
-    """
-    if len(records) != layout.batch:
-        raise RouteError(
-            "rows", "wrong number of route records for the layout", got=len(records), expected=layout.batch
-        )
-    rows_B = np.array([0 if record is None else record.num_rows for record in records])
-    room_B = np.array([layout.room(row) for row in range(layout.batch)])
-    if (rows_B > room_B).any():
-        row = int(np.argmax(rows_B > room_B))
-        raise RouteError(
-            "rows",
-            "a record is longer than the micro-batch",
-            where=f"row {row}",
-            got=int(rows_B[row]),
-            expected=f"at most {room_B[row]}",
-        )
-    routes_SLK = stacked_routes(records, layer_ids, num_experts, top_k)
-    # The rows of a record follow each other from the first place of its row on.
-    before_B = np.cumsum(rows_B) - rows_B
-    places_S = np.repeat(np.asarray(layout.starts) - before_B, rows_B) + np.arange(len(routes_SLK))
-    routes_PLK = np.empty((layout.num_places, *routes_SLK.shape[1:]), routes_SLK.dtype)
-    if len(places_S) < len(routes_PLK):
-        routes_PLK[:] = padding_routes(layout.num_places, num_experts, top_k).numpy()[:, None]
-    routes_PLK[places_S] = routes_SLK
-    # A pipeline chunk may have dense layers only.
-    if routes_PLK.size and int(routes_PLK.max()) >= num_experts:
-        raise RouteError("range", "expert id out of range", got=int(routes_PLK.max()), expected=f"0..{num_experts - 1}")
-    local_NLK = routes_PLK[layout.router_index().numpy()]
-    local_LNK = np.ascontiguousarray(local_NLK.transpose(1, 0, 2), np.int64)
-    return dict(zip(layer_ids, torch.from_numpy(local_LNK).unbind(0), strict=True))

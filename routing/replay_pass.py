@@ -5,7 +5,7 @@ Shape letters: N local tokens in router order, K experts per token, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from routing.flip_bound import FlipBoundError, suspects, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
 from routing.packed_layout import AnyLayout
-from routing.proof import shared
+from routing.proof import same_set, shared
 from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, ReplayReport, RouteSource
 from routing.router_shift import RouterWatch
-from routing.sample_flips import PassFlips, SampleFlips, rows_of
+from routing.sample_flips import PassFlips, SampleFlips, add_at
 
 DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """Columns of the counters `[layers, 5]`, in tokens.
@@ -31,12 +31,38 @@ DUE, ROUTED, MATCHED, FLIPPED, NATIVE = range(5)
 """
 HELD = 1 << 20
 """Ids of live routers that wait to be compared: all layers at once are several times faster, and take memory."""
+SMALL = 1 << 18
+"""Entries of a routing map that may wait, too. Larger ones are compared one by one, which costs nothing then."""
+
+
+class Counters:
+    """`[layers, 5]` int64 of each decoder layer, in two parts: what the device counts, and what the host knows."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self.device = torch.zeros(num_layers, NATIVE + 1, dtype=torch.int64, device=device)
+        self.host = [[0] * (NATIVE + 1) for _ in range(num_layers)]
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def count(self, layers: Iterable[int], column: int, number: int) -> None:
+        """Add `number` tokens that the host knows of."""
+        for layer in layers:
+            self.host[layer][column] += number
+
+    def take(self, beside: Tensor) -> Tensor:
+        """Both parts together, on the CPU, with the columns `beside` `[layers, ...]` behind them. Reset by the call."""
+        whole = torch.cat((self.device, beside), dim=1).cpu()
+        whole[:, : NATIVE + 1] += torch.tensor(self.host)
+        self.device.zero_()
+        self.host = [[0] * (NATIVE + 1) for _ in self.host]
+        return whole
 
 
 class ReplayPass:
     """One forward under one route source, and the recomputation of it in backward."""
 
-    def __init__(self, source: RouteSource, layer_ids: Sequence[int], num_local: int, counters: Tensor) -> None:
+    def __init__(self, source: RouteSource, layer_ids: Sequence[int], num_local: int, counters: Counters) -> None:
         self.replays = isinstance(source, ReplayRecords | ReplayRecorded)
         self.records = isinstance(source, Record)
         self.layer_ids = tuple(layer_ids)
@@ -55,8 +81,9 @@ class ReplayPass:
         self._margins: dict[int, Tensor] = {}
         self._waiting: dict[int, Tensor] = {}
         self._num_held = 0
+        self._maps: dict[int, Tensor] = {}
         self._matched: dict[int, Tensor] = {}
-        self._flips: dict[int, Tensor] = {}
+        self._flips: dict[int, tuple[Tensor, int]] = {}
         self._by_sample: PassFlips | None = None
         scores = None if isinstance(source, Native) else source.scores
         self.watch = None if scores is None else RouterWatch(scores)
@@ -85,7 +112,7 @@ class ReplayPass:
         if live is not None and bool(live.any()):
             self._live = live[:, None].to(device, non_blocking=True)
         if self.layer_ids:
-            self.counters[rows_of(self.layer_ids), DUE] += self._num_due
+            self.counters.count(self.layer_ids, DUE, self._num_due)
 
     @property
     def due(self) -> Tensor:
@@ -180,63 +207,88 @@ class ReplayPass:
                 self.settle()
             return
         # Recomputation has the logits of the forward, and so its flips.
-        counters = self.counters[layer]
-        counters[FLIPPED] += self._flips[layer]
-        counters[ROUTED] += self._num_due
-        if self._num_free:
-            counters[NATIVE] += self._num_free
+        sums_L3, place = self._flips[layer]
+        self.counters.device[layer, FLIPPED] += sums_L3[place, 1]
+        self._count_given([layer])
 
-    def prove(self, layer: int, matches: Callable[[Tensor], Tensor], recompute: bool) -> None:
+    def prove(
+        self,
+        layer: int,
+        matches: Callable[[Tensor], Tensor],
+        recompute: bool,
+        routing_map: Tensor | None = None,
+    ) -> None:
         """Count the due tokens of `layer` whose used experts are the expected ones.
 
-        `matches` maps `[N, K]` ids to `[N]` bool. It is asked now; its answers are counted by `settle`.
+        `matches` maps `[N, K]` ids to `[N]` bool. It is asked now; its answers are counted by `settle`. Where that is
+        whether `routing_map` `[N, E]` selects the ids, and nothing else, a copy of a small map waits for `settle`.
         """
         if not recompute:
             self.proved[layer] += 1
         if not self.replays:
             return
         with torch.no_grad():
-            if recompute or layer in self._matched:
+            if recompute or layer in self._matched or layer in self._maps:
                 self.settle()
+            if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
+                self._maps[layer] = routing_map.to(torch.bool, copy=True)
+                return
             self._matched[layer] = matches(self.expected[layer])
             if recompute:
-                self.counters[layer][DUE] += self._num_due
+                self.counters.count([layer], DUE, self._num_due)
                 self.settle()
 
     @torch.no_grad()
     def settle(self) -> None:
         """Count the layers that wait to be counted. Called where the forward ends."""
-        layers = list({**self._waiting, **self._matched})
-        if not layers:
-            return
-        more = self.counters.new_zeros(len(layers), self.counters.shape[1])
-        if self._matched:
-            answers = torch.stack([*self._matched.values()]) & self._due
-            more[rows_of([layers.index(layer) for layer in self._matched]), MATCHED] = answers.sum(1)
-        if self._waiting:
-            more[: len(self._waiting)] += self._compared()
-        self.counters[rows_of(layers)] += more
-        self._waiting, self._matched, self._num_held = {}, {}, 0
+        if self._maps and list(self._maps) == list(self._waiting) and not self._matched:
+            self._count_by_maps()
+        else:
+            for layer, routing_map in self._maps.items():
+                self._matched[layer] = same_set(routing_map, self.expected[layer])
+            if self._matched:
+                answers_LN = torch.stack([*self._matched.values()]) & self._due
+                add_at(self.counters.device[:, MATCHED], list(self._matched), answers_LN.sum(1))
+            if self._waiting:
+                self._count_waiting()
+        self._waiting, self._matched, self._maps, self._num_held = {}, {}, {}, 0
 
-    def _compared(self) -> Tensor:
-        """`[W, 5]` counts of the waiting layers, what their experts used left out."""
+    def _count_by_maps(self) -> None:
+        """The layers that wait, in few calls: ids of the live routers and of the records are looked up in the maps.
+
+        A map that is not the recorded one breaks the proof, and then nobody looks at flips. So both are counted here
+        against what the experts used.
+        """
+        layers, maps_LNE = list(self._maps), torch.stack([*self._maps.values()])
+        ids = torch.stack([*self._waiting.values(), *(self.expected[layer] for layer in layers)])
+        found_2LNK = maps_LNE.expand(2, -1, -1, -1).gather(3, ids.view(2, len(layers), *ids.shape[1:]))
+        live_LN, expected_LN = found_2LNK.sum(3, dtype=torch.int32).unbind()
+        top_k, num_chosen_LN = ids.shape[2], maps_LNE.sum(2, dtype=torch.int32)
+        matched_LN = (expected_LN == top_k) & (num_chosen_LN == top_k) & self._due
+        self._count(layers, (top_k - live_LN) * self._due, matched_LN)
+
+    def _count_waiting(self) -> None:
+        """The live routers that wait, against what they were given instead."""
         layers, live_LNK = list(self._waiting), torch.stack([*self._waiting.values()])
         given_LNK = torch.stack([self.targets[layer] for layer in layers])
         alike = shared(live_LNK.flatten(0, 1), given_LNK.flatten(0, 1))
-        lost_LN = (live_LNK.shape[-1] - alike).view(len(layers), -1)
-        flipped_LN = (lost_LN != 0) & self._due
-        num_flipped = flipped_LN.sum(1)
-        self._flips.update(zip(layers, num_flipped.unbind(), strict=True))
+        lost_LN = (live_LNK.shape[-1] - alike).view(len(layers), -1).int() * self._due
+        self._count(layers, lost_LN, torch.zeros_like(lost_LN, dtype=torch.bool))
+
+    def _count(self, layers: Sequence[int], lost_LN: Tensor, matched_LN: Tensor) -> None:
+        """Add what `layers` were given and used: int32 and bool, zeros where nothing is due."""
+        marks_L3N = torch.stack((matched_LN, lost_LN.clamp(max=1), lost_LN), dim=1)
+        sums_L3 = marks_L3N.sum(2)
+        self._flips.update({layer: (sums_L3, place) for place, layer in enumerate(layers)})
         if self._by_sample is not None:
-            self._by_sample.count(layers, flipped_LN, lost_LN * self._due)
-        counts = self.counters.new_zeros(len(layers), self.counters.shape[1])
-        counts[:, FLIPPED], counts[:, ROUTED], counts[:, NATIVE] = num_flipped, self._num_due, self._num_free
-        return counts
+            self._by_sample.count(layers, marks_L3N[:, 1:])
+        add_at(self.counters.device[:, MATCHED : FLIPPED + 1], layers, sums_L3[:, :2])
+        self._count_given(layers)
 
-
-def new_counters(num_layers: int, device: torch.device) -> Tensor:
-    """Zeros `[num_layers, 5]`, one row per decoder layer."""
-    return torch.zeros(num_layers, len((DUE, ROUTED, MATCHED, FLIPPED, NATIVE)), dtype=torch.int64, device=device)
+    def _count_given(self, layers: Sequence[int]) -> None:
+        """`layers` asked, and were given what they must use."""
+        self.counters.count(layers, ROUTED, self._num_due)
+        self.counters.count(layers, NATIVE, self._num_free)
 
 
 def judge(

@@ -74,25 +74,28 @@ class PassFlips:
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
         self._sample_last = sample_last
 
-    def count(self, layers: Sequence[int], flipped_LN: Tensor, lost_LN: Tensor) -> None:
-        """Add what the routers of `layers` would have chosen otherwise; zeros where nothing is due."""
-        both_LKN = torch.stack((flipped_LN.to(torch.int16), lost_LN.to(torch.int16)), dim=1)
+    def count(self, layers: Sequence[int], marks_L2N: Tensor) -> None:
+        """Add what the routers of `layers` would have chosen otherwise: flips and lost experts of each local token.
+
+        int32, zeros where nothing is due.
+        """
         num_samples = len(self.keys)
         if self._sample_of is not None:
-            places = self._sample_of.expand(both_LKN.shape)
-            none = both_LKN.new_zeros(len(layers), 2, num_samples, dtype=torch.int32)
-            by_sample = none.scatter_add_(2, places, both_LKN.int())
+            by_sample = self.counts_LKB.new_zeros(len(layers), 2, num_samples).index_add_(2, self._sample_of, marks_L2N)
         elif self._sample_last:
-            by_sample = both_LKN.view(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
+            by_sample = marks_L2N.reshape(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
         else:
-            by_sample = both_LKN.view(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
-        self.counts_LKB[rows_of(layers)] = by_sample
+            by_sample = marks_L2N.reshape(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
+        add_at(self.counts_LKB, layers, by_sample)
 
 
-def rows_of(layers: Sequence[int]) -> slice | list[int]:
-    """`layers` as an index: a slice, which needs no tensor, where they follow each other."""
-    follow = list(layers) == list(range(layers[0], layers[0] + len(layers))) if layers else False
-    return slice(layers[0], layers[0] + len(layers)) if follow else list(layers)
+def add_at(table: Tensor, layers: Sequence[int], more: Tensor) -> None:
+    """Add to the rows `layers` of `table`, in place."""
+    if list(layers) == list(range(layers[0], layers[0] + len(layers))):
+        # Layers that follow each other need no index.
+        table[layers[0] : layers[0] + len(layers)].add_(more)
+    else:
+        table[list(layers)] += more
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:
@@ -121,10 +124,16 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     given = np.array([key for one in found for key in one.keys], np.int64)
     # One transfer from the device for all passes.
     counts_LKB = torch.cat([one.counts_LKB for one in found], dim=2).cpu().numpy()
-    due_BL = np.concatenate([one.due_BL for one in found])
-    table = np.stack([due_BL, *counts_LKB.transpose(1, 2, 0)], axis=1)
-    real = due_BL.any(1)
-    keys, place = np.unique(given[real], return_inverse=True)
-    summed = np.zeros((len(keys), 3, num_layers), np.int64)
-    np.add.at(summed, place, table[real])
-    return SampleFlips(keys, *summed.transpose(1, 0, 2))
+    table_3BL = np.empty((3, len(given), num_layers), np.int64)
+    table_3BL[0] = np.concatenate([one.due_BL for one in found])
+    table_3BL[1:] = counts_LKB.transpose(1, 2, 0)
+    real = table_3BL[0].any(1)
+    return summed(given, table_3BL) if real.all() else summed(given[real], table_3BL[:, real])
+
+
+def summed(keys_M: np.ndarray, table_3ML: np.ndarray) -> SampleFlips:
+    """Counts of which several may have one key, added by their keys. Due, flipped and lost of `[M, L]` each."""
+    order = np.argsort(keys_M, kind="stable")
+    ordered = keys_M[order]
+    first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)])
+    return SampleFlips(ordered[first], *np.add.reduceat(table_3ML[:, order], first, axis=1))

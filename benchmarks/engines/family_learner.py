@@ -22,7 +22,6 @@ from moe_trm.errors import MoeTrmError
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.recording.bundle import BundleReader
-from moe_trm.step.passes import rollout_routes
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import TokenBatch, TrainRow
 from routing.errors import ReplayProofError, ReplayRefusedError
@@ -58,7 +57,7 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
     found["replay R2"] = "yes" if same else "scores differ from the recording pass"
     found["native"] = _worst(whole, native, "full_logprobs")
     found["replay R3"] = _replayed(learner, whole, found)
-    found["masked"] = _worst(kept, learner.score(kept, [rollout_routes(part) for part in kept]), "rollout_logprobs")
+    found["masked"] = _worst(kept, learner.score(kept, [part.rollout_routes for part in kept]), "rollout_logprobs")
     learner.replay_report()  # raises where a record was not used
     found["mask"] = "yes" if found["masked"] < CLOSE else f"log-probs differ by {found['masked']:.1e}"
     return found
@@ -67,7 +66,7 @@ def examine(config: Config, bundle: Path, scratch: Path) -> dict[str, Any]:
 def _replayed(learner: Learner, batches: list[TokenBatch], found: dict[str, Any]) -> str:
     learner.replay_report()
     try:
-        scores = learner.score(batches, [rollout_routes(batch) for batch in batches])
+        scores = learner.score(batches, [batch.rollout_routes for batch in batches])
         report = learner.replay_report()
     except ReplayProofError as error:
         return f"not proved: {error}"

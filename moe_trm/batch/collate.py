@@ -27,24 +27,33 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     `mask.nonzero()`.
     """
     rows = micro.rows
-    b, r = max(1, len(rows)), max([SHORTEST, *(forwarded_tokens(row.record) for row in rows)])
-    input_ids, target_ids = np.zeros((b, r), np.int64), np.zeros((b, r), np.int64)
-    valid, mask = np.zeros((b, r), bool), np.zeros((b, r), bool)
-    rollout, full, advantages = (np.zeros((b, r), np.float32) for _ in range(3))
+    records = [row.record for row in rows]
+    b, r = max(1, len(rows)), max([SHORTEST, *map(forwarded_tokens, records)])
     rewards, group_ids = np.zeros(b, np.float32), np.full(b, -1, np.int64)
-    versions, turn_ids = np.full((b, r), -1, np.int32), np.zeros((b, r), np.int16)
-    for i, row in enumerate(rows):
-        record, n = row.record, row.record.num_tokens - 1
-        kept = record.scored
-        scored = record.sampled[1:].copy()
-        scored[scored] = kept
-        input_ids[i, :n], target_ids[i, :n] = record.tokens[:-1], record.tokens[1:]
-        valid[i, :n], mask[i, :n], turn_ids[i, :n] = True, scored, record.turn_ids[1:]
-        rollout[i, :n][scored] = record.rollout_logprobs[kept]
-        full[i, :n][scored] = record.full_logprobs[kept]
-        versions[i, :n][scored] = record.versions[kept]
-        advantages[i, :n][scored] = row.advantage if row.token_advantages is None else row.token_advantages[kept]
-        rewards[i], group_ids[i] = record.reward or 0.0, record.group_id
+    rewards[: len(rows)] = [record.reward or 0.0 for record in records]
+    group_ids[: len(rows)] = [record.group_id for record in records]
+    lengths = np.array([record.num_tokens - 1 for record in records] or [0])
+    valid = np.arange(r) < lengths[:, None]
+    # All rows at once, one after the other: that is the order of the True places of `valid`, and of `mask`.
+    kept = _joined([record.scored for record in records], bool)
+    mask = _spread(valid, [record.sampled[1:] for record in records], bool)
+    assert [record.num_sampled for record in records] == mask.sum(1)[: len(rows)].tolist(), (
+        "one value per sampled token"
+    )
+    mask[mask] = kept
+
+    def of_sampled(values: list[np.ndarray], dtype: type, fill: int = 0) -> np.ndarray:
+        spread: np.ndarray = np.full((b, r), fill, dtype)
+        spread[mask] = _joined(values, dtype)[kept]
+        return spread
+
+    input_ids = _spread(valid, [record.tokens[:-1] for record in records], np.int64)
+    target_ids = _spread(valid, [record.tokens[1:] for record in records], np.int64)
+    turn_ids = _spread(valid, [record.turn_ids[1:] for record in records], np.int16)
+    rollout = of_sampled([record.rollout_logprobs for record in records], np.float32)
+    full = of_sampled([record.full_logprobs for record in records], np.float32)
+    versions = of_sampled([record.versions for record in records], np.int32, fill=-1)
+    advantages = of_sampled([_advantages(row) for row in rows], np.float32)
     kept_ids, kept_offsets, kept_logprobs = _kept(rows) if keep_mask else (None, None, None)
     return TokenBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -67,6 +76,24 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
     )
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def _spread(valid: np.ndarray, parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    """`[B, R]`: the values of all forwarded tokens at their places, 0 elsewhere."""
+    values: np.ndarray = np.zeros(valid.shape, dtype)
+    values[valid] = _joined(parts, dtype)
+    return values
+
+
+def _advantages(row: TrainRow) -> np.ndarray:
+    """`[S]` float32."""
+    if row.token_advantages is not None:
+        return row.token_advantages
+    return np.full(row.record.num_sampled, row.advantage, np.float32)
 
 
 def _sample_tokens(rows: tuple[TrainRow, ...]) -> torch.Tensor | None:

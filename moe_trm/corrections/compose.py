@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ def compose(rules: Sequence[BoundRule], *, whole_minibatch: bool = False) -> Cal
         mask, dtype = evidence.mask, evidence.ratios.dtype
         decisions = [bound.decide(evidence) for bound in rules]
         metrics = {key: value for decision in decisions for key, value in decision.metrics.items()}
-        rows = _of_rows([one for one in decisions if isinstance(one, RowDecision)], mask, dtype)
+        rows = _of_rows([one for one in decisions if isinstance(one, RowDecision)], mask)
         tokens = [one for one in decisions if not isinstance(one, RowDecision)]
         result = rows.spread(mask, dtype)
         for part in tokens:
@@ -89,23 +91,29 @@ def labelled(rules: Sequence[BoundRule]) -> list[BoundRule]:
     return [replace(bound, label=bound.label or label) for bound, label in zip(rules, own, strict=True)]
 
 
-def _of_rows(decisions: Sequence[RowDecision], mask: Tensor, dtype: torch.dtype) -> RowDecision:
+def _of_rows(decisions: Sequence[RowDecision], mask: Tensor) -> RowDecision:
     """Several decisions on rows as one, before anything is spread over tokens."""
-    keep = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
-    weights = torch.ones(len(mask), dtype=dtype, device=mask.device)
-    for decision in decisions:
-        keep = keep & decision.keep
-        weights = weights if decision.weights is None else weights * decision.weights
-    return RowDecision(keep, torch.where(keep, weights, 0.0), {})
+    if not decisions:
+        return RowDecision(torch.ones(len(mask), dtype=torch.bool, device=mask.device), None, {})
+    keep = reduce(operator.and_, [one.keep for one in decisions])
+    weighing = [one.weights for one in decisions if one.weights is not None]
+    return RowDecision(keep, torch.where(keep, reduce(operator.mul, weighing), 0.0) if weighing else None, {})
 
 
 def _weights(result: Correction, rows: RowDecision, by_rows: bool, evidence: Evidence) -> summable.Summable:
     """Moments of the joint weights, 0 for what was dropped; from the rows alone where rows are all there is."""
-    if not by_rows or rows.weights is None:
-        return summable.moments("correction/weight", torch.where(result.keep, result.weights, 0.0), evidence.mask)
-    lengths, weights = evidence.ratios.packing.lengths.double(), rows.weights.double()
+    packing = evidence.ratios.packing
+    if by_rows:
+        tokens = packing.lengths.double()
+        weights = rows.keep.double() if rows.weights is None else rows.weights.double()
+    else:
+        # What is kept is on the mask.
+        tokens, weights = None, torch.where(result.keep, result.weights, 0.0)
+    moments = {"sum": weights, "square": weights**2}
     return {
-        "correction/weight:sum": (lengths * weights).sum(),
-        "correction/weight:square": (lengths * weights**2).sum(),
-        "correction/weight:count": lengths.sum(),
+        **{
+            f"correction/weight:{role}": (values if tokens is None else tokens * values).sum(dtype=torch.float64)
+            for role, values in moments.items()
+        },
+        "correction/weight:count": packing.token_count,
     }

@@ -62,6 +62,8 @@ def divergence_score(
         values = exact_kl(evidence)
     else:
         values = (2 * exact_kl(evidence)).sqrt().clamp(max=2.0)  # Pinsker's inequality
+    if score == "max" and values.shape[1]:
+        return values.amax(dim=1)  # 0 off the mask, which is no more than any of them
     return reduced(values, evidence, score, ln_delta)
 
 

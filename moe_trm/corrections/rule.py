@@ -133,7 +133,7 @@ class BoundRule:
         prefix = f"correction/{self.name}/"
         own = {prefix + key: value for key, value in decision.metrics.items()}
         if isinstance(decision, RowDecision) and decision.score is not None:
-            own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.lengths > 0)
+            own |= summable.mean(f"{prefix}score", decision.score, evidence.ratios.packing.some)
         if self.by_length is not None:
             own |= rejected_by_octave(prefix, decision, evidence, self.by_length)
         return replace(decision, metrics=own | kept_fractions(prefix, decision, evidence))
@@ -174,16 +174,17 @@ def rule(
 
 def kept_fractions(prefix: str, decision: Correction | RowDecision, evidence: Evidence) -> summable.Summable:
     """Share of sampled tokens kept, and of rows (with sampled tokens) that lost none."""
-    lengths, mask = evidence.ratios.packing.lengths, evidence.mask
-    rows = lengths > 0
+    packing = evidence.ratios.packing
     if isinstance(decision, RowDecision):
-        kept_tokens, intact = torch.where(decision.keep, lengths, 0), decision.keep
+        kept_tokens, intact = torch.where(decision.keep, packing.lengths, 0), decision.keep
     else:
-        kept_tokens = (decision.keep & mask).count_nonzero(dim=1)
-        intact = kept_tokens == lengths
-    return summable.fraction(f"{prefix}kept_sequence_fraction", intact, rows) | {
+        kept_tokens = (decision.keep & evidence.mask).count_nonzero(dim=1)
+        intact = kept_tokens == packing.lengths
+    return {
+        f"{prefix}kept_sequence_fraction:sum": summable.count(intact & packing.some),
+        f"{prefix}kept_sequence_fraction:count": packing.row_count,
         f"{prefix}kept_fraction:sum": kept_tokens.sum(dtype=torch.float64),
-        f"{prefix}kept_fraction:count": lengths.sum(dtype=torch.float64),
+        f"{prefix}kept_fraction:count": packing.token_count,
     }
 
 

@@ -93,7 +93,4 @@ def seq_tis(evidence: Evidence, log_ratio: Tensor, *, cap: float = 2.0, floor: f
 
 def _bounded(ratio: Tensor, floor: float, cap: float, judged: Tensor) -> summable.Summable:
     """Shares of `judged` whose ratio the bounds changed."""
-    return {
-        **summable.fraction("truncated_fraction", ratio > cap, judged),
-        **summable.fraction("raised_fraction", ratio < floor, judged),
-    }
+    return summable.fractions({"truncated_fraction": ratio > cap, "raised_fraction": ratio < floor}, judged)

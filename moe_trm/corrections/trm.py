@@ -106,7 +106,7 @@ def trm_max_avg(
     worst, average = statistics(divergence)
     decision = keep_rows(kept(divergence), (worst / max_kl).maximum(average / mean_kl))
     decision = replace(decision, statistics=torch.stack([worst, average], dim=1))
-    return _with_disagreement(decision, evidence, kept)
+    return _with_disagreement(decision, evidence, divergence, kept)
 
 
 @rule(ratio="total", scope="sequence", calibrate=lambda quantile: {"max_score": quantile}, rejects=False)
@@ -156,16 +156,24 @@ def _masked(
 
     score = scored(divergence)
     decision = replace(keep_rows(score <= threshold, score), metrics=unscored(name, evidence))
-    return _with_disagreement(decision, evidence, lambda d: scored(d) <= threshold)
+    return _with_disagreement(decision, evidence, divergence, lambda other: scored(other) <= threshold)
 
 
-def _with_disagreement(decision: RowDecision, evidence: Evidence, kept_by: Callable[[str], Tensor]) -> RowDecision:
-    """Where both divergences are known: the share of rows that only one of them would keep."""
+def _with_disagreement(
+    decision: RowDecision, evidence: Evidence, divergence: str, kept_by: Callable[[str], Tensor]
+) -> RowDecision:
+    """Where both divergences are known: the share of rows that only one of them would keep.
+
+    The decision is by `divergence`; `kept_by` decides by the other one.
+    """
     if evidence.exact_kl is None:
         return decision
-    exact, sampled, rows = kept_by("exact"), kept_by("sampled"), evidence.mask.any(dim=1)
-    disagreement = {
-        **summable.fraction("only_exact_keeps", exact & ~sampled, rows),
-        **summable.fraction("only_sampled_keeps", sampled & ~exact, rows),
+    other = "sampled" if divergence == "exact" else "exact"
+    kept = {divergence: decision.keep, other: kept_by(other)}
+    # Of two bools, the one that is more is True where the other is not.
+    only = {
+        "only_exact_keeps": kept["exact"] > kept["sampled"],
+        "only_sampled_keeps": kept["sampled"] > kept["exact"],
     }
-    return replace(decision, metrics={**decision.metrics, **disagreement})
+    rows = evidence.ratios.packing.some
+    return replace(decision, metrics={**decision.metrics, **summable.fractions(only, rows)})

@@ -28,7 +28,7 @@ from moe_trm.probe.rounding_shares import rounding_shares, roundings
 from moe_trm.probe.sample import Choice, ProbeRows, probe_rows, products, standard_errors
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
-from moe_trm.step.passes import Anchored, rollout_routes
+from moe_trm.step.passes import Anchored
 from moe_trm.types import RolloutRecord, TokenBatch, TrainBatch
 from routing.replay import Record, ReplayReport
 
@@ -139,7 +139,7 @@ class Probe:
         """Scores with the rollout's routes in the probe's micro-batches."""
         if self._mode == "R3" and rows.anchored and all(part.scored for part in rows.anchored):
             return [scores for part in rows.anchored for scores in part.scores]
-        return learner.score(rows.batches, [rollout_routes(batch) for batch in rows.batches])
+        return learner.score(rows.batches, [batch.rollout_routes for batch in rows.batches])
 
     def _save(self, step: int, rank: int, tokens: ProbeTokens) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,7 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
     """
 
     small = memoryview(frames[1]) if len(frames) > 1 else None
+    typed = {} if small is None else {name: _typed(small, dtype) for name, dtype in _DTYPES.items()}
 
     def hook(expected: type, value: Any) -> object:
         if expected is not np.ndarray:
@@ -75,10 +76,12 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
             raise ValueError(f"array of {name}")
         if index == 1 and small is not None and len(further) == 1:
             # Nearly all arrays of a step are here: no step more than needed.
-            (first,), count = further, prod(shape)
-            if type(first) is not int or not 0 <= first <= first + count * dtype.itemsize <= len(small):
+            (first,), whole, size = further, typed[name], dtype.itemsize
+            count = prod(shape)
+            if type(first) is not int or first % size or not 0 <= first <= first + count * size <= whole.nbytes:
                 raise ValueError(f"array of {name} and shape {shape} at {first} of {len(small)} bytes")
-            return np.frombuffer(small, dtype, count, first).reshape(shape)
+            part = whole[first // size : first // size + count]
+            return part if len(shape) == 1 else part.reshape(shape)
         if places is not None and index == 0 and len(further) == 1:
             return np.frombuffer(places.read(msgspec.convert(further[0], Place)), dtype=dtype).reshape(shape)
         if further or not 2 <= index < len(frames):
@@ -91,3 +94,8 @@ def decode(frames: Sequence[bytes | memoryview], kind: type[T], places: PlaceRea
         return msgspec.msgpack.decode(frames[0], type=kind, dec_hook=hook)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise ControllerError("malformed message", got=str(error), expected=kind.__name__) from error
+
+
+def _typed(small: memoryview, dtype: np.dtype) -> np.ndarray:
+    """All that fits into the frame of small arrays, as values of one type."""
+    return np.frombuffer(small, dtype, len(small) // dtype.itemsize)

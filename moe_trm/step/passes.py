@@ -20,7 +20,7 @@ from moe_trm.config.schema import Recovery, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
-from routing.replay import Native, Record, Recorded, ReplayRecorded, ReplayRecords, RouteSource
+from routing.replay import Native, Record, Recorded, ReplayRecorded, RouteSource
 from routing.router_shift import RouterScores
 
 UNMEASURED = ("interpolate", "bypass")
@@ -102,27 +102,22 @@ def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> T
     return rollout + age / (age + 1) * (current_logprobs.detach() - rollout)
 
 
-def rollout_routes(batch: TokenBatch) -> ReplayRecords:
-    """The routes of the rollout, with what each row's have to be bound to."""
-    return ReplayRecords(batch.routes, batch.origins)
-
-
 def behavior_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
     """Routes of a pass under older weights."""
-    return rollout_routes(batch) if mode == "R3" else Native()
+    return batch.rollout_routes if mode == "R3" else Native()
 
 
 def anchor_source(mode: ReplayMode, batch: TokenBatch) -> RouteSource:
     """Routes of the proximal pass, which at age 0 is the behaviour pass as well."""
     if mode == "R3":
-        return rollout_routes(batch)
+        return batch.rollout_routes
     return Record() if mode == "R2" else Native()
 
 
 def update_source(mode: ReplayMode, batch: TokenBatch, recorded: Recorded | None) -> RouteSource:
     """Routes of every update pass of this batch; `recorded` is what the anchor pass recorded under R2."""
     if mode == "R3":
-        return rollout_routes(batch)
+        return batch.rollout_routes
     if mode == "R2":
         assert recorded is not None, "R2 needs the proximal pass's recording"
         return ReplayRecorded(recorded)

@@ -199,7 +199,9 @@ def refusals(learner: Learner, batches: list[TokenBatch], random: list[ReplayRec
         for owner, name in ((Layout, "router_index"), (PackedLayout, "router_index"), (Rows, "places")):
             right = getattr(owner, name)
             patch.setattr(owner, name, lambda self, right=right: right(self).roll(1))
-        facts["misplaced"] = refused(ReplayProofError, lambda: learner.update(batches, random, loss))
+        # New sources: what was made of the others, before the map was wrong, is right.
+        anew = [ReplayRecords(source.records, source.origins) for source in random]
+        facts["misplaced"] = refused(ReplayProofError, lambda: learner.update(batches, anew, loss))
     # Random routes look like shifted rows: no live router would choose them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learner._replayer, "max_local_flip_rate", 0.3)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import pytest
 
 from moe_trm.batch.collate import collate
 from moe_trm.recording.bundle import BundleReader, BundleWriter
-from moe_trm.step.passes import anchor_source, behavior_source, rollout_routes, update_source
+from moe_trm.step.passes import anchor_source, behavior_source, update_source
 from moe_trm.types import MicroBatch, RolloutRecord, TrainRow
 from routing import RouteError, sample_origin
 from routing.replay import ReplayRecords, check_records
@@ -30,7 +30,7 @@ def twins() -> list[RolloutRecord]:
 
 def check(records: list[RolloutRecord], source: ReplayRecords | None = None) -> None:
     batch = collate(MicroBatch(tuple(TrainRow(record, 1.0) for record in records)), keep_mask=True)
-    source = source or rollout_routes(batch)
+    source = source or batch.rollout_routes
     check_records(source.records, batch.input_ids, batch.target_ids, batch.valid, origins=source.origins)
 
 

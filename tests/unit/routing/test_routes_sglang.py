@@ -12,7 +12,7 @@ import torch
 
 from routing import ReplayProofError, RouteError, RouteRecord, flips, token_digest
 from routing.replay import ReplayRecords, ReplayReport
-from routing.replay_pass import ReplayPass, judge, new_counters
+from routing.replay_pass import Counters, ReplayPass, judge
 from routing.sample_flips import total
 from routing.sglang import decode_payload
 
@@ -221,13 +221,13 @@ def judged(counters: torch.Tensor) -> ReplayReport:
 
 def replayed(live: np.ndarray, records: np.ndarray) -> torch.Tensor:
     """Counters of a forward whose routers chose `live` and were given `records`, both `[N, L, K]`."""
-    counters = new_counters(len(LAYERS), torch.device("cpu"))
+    counters = Counters(len(LAYERS), torch.device("cpu"))
     opened = ReplayPass(ReplayRecords(()), range(len(LAYERS)), len(live), counters)
     chosen = {layer: torch.from_numpy(records[:, layer].astype(np.int64)) for layer in opened.layer_ids}
     opened.targets = opened.expected = chosen
-    opened.expect(torch.ones(len(live), dtype=torch.bool), None, counters.device)
+    opened.expect(torch.ones(len(live), dtype=torch.bool), None, torch.device("cpu"))
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
         opened.prove(layer, partial(same_rows, used), recompute=False)
     opened.settle()
-    return counters
+    return counters.take(torch.zeros(len(counters), 0, dtype=torch.int64))
