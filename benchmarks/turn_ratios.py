@@ -95,5 +95,6 @@ def _huber(design: Array, values: Array) -> tuple[Array, Array]:
     share = float(inner.mean())
     few = 1 + rank / num * (1 - share) / share
     variance = (few * scale / share) ** 2 * float(bounded @ bounded) / freedom
-    errors = np.sqrt(variance * np.diag(np.linalg.pinv(design.T @ design)))
+    # The diagonal of pinv(design.T @ design), as sums of squares: none of them is below 0 by rounding.
+    errors = np.sqrt(variance * np.square(np.linalg.pinv(design)).sum(1))
     return effects, t_quantile(freedom) * errors
