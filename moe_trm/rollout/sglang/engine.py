@@ -198,7 +198,8 @@ class SglangEngine:
         async with self._slots:
             if intake is not None:
                 return await self._fleet.ask_by(lambda http: intake.ask(http.url, question))
-            body = await self._fleet.ask(question.request)
+            with self._reader.awaiting():
+                body = await self._fleet.ask(question.request)
         received = Received(body, question.request["input_ids"], question.start)
         turn = await self._reader.turn(received, question.wanted)
         return Reading(turn, turn.retracted)

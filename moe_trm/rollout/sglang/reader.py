@@ -1,12 +1,14 @@
 """Answers that come within a moment of each other, read together (`together.parse_turns`).
 
-An engine ends many samples in one pass, and their answers come one right behind the other.
+An engine ends many samples in one pass, and their answers come one right behind the other. The last answer that is
+still to come waits for nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.rollout.sglang.served import ServedModel
@@ -27,17 +29,33 @@ class Reader:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._waiting: dict[Wanted, list[tuple[Received, asyncio.Future[SampledTurn]]]] = {}
+        self._to_come = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def awaiting(self) -> Iterator[None]:
+        """Around a request: its answer is still to come."""
+        self._to_come += 1
+        try:
+            yield
+        finally:
+            self._to_come -= 1
 
     async def turn(self, received: Received, wanted: Wanted) -> SampledTurn:
         """The checked answer. Raises `RecordRejected` as `parse_turn` does."""
         loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_later(MOMENT_S, self._read)
         turn: asyncio.Future[SampledTurn] = loop.create_future()
         self._waiting.setdefault(wanted, []).append((received, turn))
+        if not self._to_come:
+            self._read()
+        elif self._timer is None:
+            self._timer = loop.call_later(MOMENT_S, self._read)
         return await turn
 
     def _read(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         waiting, self._waiting = self._waiting, {}
         for wanted, answers in waiting.items():
             wished = [(received, turn) for received, turn in answers if not turn.done()]

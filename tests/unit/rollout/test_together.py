@@ -186,11 +186,12 @@ def test_a_reader_gives_each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> list[Any]:
         one = Reader(MODEL)
-        given_up = asyncio.ensure_future(one.turn(bodies[0], EVERYTHING))
-        found = asyncio.gather(*(one.turn(*each) for each in asked), return_exceptions=True)
-        await asyncio.sleep(0)
-        given_up.cancel()
-        return [*await found, await one.turn(bodies[2], EVERYTHING)]
+        with one.awaiting():
+            given_up = asyncio.ensure_future(one.turn(bodies[0], EVERYTHING))
+            found = asyncio.gather(*(one.turn(*each) for each in asked), return_exceptions=True)
+            await asyncio.sleep(0)
+            given_up.cancel()
+            return [*await found, await one.turn(bodies[2], EVERYTHING)]
 
     first, refused, third, bare, later = asyncio.run(run())
     assert calls == [3, 1, 1], "those that came together, of one kind; who gave up is not there any more"
@@ -202,6 +203,44 @@ def test_a_reader_gives_each_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert same(own, alone(bodies[body], wanted))
     assert same(later, third)
+
+
+def test_the_last_answer_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those that wait for it."""
+    calls: list[int] = []
+    monkeypatch.setattr(reader, "MOMENT_S", 3600.0)
+
+    def counted(answers: list[Received], *others: Any) -> list[SampledTurn | RecordRejected]:
+        calls.append(len(answers))
+        return parse_turns(answers, *others)
+
+    monkeypatch.setattr(reader, "parse_turns", counted)
+    bodies = received(good(), longer(), good())
+
+    async def run() -> list[Any]:
+        one, answered = Reader(MODEL), asyncio.Event()
+
+        async def asks(body: Received) -> SampledTurn:
+            with one.awaiting():
+                await answered.wait()
+            return await one.turn(body, EVERYTHING)
+
+        alone_at_last = await one.turn(bodies[0], EVERYTHING)
+        others = [asyncio.ensure_future(asks(body)) for body in bodies]
+        with one.awaiting():
+            answered.set()
+            done, _ = await asyncio.wait(others, timeout=0.05)
+        assert not done
+        answered.clear()
+        last = asyncio.ensure_future(asks(bodies[1]))
+        await asyncio.sleep(0)
+        answered.set()
+        return [alone_at_last, *await asyncio.gather(*others, last)]
+
+    found = asyncio.run(asyncio.wait_for(run(), 60))
+    assert calls == [1, 4]
+    for own, body in zip(found, (0, 0, 1, 2, 1), strict=True):
+        assert same(own, alone(bodies[body], EVERYTHING))
 
 
 def test_whoever_waits_is_told_of_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
