@@ -165,8 +165,9 @@ def test_what_the_machine_did_meanwhile_is_known(tmp_path: Path, monkeypatch: py
 
 
 BENCHMARK = """
-import sys, time
+import signal, sys
 from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 from benchmarks.in_turn import ending_all, rounds_of
 from tests.unit.benchmarks.test_in_turn import job
 folder = Path(sys.argv[1])
@@ -177,8 +178,10 @@ with ending_all(), job(folder, "a", "fork") as a, job(folder, "b") as b:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_benchmark_leaves_no_process(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_an_interrupted_benchmark_leaves_no_process(tmp_path: Path, number: int, status: int) -> None:
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     benchmark = subprocess.Popen([sys.executable, "-c", BENCHMARK, str(tmp_path)], env=here, stderr=subprocess.PIPE)
     pids = tmp_path / "pids"
@@ -187,7 +190,7 @@ def test_an_interrupted_benchmark_leaves_no_process(tmp_path: Path, number: int)
         time.sleep(0.01)
     benchmark.send_signal(number)
     benchmark.communicate()
-    assert benchmark.returncode
+    assert benchmark.returncode == status
     assert not any(state(int(pid)) for pid in pids.read_text().split())
 
 
