@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from moe_trm.cli import main as moe_trm
 from moe_trm.models.tiny.checkpoint import PAD
 from moe_trm.recording.bundle import BundleReader
+from moe_trm.rollout.sglang import supervisor
 from tests.integration.jobs import metrics_of, run_job, write_config
 
 REWARD = f"{Path(__file__).parent / 'objective_support' / 'reward.py'}:reward"
@@ -155,9 +156,17 @@ def test_an_own_file_of_prompts_and_an_own_reward_make_no_accuracy(
 
 @pytest.mark.slow
 def test_an_evaluation_starts_and_ends_a_server_of_its_own(
-    brief_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    brief_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the configuration names the servers of a run: those are left alone."""
+    started: list[supervisor.Server] = []
+    start = supervisor.start_server
+
+    def remembered(*args: Any, **options: Any) -> supervisor.Server:
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(supervisor, "start_server", remembered)
     config = write_config(tmp_path, brief_checkpoint)
     config.write_text(config.read_text().replace("rollout:", "rollout:\n  url: http://127.0.0.1:1", 1))
     asked = ["eval", str(brief_checkpoint), "--config", str(config), "--json", str(tmp_path / "out.json")]
@@ -166,7 +175,7 @@ def test_an_evaluation_starts_and_ends_a_server_of_its_own(
     document = json.loads((tmp_path / "out.json").read_text())
     assert (document["by"], document["dtype"]) == ("sglang", "bfloat16")
     assert document["metrics"]["eval/prompts"] == 4
-    log = (tmp_path / "out.log").read_text()
-    (address,) = set(re.findall(r"Uvicorn running on (http://[\d.:]+)", log))
+    assert (tmp_path / "out.log").read_text()
+    [server] = started
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(address + "/health", timeout=5)
+        urllib.request.urlopen(f"{server.url}/health", timeout=5)
