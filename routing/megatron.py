@@ -34,7 +34,7 @@ from routing.megatron_dispatch import Dispatched
 from routing.megatron_pass import RouterTap
 from routing.over_ranks import over_ranks
 from routing.packed_layout import AnyLayout, PackedLayout
-from routing.prepared import Due, Prepared, Tokens
+from routing.prepared import KEPT_BYTES, Due, Prepared, Tokens
 from routing.proof import expected_routes, sample_of_tokens, second_cut
 from routing.replay import (
     Native,
@@ -265,7 +265,8 @@ class MegatronReplayer:
             self._cut_again(routes_SLK, rows_B, tokens.layout),
             Due.of(rows.lengths, tokens.layout, source.records),
         )
-        source.kept[name] = ready
+        if ready.given.nbytes <= KEPT_BYTES:
+            source.kept[name] = ready
         return ready
 
     def new_pass(self, source: RouteSource, layer_ids: Sequence[int], num_local: int) -> ReplayPass:

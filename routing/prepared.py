@@ -1,8 +1,9 @@
 """The records of a micro-batch as this rank replays them: checked and cut once, for all passes over it.
 
 A micro-batch is scored and then trained, with the same records, tokens and layout. The result of the first pass stays
-with its source (`ReplayRecords.kept`), on the host and in the records' own type. So it takes about twice the memory of
-the records, and goes when they do. It serves a pass with this source only if that has equal tokens and the same layout.
+with its source (`ReplayRecords.kept`), on the host and in the records' own type. It serves a pass with this source only
+if that has equal tokens and the same layout. Two cuts take twice the memory of the records. So only small ones are kept
+(`KEPT_BYTES`): there it is the number of calls that takes time. Of long micro-batches they are made for each pass.
 
 Shape letters: B sequences, R columns, N local tokens in router order, L MoE layers, K experts per token.
 """
@@ -19,6 +20,9 @@ from torch import Tensor
 from routing.packed_layout import AnyLayout
 from routing.proof import due_by_sample, due_tokens, free_tokens
 from routing.record import RouteRecord
+
+KEPT_BYTES = 1 << 20
+"""Largest cut of a micro-batch that is kept for its further passes."""
 
 
 @dataclass(frozen=True)

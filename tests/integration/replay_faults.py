@@ -163,6 +163,12 @@ def what_a_source_keeps_is_checked_again(_: Path) -> None:
         patch.setattr("routing.megatron.check_rows", lambda *_: pytest.fail("a second pass checks nothing again"))
         assert torch.equal(first, run(replayer, model, source, copy.deepcopy(data)))
     assert replayer.report(dist.group.WORLD).applied_fraction == 1.0
+    long = random_records(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("routing.megatron.KEPT_BYTES", 1)
+        for _pass in range(2):
+            assert torch.equal(first, run(replayer, model, long, data))
+            assert not long.kept, "cuts of long micro-batches would take twice the memory of their records"
     other = replace(source, records=random_records(data, seed=1).records)
     assert not torch.equal(first, run(replayer, model, other, data))
     with pytest.raises(RouteError) as error:
