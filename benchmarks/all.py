@@ -55,6 +55,12 @@ BENCHMARKS = (
     Benchmark("length_bias", "Who is rejected when nothing but noise separates the policies", "length_bias"),
     Benchmark("costs", "What each part of a step costs", "costs", ("--checkpoint", "runs/quickstart-start")),
     Benchmark(
+        "costs_by_process",
+        "What everything costs in each process",
+        "costs_by_process",
+        ("--checkpoint", "runs/quickstart-start"),
+    ),
+    Benchmark(
         "costs_larger",
         "What each part costs of a step of a larger model",
         "costs",

@@ -124,9 +124,9 @@ def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[
         yield from rounds_of(arms, rounds, OFTEN, SKIPPED_ROUNDS)
 
 
-def shares(found: Rounds, value: Callable[[Turn], float]) -> dict[str, Ratio]:
-    """By part, `1 - without / with` of `value`."""
-    seen = [
+def measured_of(found: Rounds, value: Callable[[Turn], float]) -> list[Measured]:
+    """`value` of every turn, with what chance has moved it by: lengths of answers, and the host."""
+    return [
         Measured(
             name,
             number,
@@ -136,9 +136,13 @@ def shares(found: Rounds, value: Callable[[Turn], float]) -> dict[str, Ratio]:
         for number, made in enumerate(found)
         for name, turn in made
     ]
+
+
+def shares(found: Rounds, value: Callable[[Turn], float]) -> dict[str, Ratio]:
+    """By part, `1 - without / with` of `value`."""
     return {
         name: Ratio(1 - ratio.value, (1 - ratio.interval[1], 1 - ratio.interval[0]))
-        for name, ratio in ratios(seen, WHOLE).items()
+        for name, ratio in ratios(measured_of(found, value), WHOLE).items()
     }
 
 

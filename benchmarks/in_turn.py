@@ -23,9 +23,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +72,7 @@ class Turn:
         row: what the job wrote of the step.
         stolen: share of the time in which the machine had work that its host gave to other machines.
         others: processors that other processes of the machine kept busy, on average.
+        cpu_of: of the CPU seconds, those of each process, by its command line.
     """
 
     seconds: float
@@ -78,6 +80,7 @@ class Turn:
     row: Mapping[str, Any]
     stolen: float = 0.0
     others: float = 0.0
+    cpu_of: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def host(self) -> tuple[float, float]:
@@ -131,6 +134,14 @@ class Tree:
         for pid in self._members:
             with suppress(OSError):
                 found[pid] = time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names
+        return found
+
+    def commands(self) -> dict[int, str]:
+        """By process id, the command line of each process; one that has ended is left out."""
+        found = {}
+        for pid in self._members:
+            with suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         return found
 
 
@@ -216,11 +227,13 @@ class Arm:
         self._stop()
         if len(rows) > 1:
             self._refuse(f"made {len(rows)} steps in one turn")
-        cpu_seconds = sum(spent - before.get(pid, 0.0) for pid, spent in self._cpu.items())
+        spent = {pid: until - before.get(pid, 0.0) for pid, until in self._cpu.items()}
+        cpu_seconds = sum(spent.values())
         stolen, busy = now.stolen_s - machine.stolen_s, now.busy_s - machine.busy_s
-        return Turn(
-            seconds, cpu_seconds, rows[0], stolen / max(stolen + busy, TICK_S), max(0.0, busy - cpu_seconds) / seconds
-        )
+        others, cpu_of = max(0.0, busy - cpu_seconds) / seconds, Counter[str]()
+        for pid, command in self._tree.commands().items():
+            cpu_of[command] += spent.get(pid, 0.0)
+        return Turn(seconds, cpu_seconds, rows[0], stolen / max(stolen + busy, TICK_S), others, cpu_of)
 
     def _stop(self) -> None:
         self._tree.stop()

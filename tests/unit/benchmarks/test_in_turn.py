@@ -91,6 +91,10 @@ def test_one_makes_a_step_and_all_are_stopped_between_turns(tmp_path: Path) -> N
                 assert turn.row["step"] == number, "every step is in one turn"
                 assert {turn.row["pid"]} == arm.pids
                 assert turn.cpu_seconds >= turn.row["spent"] >= 0.03, "both threads count"
+                [(command, spent)] = turn.cpu_of.items()
+                assert command.startswith(sys.executable)
+                assert f"{arm.name}.jsonl" in command
+                assert spent == turn.cpu_seconds
                 assert turn.seconds > 0
                 assert 0 <= turn.stolen <= 1
                 assert turn.others >= 0

@@ -1,0 +1,99 @@
+"""Costs of recording, replay, proof and correction together, in each process of the quickstart.
+
+`python -m benchmarks.costs_by_process --checkpoint DIR [--rounds 40] [--json FILE]` compares two jobs with everything
+on with two that have nothing of it, as `benchmarks.costs` does with one of each: all four are alive at once and take
+turns step by step. Equal jobs differ by about 1%, which two of each show in the interval. Settings, estimator and what
+"nothing" leaves out are those of `benchmarks.costs`. On an idle machine it takes five minutes.
+
+Rows: seconds of the step, CPU seconds of all processes, and those of the rollout server, of the controller and of all
+learner ranks. In milliseconds a step: what it takes with nothing on, and how much more with everything, with its 95%
+interval. `share` is that of the step with everything, as in the other benchmark.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.costs import EVERYTHING, SETTINGS, SKIPPED_ROUNDS, WHOLE, WITHOUT, measured_of
+from benchmarks.in_turn import Rounds, Turn, ending_all, rounds_of, turns_of
+from benchmarks.options import command_line
+from benchmarks.own_arms import SKIPPED, own_arm, place_in
+from benchmarks.table import Row, report
+from benchmarks.turn_ratios import ratios
+
+JOBS = 2
+"""Of each kind."""
+CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
+"""Words of the command lines of these processes."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line(__file__, __doc__)
+    parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
+    parser.add_argument("--rounds", type=int, default=40, help="of four steps each (default: %(default)s)")
+    args = parser.parse_args(argv)
+    with ending_all(), tempfile.TemporaryDirectory() as folder:
+        found = list(measured(Path(folder), args.checkpoint, args.rounds))
+    title = f"Costs of everything together by process, from {args.rounds} rounds of steps in turn"
+    report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
+    return 0
+
+
+def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[str, Turn]]]:
+    """Round by round, the turns of all jobs with the names of their kinds, which live meanwhile."""
+    settings = [*SETTINGS, f"model.checkpoint={checkpoint}"]
+    settings.append(f"train.steps={SKIPPED + SKIPPED_ROUNDS + rounds + 1}")  # the last step is never reached
+    kinds = {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(JOBS)}
+    with ExitStack() as stack:
+        place = stack.enter_context(place_in(folder))
+        arms = {
+            name: stack.enter_context(
+                own_arm(place, name, [*settings, *WITHOUT[kind]], records="replay.mode=none" not in WITHOUT[kind])
+            )
+            for name, kind in kinds.items()
+        }
+        for made in rounds_of(arms, rounds, skipped=SKIPPED_ROUNDS):
+            yield [(kinds[name], turn) for name, turn in made]
+
+
+def rows(found: Rounds) -> Iterator[Row]:
+    """One for the step, one for its CPU time, and one for each kind of process."""
+    values: dict[str, Callable[[Turn], float]] = {
+        "step": lambda turn: turn.seconds,
+        "CPU": lambda turn: turn.cpu_seconds,
+        "CPU of the server": lambda turn: by_kind(turn)["server"],
+        "CPU of the controller": lambda turn: by_kind(turn)["controller"],
+        "CPU of the ranks": lambda turn: by_kind(turn)["ranks"],
+    }
+    for what, value in values.items():
+        nothing = 1000 * statistics.median(value(turn) for made in found for name, turn in made if name == EVERYTHING)
+        ratio = ratios(measured_of(found, value), EVERYTHING)[WHOLE]
+        low, high = ratio.interval
+        yield {
+            "of a step": what,
+            "ms without": nothing,
+            "more ms": nothing * (ratio.value - 1),
+            "from": nothing * (low - 1),
+            "to": nothing * (high - 1),
+            "share": 1 - 1 / ratio.value,
+            "share from": 1 - 1 / low,
+            "share to": 1 - 1 / high,
+        }
+
+
+def by_kind(turn: Turn) -> dict[str, float]:
+    """CPU seconds of a turn by kind of process. What is neither controller nor rank belongs to the server."""
+    found = {"server": 0.0, "controller": 0.0, "ranks": 0.0}
+    for command, seconds in turn.cpu_of.items():
+        kind = "controller" if CONTROLLER in command else "ranks" if RANKS in command else "server"
+        found[kind] += seconds
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
