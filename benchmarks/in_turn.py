@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -230,9 +229,9 @@ class Arm:
         spent = {pid: until - before.get(pid, 0.0) for pid, until in self._cpu.items()}
         cpu_seconds = sum(spent.values())
         stolen, busy = now.stolen_s - machine.stolen_s, now.busy_s - machine.busy_s
-        others, cpu_of = max(0.0, busy - cpu_seconds) / seconds, Counter[str]()
+        others, cpu_of = max(0.0, busy - cpu_seconds) / seconds, dict[str, float]()
         for pid, command in self._tree.commands().items():
-            cpu_of[command] += spent.get(pid, 0.0)
+            cpu_of[command] = cpu_of.get(command, 0.0) + spent.get(pid, 0.0)
         return Turn(seconds, cpu_seconds, rows[0], stolen / max(stolen + busy, TICK_S), others, cpu_of)
 
     def _stop(self) -> None:
