@@ -62,9 +62,9 @@ BENCHMARKS = (
     ),
     Benchmark(
         "costs_larger",
-        "What each part costs of a step of a larger model",
-        "costs",
-        ("--hidden", "256", "--rounds", "4"),
+        "What everything costs in each process, of a step of a larger model",
+        "costs_by_process",
+        ("--hidden", "256", "--rounds", "10"),
     ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),

@@ -14,9 +14,7 @@ switched off, the round, and the logarithms of the mean and the longest answer a
 (`benchmarks.turn_ratios`). The estimator is Huber's: a few turns that something else has slowed down hardly count. The
 95% intervals are Student's.
 
-`--hidden 512 --layers 8 --experts 32 --top-k 4` measures a model of that shape with random weights in place of a
-checkpoint. Its answers are mostly as long as they may be, and all rewards are 0. A step costs what it costs anywhere,
-because nothing is left out for that.
+`--hidden 256 --layers 8 --experts 32 --top-k 4` measures a new model of that shape (`benchmarks.start_model`).
 
 `sync.verify=false` leaves a push as it is and asks for no proof: the digests that ranks make of their tensors stay.
 Probes are off in all jobs: what they cost is `probe.tokens`' choice.
@@ -31,7 +29,6 @@ leaves as they are.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -42,12 +39,10 @@ from pathlib import Path
 from benchmarks.in_turn import Rounds, Turn, ending_all, rounds_of, turns_of
 from benchmarks.options import command_line
 from benchmarks.own_arms import CONFIG, SKIPPED, own_arm, place_in
+from benchmarks.start_model import add_options, check, checkpoint_of, size_of
 from benchmarks.table import Row, report
 from benchmarks.turn_ratios import Measured, Ratio, ratios
 from moe_trm.config import load
-from moe_trm.models.hf_config import read_hf_config
-from moe_trm.models.tiny.checkpoint import TinyShape, make_checkpoint
-from moe_trm.plan.parameters import model_of
 
 WHOLE = "everything on"
 EVERYTHING = "all of these"
@@ -75,38 +70,18 @@ SETTINGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument("--checkpoint", help="Hugging Face folder, e.g. runs/quickstart-start")
-    parser.add_argument("--hidden", type=int, help="in place of a checkpoint: hidden size of a random model")
-    parser.add_argument("--layers", type=int, default=8, help="of the random model (default: %(default)s)")
-    parser.add_argument("--experts", type=int, default=32, help="of each of its layers (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=4, help="experts of a token there (default: %(default)s)")
+    add_options(parser)
     parser.add_argument("--rounds", type=int, default=40, help="of eight steps each (default: %(default)s)")
     args = parser.parse_args(argv)
-    if (args.checkpoint is None) == (args.hidden is None):
-        parser.error("give either --checkpoint or --hidden")
+    check(parser, args)
     with ending_all(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = args.checkpoint or random_model(folder / "model", args)
-        model = model_of(read_hf_config(Path(checkpoint)))
+        checkpoint = checkpoint_of(args, folder / "model")
+        size = size_of(checkpoint)
         found = list(measured(folder, checkpoint, args.rounds))
-    size = f"{model.total() / 1e6:.3g} million parameters, {model.active() / 1e6:.3g} million for each token"
     title = f"Costs of a step's parts, from {args.rounds} rounds of steps in turn: {size}"
     report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
     return 0
-
-
-def random_model(folder: Path, args: argparse.Namespace) -> str:
-    """The folder of a new checkpoint of the shape that was asked for."""
-    shape = TinyShape(
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.hidden // TinyShape.head_dim,
-        kv_heads=max(1, args.hidden // TinyShape.head_dim // 2),
-        experts=args.experts,
-        top_k=args.top_k,
-    )
-    make_checkpoint(folder, shape=shape)
-    return str(folder)
 
 
 def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[str, Turn]]]:

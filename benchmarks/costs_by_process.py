@@ -3,7 +3,8 @@
 `python -m benchmarks.costs_by_process --checkpoint DIR [--rounds 40] [--json FILE]` compares two jobs with everything
 on with two that have nothing of it, as `benchmarks.costs` does with one of each: all four are alive at once and take
 turns step by step. Equal jobs differ by about 1%, which two of each show in the interval. Settings, estimator and what
-"nothing" leaves out are those of `benchmarks.costs`. On an idle machine it takes five minutes.
+"nothing" leaves out are those of `benchmarks.costs`. On an idle machine it takes five minutes. `--hidden 256` measures
+a new, larger model in place of a checkpoint (`benchmarks.start_model`).
 
 Rows: seconds of the step, CPU seconds of all processes, and those of the rollout server, of the controller and of all
 learner ranks. In milliseconds a step: what it takes with nothing on, and how much more with everything, with its 95%
@@ -23,6 +24,7 @@ from benchmarks.costs import EVERYTHING, SETTINGS, SKIPPED_ROUNDS, WHOLE, WITHOU
 from benchmarks.in_turn import Rounds, Turn, ending_all, rounds_of, turns_of
 from benchmarks.options import command_line
 from benchmarks.own_arms import SKIPPED, own_arm, place_in
+from benchmarks.start_model import add_options, check, checkpoint_of, size_of
 from benchmarks.table import Row, report
 from benchmarks.turn_ratios import ratios
 
@@ -34,12 +36,16 @@ CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
-    parser.add_argument("--checkpoint", required=True, help="Hugging Face folder, e.g. runs/quickstart-start")
+    add_options(parser)
     parser.add_argument("--rounds", type=int, default=40, help="of four steps each (default: %(default)s)")
     args = parser.parse_args(argv)
-    with ending_all(), tempfile.TemporaryDirectory() as folder:
-        found = list(measured(Path(folder), args.checkpoint, args.rounds))
-    title = f"Costs of everything together by process, from {args.rounds} rounds of steps in turn"
+    check(parser, args)
+    with ending_all(), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = checkpoint_of(args, folder / "model")
+        size = size_of(checkpoint)
+        found = list(measured(folder, checkpoint, args.rounds))
+    title = f"Costs of everything together by process, from {args.rounds} rounds of steps in turn: {size}"
     report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
     return 0
 

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, character_tokenizer, save, tiny_model
+from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, save, tiny_model
 from moe_trm.quickstart.experts import use_copied_rows
 from moe_trm.quickstart.share import Share, forked
 from moe_trm.tasks.arithmetic import held_out_problems
@@ -97,13 +97,15 @@ class WarmupReport:
 
 
 class Warmup:
-    """One model on its way from random weights to the quickstart's start."""
+    """One model, the tiny one or of another shape, on its way from random weights to the quickstart's start."""
 
-    def __init__(self, seed: int, recipe: WarmupRecipe, share: Share | None = None) -> None:
+    def __init__(
+        self, seed: int, recipe: WarmupRecipe, share: Share | None = None, shape: TinyShape | None = None
+    ) -> None:
         self.recipe, self.seed, self._share = recipe, seed, share or Share()
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self._id_of: dict[str, int] = self.tokenizer.get_vocab()
-        self.model: Qwen3MoeForCausalLM = tiny_model(seed)
+        self.model: Qwen3MoeForCausalLM = tiny_model(seed, shape)
         use_copied_rows(self.model)
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True

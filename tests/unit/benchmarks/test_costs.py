@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.costs
+import benchmarks.start_model
 from benchmarks.costs import EVERYTHING, OFTEN, SKIPPED_ROUNDS, WHOLE, WITHOUT, main, measured, rows, shares
 from benchmarks.in_turn import Turn, turns_of
 from benchmarks.own_arms import SKIPPED, Place
@@ -103,7 +104,9 @@ def test_every_job_has_its_settings_and_steps_enough(tmp_path: Path, monkeypatch
     assert SKIPPED_ROUNDS
 
 
-def test_a_random_model_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_any_shape_that_was_taught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def look(_: Path, checkpoint: str, rounds: int) -> list[list[tuple[str, Turn]]]:
         config = read_hf_config(Path(checkpoint))
         names = ("hidden_size", "num_hidden_layers", "num_local_experts", "num_experts_per_tok")
@@ -112,9 +115,12 @@ def test_a_random_model_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return found_of(0.01, rounds)
 
     monkeypatch.setattr(benchmarks.costs, "measured", look)
-    shape = ["--hidden", "64", "--layers", "2", "--experts", "8", "--top-k", "2"]
+    monkeypatch.setattr(benchmarks.start_model, "SAID_EVERY", 2)
+    shape = ["--hidden", "64", "--layers", "2", "--experts", "8", "--top-k", "2", "--taught", "4"]
     assert main([*shape, "--rounds", "3", "--json", str(tmp_path / "rows.json")]) == 0
     assert "0.239 million parameters, 0.0916 million for each token" in (tmp_path / "rows.json").read_text()
+    first, second = (float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "of 4" in line)
+    assert second < first, "it learns"
     for both in ([], ["--checkpoint", "there", *shape]):
         with pytest.raises(SystemExit):
             main(both)
