@@ -104,7 +104,7 @@ class ReplayPass:
         """
         self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
-        self._num_due = int(due.sum())
+        self._num_due = int(due.count_nonzero())
         self._due = due.to(device, non_blocking=True)
         if free is not None and bool(free.any()):
             self._num_free = int(free.sum())
@@ -174,7 +174,6 @@ class ReplayPass:
         if self.records and layer not in self._margins and top_k < scores.shape[-1]:
             self._margins[layer] = router_margin(scores.float(), top_k)
 
-    @torch.no_grad()
     def choose(self, layer: int, live: Tensor, recompute: bool) -> Tensor:
         """The ids `[N, K]` that `layer` must use, given those its live router chose."""
         if live.shape[0] != self.num_local:
@@ -227,16 +226,16 @@ class ReplayPass:
             self.proved[layer] += 1
         if not self.replays:
             return
+        if recompute or layer in self._matched or layer in self._maps:
+            self.settle()
+        if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
+            self._maps[layer] = routing_map.to(torch.bool, copy=True)
+            return
         with torch.no_grad():
-            if recompute or layer in self._matched or layer in self._maps:
-                self.settle()
-            if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
-                self._maps[layer] = routing_map.to(torch.bool, copy=True)
-                return
             self._matched[layer] = matches(self.expected[layer])
-            if recompute:
-                self.counters.count([layer], DUE, self._num_due)
-                self.settle()
+        if recompute:
+            self.counters.count([layer], DUE, self._num_due)
+            self.settle()
 
     @torch.no_grad()
     def settle(self) -> None:
