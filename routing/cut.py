@@ -7,7 +7,6 @@ MoE layers, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -100,13 +99,7 @@ def first_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout, num
         routes_PLK = np.empty((layout.num_places, *routes_SLK.shape[1:]), routes_SLK.dtype)
         routes_PLK[:] = padding_routes(layout.num_places, num_experts, routes_SLK.shape[2])[:, None]
         routes_PLK[places_S] = routes_SLK
-    return layers_first(routes_PLK.take(_router_places(layout), axis=0))
-
-
-@lru_cache(maxsize=4)
-def _router_places(layout: AnyLayout) -> np.ndarray:
-    """`[N]` `router_index` of the layout, not to be written to. Micro-batches of a step often have the same shape."""
-    return layout.router_index().numpy()
+    return layers_first(routes_PLK.take(layout.router_index().numpy(), axis=0))
 
 
 def layers_first(routes_NLK: np.ndarray) -> np.ndarray:
