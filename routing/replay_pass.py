@@ -301,7 +301,8 @@ def judge(
         FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
             in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
     """
-    by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
+    rows = counters.tolist()
+    by_layer = {layer: row for layer, row in enumerate(rows) if row[DUE] or row[ROUTED]}
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
             raise ReplayProofError(
@@ -314,7 +315,7 @@ def judge(
         matched=sum(row[MATCHED] for row in by_layer.values()),
         local_flips=sum(row[FLIPPED] for row in by_layer.values()),
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
-        native=int(counters[:, NATIVE].sum()),
+        native=sum(row[NATIVE] for row in rows),
     )
     if max_local_flip_rate == 1.0:
         return report
