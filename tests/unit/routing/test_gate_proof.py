@@ -13,7 +13,7 @@ def answer(gates: GateProof, layer: int, *, gradient: float) -> None:
     """A backward through the gate weights of `layer`, in which its router gets `gradient`."""
     weights = torch.ones(2, requires_grad=True) * 2
     gates.asks(layer, weights)
-    weights.sum().backward()  # type: ignore[no-untyped-call]
+    weights.sum().backward()
     gates.answered(layer, torch.tensor([gradient]))
 
 
