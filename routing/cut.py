@@ -44,12 +44,12 @@ def rows_of_records(records: Sequence[RouteRecord | None]) -> np.ndarray:
     return np.array([0 if record is None else len(record.experts) for record in records], np.int64)
 
 
-def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+def padding_routes(num_tokens: int, num_experts: int, top_k: int) -> np.ndarray:
     """`[num_tokens, K]` int64 legal routes for padding: distinct within a row, spread evenly over experts.
 
     Never counted, never trained.
     """
-    return (torch.arange(num_tokens)[:, None] * top_k + torch.arange(top_k)) % num_experts
+    return np.arange(num_tokens * top_k).reshape(num_tokens, top_k) % num_experts
 
 
 def local_targets(
@@ -97,7 +97,7 @@ def first_cut(routes_SLK: np.ndarray, rows_B: np.ndarray, layout: AnyLayout, num
         before_B = np.cumsum(rows_B) - rows_B
         places_S = np.repeat(np.asarray(layout.starts) - before_B, rows_B) + np.arange(len(routes_SLK))
         routes_PLK = np.empty((layout.num_places, *routes_SLK.shape[1:]), routes_SLK.dtype)
-        routes_PLK[:] = padding_routes(layout.num_places, num_experts, routes_SLK.shape[2]).numpy()[:, None]
+        routes_PLK[:] = padding_routes(layout.num_places, num_experts, routes_SLK.shape[2])[:, None]
         routes_PLK[places_S] = routes_SLK
     return layers_first(routes_PLK.take(layout.router_index().numpy(), axis=0))
 

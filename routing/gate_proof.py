@@ -34,6 +34,9 @@ class GateProof:
 
     def __init__(self, layers: Sequence[int], num_layers: int, device: torch.device) -> None:
         self._uncompared, self._unanswered = set(layers), set(layers)
+        self._nothing = torch.zeros(num_layers, 2, dtype=torch.int64, device=device)
+        self._told = False
+        """Whether anything was counted since the last `take`; once all layers are proved, nothing is."""
         self._wrong = torch.zeros(num_layers, dtype=torch.int64, device=device)
         self._asked, self._answered = (torch.zeros(num_layers, dtype=torch.bool, device=device) for _ in range(2))
 
@@ -45,6 +48,7 @@ class GateProof:
     def compare(self, layer: int, weights: Tensor, formula: Tensor, due: Tensor) -> None:
         """Count the tokens `due` `[N]` whose weights `[N, K]` are not those of `formula`."""
         self._uncompared.discard(layer)
+        self._told = True
         close = torch.isclose(weights.float(), formula.float(), rtol=FORMULA_TOLERANCE, atol=1e-6).all(1)
         self._wrong[layer] += (~close & due).sum()
 
@@ -58,7 +62,7 @@ class GateProof:
             weights.register_hook(partial(self._note, self._asked, layer))  # type: ignore[no-untyped-call]
         else:
             # Nothing below can get a gradient.
-            self._asked[layer] = True
+            self._asked[layer] = self._told = True
 
     def answered(self, layer: int, gradient: Tensor) -> None:
         """A gradient hook of the router of `layer`: of its weight, or of its logits."""
@@ -70,6 +74,9 @@ class GateProof:
 
         Reset by the call.
         """
+        if not self._told:
+            return self._nothing
+        self._told = False
         counts = torch.stack((self._wrong, (self._asked & ~self._answered).long()), dim=1)
         if self._unanswered and bool(self._asked.any()):
             self._unanswered -= set(self._answered.nonzero().flatten().tolist())
@@ -77,8 +84,8 @@ class GateProof:
         self._asked.zero_()
         return counts
 
-    @staticmethod
-    def _note(flags: Tensor, layer: int, gradient: Tensor) -> None:
+    def _note(self, flags: Tensor, layer: int, gradient: Tensor) -> None:
+        self._told = True
         flags[layer] |= gradient.detach().ne(0).any()
 
 

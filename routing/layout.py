@@ -16,6 +16,7 @@ Order of the cut, for a right-padded `[B, R]` micro-batch:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -119,9 +120,11 @@ class Layout:
         return self.positions().expand(self.batch, -1)
 
     def router_index(self) -> Tensor:
-        """`[N]` int64: for each token in router order, its place in the flattened `[B * R]` micro-batch."""
-        shard = self.positions().chunk(self.sp_size)[self.sp_rank]
-        return (shard[:, None] + self.length * torch.arange(self.batch)[None, :]).flatten()
+        """`[N]` int64: for each token in router order, its place in the flattened `[B * R]` micro-batch.
+
+        Not to be written to: micro-batches of one shape follow each other, and share it.
+        """
+        return _router_index(self)
 
     def cut_tokens(self, values: Tensor) -> Tensor:
         """Cut `[B, R, ...]` to the `[B, C, ...]` that this rank feeds to the model.
@@ -155,6 +158,14 @@ class Layout:
         whole = local.new_full((self.batch * self.length, *local.shape[1:]), fill)
         placed = whole.index_copy(0, self.router_index().to(local.device), local)
         return placed.view(self.batch, self.length, *local.shape[1:])
+
+
+@lru_cache(maxsize=4)
+def _router_index(layout: Layout) -> Tensor:
+    # Outside of inference mode, whoever asks first: a later backward may have to save it.
+    with torch.inference_mode(mode=False):
+        shard = layout.positions().chunk(layout.sp_size)[layout.sp_rank]
+        return (shard[:, None] + layout.length * torch.arange(layout.batch)[None, :]).flatten()
 
 
 def check_ranks(cp_size: int, cp_rank: int, sp_size: int, sp_rank: int) -> None:

@@ -27,12 +27,12 @@ def over_ranks(
 
     Args:
         sums: of this rank.
-        flips: of this rank, of the same number of layers on all of them.
+        flips: of this rank, of the same number of layers on all of them. A sample may stand there several times.
         group: ranks to sum over (collective); None for this process alone.
         device: where the collectives of `group` work.
     """
     if group is None or group.size() == 1:
-        return sums, flips
+        return sums, summed(flips.keys, np.stack([flips.due, flips.flipped, flips.lost]))
     num_layers = flips.due.shape[1]
     heard = _exchanged(_written(sums, flips), group, device)
     counters, keys, tables = zip(*(_read(words, sums.numel(), num_layers) for words in heard), strict=True)

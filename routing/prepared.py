@@ -57,13 +57,12 @@ class Due:
     """Local tokens of a micro-batch, on the host.
 
     Attributes:
-        due: `[N]` bool, those that must use recorded routes; `number` of them, `by_sample` `[B]` of each sequence.
+        due: `[N]` bool, those that must use recorded routes; `by_sample` `[B]` of each sequence.
         free: `[N]` bool, real ones without recorded routes; None: there are none.
     """
 
     due: Tensor
     free: Tensor | None
-    number: int
     by_sample: Tensor
 
     @classmethod
@@ -72,7 +71,7 @@ class Due:
         due_N, free_N = due_tokens(lengths, layout), free_tokens(records, layout)
         if free_N is not None:
             due_N = due_N & ~free_N
-        return cls(due_N, free_N, int(due_N.sum()), due_by_sample(due_N, layout))
+        return cls(due_N, free_N, due_by_sample(due_N, layout))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def sample_of_tokens(layout: AnyLayout) -> Tensor | None:
 def due_by_sample(due: Tensor, layout: AnyLayout) -> Tensor:
     """`[B]`: how many local tokens of each sequence `due` `[N]` has."""
     if not isinstance(layout, PackedLayout):
-        return due.view(-1, layout.batch).sum(0)
+        return torch.from_numpy(due.numpy().reshape(-1, layout.batch).sum(0))
     return torch.from_numpy(np.bincount(locate(layout)[0][due.numpy()], minlength=layout.batch))
 
 

@@ -104,7 +104,7 @@ class ReplayPass:
         """
         self._by_sample = by_sample
         # Counted here, on the host and once: the layers then add numbers instead of reducing tensors.
-        self._num_due = int(due.sum())
+        self._num_due = int(due.count_nonzero())
         self._due = due.to(device, non_blocking=True)
         if free is not None and bool(free.any()):
             self._num_free = int(free.sum())
@@ -174,7 +174,6 @@ class ReplayPass:
         if self.records and layer not in self._margins and top_k < scores.shape[-1]:
             self._margins[layer] = router_margin(scores.float(), top_k)
 
-    @torch.no_grad()
     def choose(self, layer: int, live: Tensor, recompute: bool) -> Tensor:
         """The ids `[N, K]` that `layer` must use, given those its live router chose."""
         if live.shape[0] != self.num_local:
@@ -227,16 +226,16 @@ class ReplayPass:
             self.proved[layer] += 1
         if not self.replays:
             return
+        if recompute or layer in self._matched or layer in self._maps:
+            self.settle()
+        if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
+            self._maps[layer] = routing_map.to(torch.bool, copy=True)
+            return
         with torch.no_grad():
-            if recompute or layer in self._matched or layer in self._maps:
-                self.settle()
-            if routing_map is not None and not recompute and routing_map.numel() <= SMALL:
-                self._maps[layer] = routing_map.to(torch.bool, copy=True)
-                return
             self._matched[layer] = matches(self.expected[layer])
-            if recompute:
-                self.counters.count([layer], DUE, self._num_due)
-                self.settle()
+        if recompute:
+            self.counters.count([layer], DUE, self._num_due)
+            self.settle()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -302,7 +301,8 @@ def judge(
         FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
             in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
     """
-    by_layer = {layer: row for layer, row in enumerate(counters.tolist()) if row[DUE] or row[ROUTED]}
+    rows = counters.tolist()
+    by_layer = {layer: row for layer, row in enumerate(rows) if row[DUE] or row[ROUTED]}
     for layer, row in by_layer.items():
         if not row[DUE] == row[ROUTED] == row[MATCHED]:
             raise ReplayProofError(
@@ -315,7 +315,7 @@ def judge(
         matched=sum(row[MATCHED] for row in by_layer.values()),
         local_flips=sum(row[FLIPPED] for row in by_layer.values()),
         local_flips_by_layer={layer: row[FLIPPED] / row[DUE] for layer, row in by_layer.items() if row[DUE]},
-        native=int(counters[:, NATIVE].sum()),
+        native=sum(row[NATIVE] for row in rows),
     )
     if max_local_flip_rate == 1.0:
         return report

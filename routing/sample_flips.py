@@ -117,7 +117,10 @@ def name_of(key: int) -> str:
 
 
 def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
-    """The counts of all `passes` of this rank by sample, those of padding left out."""
+    """The counts of all `passes` of this rank, those of padding left out; of several passes they are added by sample.
+
+    Samples of one pass stand in its order. Whoever hears of all ranks adds by sample anyway (`over_ranks`).
+    """
     found = list(passes)
     if not found:
         return SampleFlips(np.zeros(0, np.int64), *np.zeros((3, 0, num_layers), np.int64))
@@ -128,7 +131,9 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     table_3BL[0] = np.concatenate([one.due_BL for one in found])
     table_3BL[1:] = counts_LKB.transpose(1, 2, 0)
     real = table_3BL[0].any(1)
-    return summed(given, table_3BL) if real.all() else summed(given[real], table_3BL[:, real])
+    if not real.all():
+        given, table_3BL = given[real], table_3BL[:, real]
+    return SampleFlips(given, *table_3BL) if len(found) == 1 else summed(given, table_3BL)
 
 
 def summed(keys_M: np.ndarray, table_3ML: np.ndarray) -> SampleFlips:

@@ -35,7 +35,7 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
     lengths = np.array([record.num_tokens - 1 for record in records] or [0])
     valid = np.arange(r) < lengths[:, None]
     # All rows at once, one after the other: that is the order of the True places of `valid`, and of `mask`.
-    kept = _joined([record.scored for record in records], bool)
+    kept = _scored(records)
     mask = _spread(valid, [record.sampled[1:] for record in records], bool)
     assert [record.num_sampled for record in records] == mask.sum(1)[: len(rows)].tolist(), (
         "one value per sampled token"
@@ -76,6 +76,14 @@ def collate(micro: MicroBatch, *, keep_mask: bool) -> TokenBatch:
         sample_tokens=_sample_tokens(rows),
         row_weights=_weights(rows),
     )
+
+
+def _scored(records: list[RolloutRecord]) -> np.ndarray:
+    """`RolloutRecord.scored` of all records, one after the other."""
+    masks = [record.sampling_mask for record in records if record.sampling_mask is not None]
+    if len(masks) == len(records):
+        return row_sizes(masks) > 0
+    return _joined([record.scored for record in records], bool)
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -128,9 +128,9 @@ def _apply(
     max_rows: int,
     vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor]:
-    check_support(hidden_NH.shape[0], *support)
+    checked = check_support(hidden_NH.shape[0], *support)
     result: tuple[Tensor, Tensor] = _MaskedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, *support, mu_logprobs, temperature, max_rows, vocabulary
+        hidden_NH, weight_VH, *support[1:], *checked, mu_logprobs, temperature, max_rows, vocabulary
     )
     return result
 
@@ -141,20 +141,21 @@ class _MaskedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
-        target_N: Tensor,
         kept_ids: Tensor,
         kept_offsets: Tensor,
+        token: Tensor,
+        is_target: Tensor,
         mu_logprobs: Tensor | None,
         temperature: float,
         max_rows: int,
         vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         real_VH = vocabulary.real_rows(weight_VH)
-        support = Support.of(kept_ids, kept_offsets, vocabulary, len(real_VH))
+        support = Support.of(kept_ids, kept_offsets, vocabulary, len(real_VH), token)
         logits = kept_logits(hidden_NH, real_VH, support, temperature, max_rows)
         out = logits.new_zeros(hidden_NH.shape[0])
         kl = out.clone()
-        is_target = support.take(kept_ids) == target_N[support.token]
+        is_target = support.take(is_target)
         if len(out):
             logits -= support.logsumexp(logits, vocabulary)[support.token]
             out[support.token[is_target]] = logits[is_target]
@@ -199,5 +200,5 @@ class _MaskedLogprobs(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype),
             None if grad_weight is None else grad_weight.to(weight_VH.dtype),
-            *(None,) * 7,
+            *(None,) * 8,
         )

@@ -50,9 +50,14 @@ class Support:
     held: Tensor | None
 
     @classmethod
-    def of(cls, ids: Tensor, offsets: Tensor, vocabulary: Vocabulary, num_rows: int) -> Support:
-        """The part of the support `ids`, `offsets` whose ids are rows `0..num_rows - 1` here."""
-        token = torch.repeat_interleave(offsets.diff(), output_size=len(ids))
+    def of(
+        cls, ids: Tensor, offsets: Tensor, vocabulary: Vocabulary, num_rows: int, token: Tensor | None = None
+    ) -> Support:
+        """The part of the support `ids`, `offsets` whose ids are rows `0..num_rows - 1` here.
+
+        `token`: `tokens_of` the whole support, where that is known.
+        """
+        token = tokens_of(ids, offsets) if token is None else token
         if vocabulary.group is None:
             return cls(ids - vocabulary.first if vocabulary.first else ids, offsets, token, None)
         rows = ids - vocabulary.first
@@ -125,8 +130,16 @@ def kept_logits(
     return logits.div_(temperature)
 
 
-def check_support(num_tokens: int, target_N: Tensor, kept_ids: Tensor, kept_offsets: Tensor) -> None:
-    """Raise `RecordRejected` unless each target is exactly once in its own support."""
+def tokens_of(ids: Tensor, offsets: Tensor) -> Tensor:
+    """`[M]` the token that each kept id belongs to."""
+    return torch.repeat_interleave(offsets.diff(), output_size=len(ids))
+
+
+def check_support(num_tokens: int, target_N: Tensor, kept_ids: Tensor, kept_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """`tokens_of` the support, and `[M]` bool: the ids that are their token's target.
+
+    Raises `RecordRejected` unless each target is exactly once in its own support.
+    """
     where = "masked_logprobs"
     fits = len(kept_offsets) == num_tokens + 1 and len(target_N) == num_tokens
     if not fits or int(kept_offsets[0]) != 0 or int(kept_offsets[-1]) != len(kept_ids):
@@ -135,9 +148,9 @@ def check_support(num_tokens: int, target_N: Tensor, kept_ids: Tensor, kept_offs
         raise RecordRejected(
             "mask_shape", "sampling mask does not fit the tokens", where=where, got=got, expected=expected
         )
-    sizes = kept_offsets.diff()
-    row = torch.repeat_interleave(sizes, output_size=len(kept_ids))
-    hits = torch.zeros_like(target_N).index_add_(0, row, (kept_ids == target_N[row]).to(target_N.dtype))
+    token = tokens_of(kept_ids, kept_offsets)
+    is_target = kept_ids == target_N[token]
+    hits = torch.zeros_like(target_N).index_add_(0, token, is_target.to(target_N.dtype))
     wrong = (hits != 1).nonzero()
     if len(wrong):
         position = int(wrong[0])
@@ -145,7 +158,8 @@ def check_support(num_tokens: int, target_N: Tensor, kept_ids: Tensor, kept_offs
             "mask_violation",
             "the sampled token is not exactly once in its own sampling mask",
             where=f"{where}, token {position}",
-            got=f"{int(hits[position])} times among {int(sizes[position])} kept ids",
+            got=f"{int(hits[position])} times among {int(kept_offsets.diff()[position])} kept ids",
             expected="once",
             fix="reject the record where it is parsed (SamplingMask.validate)",
         )
+    return token, is_target

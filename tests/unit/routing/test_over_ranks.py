@@ -81,7 +81,19 @@ def test_ranks_without_anything_to_prove_only_add(ranks: list[ProcessGroup]) -> 
         np.testing.assert_array_equal(flips.due, total(alone, LAYERS).due)
 
 
-def test_a_single_process_exchanges_nothing() -> None:
-    counters, flips = torch.ones(2, 2, dtype=torch.int64), total(passes_of(0, [3, 1], [0]), LAYERS)
-    assert over_ranks(counters, flips, None, CPU) == (counters, flips)
+def test_a_single_process_adds_by_sample_alone() -> None:
+    counters, (one,) = torch.ones(2, 2, dtype=torch.int64), passes_of(0, [3, 1, 3], [0], number=1)
+    found, flips = over_ranks(counters, total([one], LAYERS), None, CPU)
+    assert found is counters
     assert flips.keys.tolist() == [1, 3]
+    assert flips.due[:, 0].tolist() == [one.due_BL[1, 0], one.due_BL[0, 0] + one.due_BL[2, 0]]
+
+
+def test_rows_of_one_sample_in_one_pass_are_added(ranks: list[ProcessGroup]) -> None:
+    passes = [passes_of(rank, [5, 2, 5][rank:], [1], number=1) for rank in range(RANKS)]
+    lost = dict.fromkeys((2, 5), 0)
+    for one in (one for own in passes for one in own):
+        for key, count in zip(one.keys, one.counts_LKB[1, 1].tolist(), strict=True):
+            lost[key] += count
+    for _, flips in everywhere(ranks, passes, [torch.zeros(LAYERS, 7, dtype=torch.int64)] * RANKS):
+        assert dict(zip(flips.keys.tolist(), flips.lost[:, 1].tolist(), strict=True)) == lost

@@ -51,6 +51,16 @@ def test_the_proof_arithmetic_agrees_with_the_map(cp: int, sp: int) -> None:
         assert due_tokens(lengths, layout).equal(layout.to_router(valid))
 
 
+def test_a_map_that_inference_asked_for_first_serves_a_backward() -> None:
+    layout = Layout(2, 6)
+    with torch.inference_mode():
+        layout.to_router(torch.arange(12).view(2, 6))
+    local = torch.ones(12, dtype=torch.float64, requires_grad=True)
+    Layout(2, 6).from_router(local).mul(torch.arange(12).view(2, 6)).sum().backward()
+    assert local.grad is not None
+    assert local.grad.tolist() == [0, 6, 1, 7, 2, 8, 3, 9, 4, 10, 5, 11]
+
+
 def test_uncut_is_differentiable() -> None:
     local = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
     Layout(1, 8, 2, 1).uncut_tokens(local).mul(torch.arange(8)).sum().backward()

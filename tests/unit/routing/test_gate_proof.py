@@ -1,0 +1,34 @@
+"""Counts of gates between reports, of a replayer that is asked again and again."""
+
+from __future__ import annotations
+
+import torch
+
+from routing.gate_proof import GateProof
+
+CPU = torch.device("cpu")
+
+
+def answer(gates: GateProof, layer: int, *, gradient: float) -> None:
+    """A backward through the gate weights of `layer`, in which its router gets `gradient`."""
+    weights = torch.ones(2, requires_grad=True) * 2
+    gates.asks(layer, weights)
+    weights.sum().backward()
+    gates.answered(layer, torch.tensor([gradient]))
+
+
+def test_what_is_told_after_a_report_of_nothing_is_in_the_next_one() -> None:
+    gates = GateProof([0, 1], 2, CPU)
+    assert gates.take().tolist() == [[0, 0], [0, 0]]
+    gates.compare(1, torch.ones(3, 2), torch.tensor([[1.0, 1], [2, 1], [3, 1]]), torch.tensor([True, True, False]))
+    assert gates.take().tolist() == [[0, 0], [1, 0]]
+    assert gates.take().tolist() == [[0, 0], [0, 0]]
+    answer(gates, 0, gradient=0.0)
+    assert gates.take().tolist() == [[0, 1], [0, 0]]
+    assert gates.take().tolist() == [[0, 0], [0, 0]]
+    assert gates.watches(0)
+    answer(gates, 0, gradient=1.0)
+    assert gates.take().tolist() == [[0, 0], [0, 0]]
+    assert not gates.watches(0)
+    gates.asks(1, torch.ones(2))  # nothing below can get a gradient
+    assert gates.take().tolist() == [[0, 0], [0, 1]]
