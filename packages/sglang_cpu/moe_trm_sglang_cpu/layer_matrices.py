@@ -27,7 +27,6 @@ FOR_TOKENS = frozenset({"TokenizedGenerateReqInput", "BatchTokenizedGenerateReqI
 class LayerMatrices:
     """One layer. All tensors are float32."""
 
-    number: int
     eps: float
     input_norm: Tensor
     """`[D]`, before the attention."""
@@ -64,7 +63,6 @@ def matrices_of(layer: Any) -> LayerMatrices:
     w13, w2 = _turned(experts.w13_weight), _turned(experts.w2_weight)
     norms = [attention.q_norm.weight.expand(heads, -1), attention.k_norm.weight.expand(groups, -1)]
     return LayerMatrices(
-        number=layer.mlp.topk.layer_id,
         eps=layer.input_layernorm.variance_epsilon,
         input_norm=layer.input_layernorm.weight.float(),
         output_norm=layer.post_attention_layernorm.weight.float(),

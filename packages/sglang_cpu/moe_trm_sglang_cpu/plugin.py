@@ -157,12 +157,16 @@ def _gather_masks() -> None:
 
 
 def _pack_routes() -> None:
-    """Routes of finished requests as bytes, where processes talk in pickle, which is SGLang's default."""
+    """Routes of a pass in one copy; those of finished requests as bytes, where processes talk in pickle.
+
+    That is SGLang's default.
+    """
     from sglang.srt.environ import envs
     from sglang.srt.state_capturer.routed_experts import RoutedExpertsCapturer
 
-    from moe_trm_sglang_cpu.routes import wrap_gathering
+    from moe_trm_sglang_cpu.routes import wrap_end, wrap_gathering
 
+    RoutedExpertsCapturer.on_forward_end = wrap_end(RoutedExpertsCapturer.on_forward_end)
     if envs.SGLANG_USE_PICKLE_IPC.get():
         RoutedExpertsCapturer.get_topk = wrap_gathering(RoutedExpertsCapturer.get_topk)
 

@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor
 
+from moe_trm_sglang_cpu import routes
 from moe_trm_sglang_cpu.batched_attention import BatchedAttention
 from moe_trm_sglang_cpu.layer_matrices import kept_matrices
 from moe_trm_sglang_cpu.norms import signed_turn
@@ -41,7 +42,8 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
         input_embeds: Tensor | None = None,
         pp_proxy_tensors: Any = None,
     ) -> Any:
-        backend = get_attn_backend()
+        backend, capturer = get_attn_backend(), get_global_experts_capturer()
+        routes.forget(capturer)
         plain = (
             type(backend) is BatchedAttention
             and backend.is_planned
@@ -56,10 +58,8 @@ def wrap(native: Callable[..., Any]) -> Callable[..., Any]:
         hidden_ND = model.embed_tokens(input_ids)
         rotation = model.layers[0].self_attn.rotary_emb
         turn = signed_turn(rotation.cos_sin_cache, positions, hidden_ND.dtype)
-        capturer = get_global_experts_capturer()
-        capture = None if capturer is None else capturer.capture
         attend = backend.attend_of(forward_batch)
-        return through_layers(hidden_ND, layers, model.norm.weight, turn, attend, capture)
+        return through_layers(hidden_ND, layers, model.norm.weight, turn, attend, routes.begin(capturer))
 
     return forward
 
@@ -76,6 +76,8 @@ def is_plain(model: Any) -> bool:
         and len({weight.dtype for weight in model.parameters()}) == 1
         and next(model.parameters()).dtype in DTYPES
         and all(type(layer) is Qwen3MoeDecoderLayer and _is_plain(layer) for layer in model.layers)
+        and [layer.mlp.topk.layer_id for layer in model.layers] == [*range(len(model.layers))]
+        and len({layer.mlp.topk.topk_config.top_k for layer in model.layers}) == 1
         and len({_eps(layer) for layer in model.layers} | {frozenset({model.norm.variance_epsilon})}) == 1
         and _plain_norm(model.norm)
     )

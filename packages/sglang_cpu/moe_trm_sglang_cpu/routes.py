@@ -1,9 +1,13 @@
-"""Routes of a finished request, gathered and sent in few calls.
+"""Routes of a pass and of a finished request, kept, gathered and sent in few calls.
 
-SGLang sends them from process to process as a tensor. Torch pickles a tensor as a file within the message, which takes
-ten times as long as the few hundred bytes of a short answer. Here an array waits for the answer, and the bytes travel.
+SGLang copies the choice of each layer into one buffer, and after the pass all of them into another one. Here they wait
+for the end of the pass, and are copied once.
 
-Shape letters: R rows of the request, D decoder layers, K experts per token.
+SGLang sends routes from process to process as a tensor. Torch pickles a tensor as a file within the message, which
+takes ten times as long as the few hundred bytes of a short answer. Here an array waits for the answer, and the bytes
+travel.
+
+Shape letters: N tokens of a pass, R rows of the request, D decoder layers, K experts per token, C = D * K.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+CHOSEN = "moe_trm_chosen"
+"""Attribute of SGLang's recorder of routes with the choices of a pass, until its end."""
 
 
 class Rows:
@@ -47,6 +54,46 @@ class _View:
         if tensor is not self._tensor:
             self._tensor, self._array = tensor, tensor.numpy()
         return self._array
+
+
+def forget(capturer: Any) -> None:
+    """Drop the choices of a pass that did not come to its end. `capturer`: SGLang's recorder of routes, or None."""
+    if capturer is not None:
+        capturer.__dict__.pop(CHOSEN, None)
+
+
+def begin(capturer: Any) -> list[Tensor] | None:
+    """Takes the chosen experts `[N, K]` of each layer of the next pass, in their order; None without a recorder."""
+    if capturer is None:
+        return None
+    chosen: list[Tensor] = []
+    capturer.__dict__[CHOSEN] = chosen
+    return chosen
+
+
+def wrap_end(native: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's `on_forward_end` of its recorder, which is `native`: the choices that wait are kept with one copy.
+
+    Where they are not those of all layers and tokens, or SGLang copies later, it is told of them layer by layer.
+    """
+    routes = _View()
+
+    def on_forward_end(
+        capturer: Any, forward_batch: Any, can_run_graph: bool, cuda_graph_batch: Any, no_copy_to_cpu: bool = False
+    ) -> Any:
+        chosen: list[Tensor] | None = capturer.__dict__.pop(CHOSEN, None)
+        if chosen:
+            slots, kept = forward_batch.out_cache_loc_virtual, routes.of(capturer.host_cache.buffer)
+            slots_N = (forward_batch.out_cache_loc if slots is None else slots).numpy()
+            ids_NC, (_, layers, top_k) = torch.cat(chosen, 1).numpy(), kept.shape
+            if ids_NC.shape == (len(slots_N), layers * top_k) and not no_copy_to_cpu:
+                kept[slots_N] = ids_NC.reshape(-1, layers, top_k)
+                return None
+            for number, ids_NK in enumerate(chosen):
+                capturer.capture(number, ids_NK)
+        return native(capturer, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu)
+
+    return on_forward_end
 
 
 def wrap_gathering(native: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ expert width, C places per expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ FEW_PLACES = 1 << 9
 
 Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """Attention of a layer: SGLang's module, queries `[N, H, A]`, keys and values `[N, G, A]`, to `[N, H * A]`."""
-Capture = Callable[[int, Tensor], None]
-"""Takes the number of a layer and its chosen experts, `[N, K]`."""
+Chosen = MutableSequence[Tensor]
+"""Chosen experts of each layer, `[N, K]`."""
 Turn = tuple[Tensor, Tensor]
 """Cosines and signed sines of the tokens, `[N, 1, A]`, of `norms.signed_turn`."""
 
@@ -44,7 +44,7 @@ def through_layers(
     last_norm_D: Tensor,
     turn: Turn,
     attend: Attend,
-    capture: Capture | None,
+    chosen: Chosen | None,
 ) -> Tensor:
     """The hidden states behind the last norm, `[N, D]`.
 
@@ -54,7 +54,7 @@ def through_layers(
         last_norm_D: weight of the norm behind the last layer.
         turn: rotation of queries and keys.
         attend: the attention.
-        capture: told of the choice of each layer.
+        chosen: takes the choice of each layer.
     """
     dtype, eps = hidden_ND.dtype, layers[0].eps
     residual_ND, wide_ND = hidden_ND, hidden_ND.float()
@@ -62,7 +62,7 @@ def through_layers(
         mixed_ND = _mixed(normed(wide_ND, layer.input_norm, eps).to(dtype), layer, turn, attend)
         wide_ND = mixed_ND.float() + residual_ND
         residual_ND = wide_ND.to(dtype)
-        experts_ND = _experts(normed(wide_ND, layer.output_norm, eps).to(dtype), layer, capture)
+        experts_ND = _experts(normed(wide_ND, layer.output_norm, eps).to(dtype), layer, chosen)
         wide_ND = experts_ND.float() + residual_ND
         residual_ND = wide_ND.to(dtype)
     return normed(wide_ND, last_norm_D, eps).to(dtype)
@@ -85,13 +85,13 @@ def _mixed(x_ND: Tensor, layer: LayerMatrices, turn: Turn, attend: Attend) -> Te
     return _product(attend(layer.attention, query, key, heads[:, num_turning:]), layer.out)
 
 
-def _experts(x_ND: Tensor, layer: LayerMatrices, capture: Capture | None) -> Tensor:
+def _experts(x_ND: Tensor, layer: LayerMatrices, chosen: Chosen | None) -> Tensor:
     """The weighed sum of the experts that the gate chooses for each token."""
     weights_NK, ids_NK = _product(x_ND, layer.gate).float().softmax(-1).topk(layer.top_k)
     if layer.renormalize:
         weights_NK.div_(weights_NK.sum(-1, keepdim=True))
-    if capture is not None:
-        capture(layer.number, ids_NK)
+    if chosen is not None:
+        chosen.append(ids_NK)
     num_choices, num_experts = ids_NK.numel(), layer.w13.shape[0]
     if num_choices <= FEW_CHOICES:
         out = _each(x_ND, ids_NK, layer)
