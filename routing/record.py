@@ -202,7 +202,10 @@ def has_repeats(experts: np.ndarray) -> bool:
     flat_MK = experts.reshape(-1, experts.shape[-1])
     if flat_MK.size * flat_MK.shape[1] > _FEW_PAIRS:
         return bool(_repeated(experts).any())
-    # Of few ids it is the number of operations that takes time. Each id equals itself, and no other.
+    # Of few ids it is the number of operations that takes time.
+    if flat_MK.shape[1] == 2:
+        return bool((flat_MK[:, 0] == flat_MK[:, 1]).any())
+    # Each id equals itself, and no other.
     return int(np.count_nonzero(flat_MK[:, :, None] == flat_MK[:, None, :])) != flat_MK.size
 
 

@@ -20,6 +20,7 @@ from zmq.sugar.context import Context
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import REFUSED, ControllerError
+from moe_trm.rollout.batch_table import batch_of
 from moe_trm.rollout.controller import rank_share
 from moe_trm.rollout.credentials import without_key
 from moe_trm.rollout.service import ControllerReply, Request, Start
@@ -136,9 +137,9 @@ class RolloutClient:
         On the controller's machine, records that intake processes made are copied from their shared memory.
         """
         lends = self._same_machine
-        batch = self._ask("batch", step=step, part=part, layer_ids=layer_ids, lends=lends).batch
-        assert batch is not None
-        return rank_share(batch, layer_ids)
+        table = self._ask("batch", step=step, part=part, layer_ids=layer_ids, lends=lends).batch
+        assert table is not None
+        return rank_share(batch_of(table), layer_ids)
 
     def push(self, version: int, entries: tuple[TensorEntry, ...], *, directory: str) -> None:
         """Report this rank's shard of `version`; returns when the engine serves that version, proved.

@@ -23,12 +23,13 @@ from zmq.constants import SocketOption, SocketType
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import ControllerError, MoeTrmError
+from moe_trm.rollout.batch_table import BatchTable, table_of
 from moe_trm.rollout.controller import RolloutController, rank_share
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import Place, place_of
 from moe_trm.sync.disk import finish_push
 from moe_trm.sync.manifest import Meeting, Share, TensorEntry
-from moe_trm.types import ServerState, TrainBatch
+from moe_trm.types import ServerState
 
 PARENT_POLL_S = 1.0
 LAST_ANSWERS_S = 5.0
@@ -84,7 +85,7 @@ class ControllerReply(msgspec.Struct, frozen=True):
     may_pass: bool = False
     op: str = ""
     servers: tuple[ServerState, ...] = ()
-    batch: TrainBatch | None = None
+    batch: BatchTable | None = None
     metrics: dict[str, float] = {}
     state: dict[str, Any] = {}
 
@@ -173,8 +174,8 @@ class ControllerService:
         shares = await planned
         share = shares[request.data_rank]
         if (lend := self._lend(request)) is not None:
-            return ControllerReply(batch=rank_share(share, request.layer_ids, lend))
-        return ControllerReply(batch=rank_share(share, request.layer_ids))
+            return ControllerReply(batch=table_of(rank_share(share, request.layer_ids, lend), join=False))
+        return ControllerReply(batch=table_of(rank_share(share, request.layer_ids)))
 
     def _lend(self, request: Request) -> Callable[[np.ndarray], Place | None] | None:
         """Says where the rank that asks reads an array in shared memory; None: it reads none there."""

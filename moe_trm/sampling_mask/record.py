@@ -131,8 +131,10 @@ def row_sizes(masks: Sequence[SamplingMask]) -> np.ndarray:
         return np.zeros(0, np.int64)
     # Between two masks there is a difference that is no row.
     ends = np.cumsum([len(mask.offsets) for mask in masks])
-    sizes: np.ndarray = np.delete(np.diff(np.concatenate([mask.offsets for mask in masks])), ends[:-1] - 1)
-    return sizes
+    sizes: np.ndarray = np.diff(np.concatenate([mask.offsets for mask in masks]))
+    of_row = np.ones(len(sizes), bool)
+    of_row[ends[:-1] - 1] = False
+    return sizes[of_row]
 
 
 def split(mask: SamplingMask, num_rows: Sequence[int]) -> list[SamplingMask]:

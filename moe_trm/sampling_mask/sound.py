@@ -39,7 +39,7 @@ def sound_mask(
     offsets = np.array([0, *accumulate(sizes)], np.int64)
     first_S = np.arange(0, rows << 32, 1 << 32)
     keys_M = first_S.repeat(np.array(sizes)) + ids_M
-    order = keys_M.argsort()
+    order = keys_M.argsort(kind="stable")  # rows stand in order, which a merge makes use of
     keys_M, ids_M, logprobs_M = keys_M[order], ids_M[order], logprobs_M[order]
     wanted_S = first_S + sampled_ids
     places_S = keys_M.searchsorted(wanted_S)

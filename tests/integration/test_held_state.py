@@ -43,6 +43,7 @@ OF_A_STEP = (
     "SamplingMask",
     "TrainRow",
     "TrainBatch",
+    "BatchTable",
     "Anchored",
     "Evidence",
     "Transcript",

@@ -76,3 +76,15 @@ def test_binding_never_mends_what_is_of_other_tokens() -> None:
     assert other.bound() is other
     assert replace(record, routes=None).bound().routes is None
     assert bound.origin == sample_origin(0, record.versions)
+
+
+def test_all_rows_of_a_sample_are_bound_whatever_its_first_row_is() -> None:
+    record = make_record()
+    for first in (record, record.bound(), replace(record, routes=None)):
+        sample = replace(first, further=(replace(record, row=1), replace(record, row=2, routes=None))).bound()
+        assert sample.routes == first.bound().routes
+        second, third = sample.further
+        assert second.routes is not None
+        second.routes.check_tokens(second.tokens, second.origin)
+        assert second.origin != record.origin
+        assert third.routes is None

@@ -32,6 +32,17 @@ def records() -> list[RolloutRecord]:
     return [*found[:-1], replace(found[-1], sampling_mask=dropped)]
 
 
+def of_several_sizes(record: RolloutRecord) -> RolloutRecord:
+    """The record with sets of 1, 2, 3, 1, ... of the three ids of each."""
+    mask = record.sampling_mask
+    assert mask is not None
+    assert mask.logprobs is not None
+    sizes = 1 + np.arange(mask.num_rows) % 3
+    kept = (np.arange(3) < sizes[:, None]).reshape(-1)
+    smaller = SamplingMask(mask.ids[kept], np.concatenate([[0], np.cumsum(sizes)]), mask.logprobs[kept])
+    return replace(record, sampling_mask=smaller)
+
+
 def written(some: list[RolloutRecord], among: list[RolloutRecord]) -> tuple[float, float]:
     """Bytes of a token of `some`, without log-probs and with them, as the codec writes them beside ids of `among`."""
     mask = join([record.sampling_mask for record in some if record.sampling_mask is not None])
@@ -51,6 +62,38 @@ def test_bytes_of_a_token_are_those_that_the_codec_writes() -> None:
     metrics = mask_metrics(some, PARAMS)
     assert bytes_of(metrics) == written(some[:-1], some[:-1])
     assert metrics["sampling_mask/violations"] == 1
+
+
+def test_ids_of_prompts_take_no_part() -> None:
+    some = records()
+    tokens = some[0].tokens.copy()
+    tokens[0] = 1_000_000
+    assert mask_metrics([replace(some[0], tokens=tokens), *some[1:]], PARAMS) == mask_metrics(some, PARAMS)
+
+
+def test_sizes_and_masses_are_those_of_the_tokens_that_were_not_dropped() -> None:
+    """Against a loop over tokens; the dropped one lies outside of all masks, and would be the largest id."""
+    some = records()
+    *others, last = some
+    full, tokens = last.full_logprobs.copy(), last.tokens.copy()
+    full[1], tokens[np.flatnonzero(last.sampled)[1]] = -50.0, 99
+    some = [*map(of_several_sizes, others), replace(last, full_logprobs=full, tokens=tokens)]
+    sizes, masses = list[int](), list[float]()
+    for record in some:
+        assert record.sampling_mask is not None
+        for place, size in enumerate(np.diff(record.sampling_mask.offsets).tolist()):
+            if size:
+                sizes.append(size)
+                masses.append(np.exp(min(record.full_logprobs[place] - record.rollout_logprobs[place], 0.0)))
+    metrics = mask_metrics(some, PARAMS)
+    prefix = "sampling_mask/size_"
+    assert metrics[f"{prefix}mean"] == np.mean(sizes)
+    assert metrics[f"{prefix}median"] == np.median(sizes)
+    assert metrics[f"{prefix}p99"] == pytest.approx(np.quantile(sizes, 0.99))
+    assert metrics[f"{prefix}max"] == max(sizes)
+    assert metrics["sampling_mask/singleton_fraction"] == np.mean([size == 1 for size in sizes])
+    assert metrics["sampling_mask/kept_mass_mean"] == pytest.approx(np.mean(masses))
+    assert bytes_of(metrics) != bytes_of(mask_metrics(records(), PARAMS)), "a vocabulary that has the id"
 
 
 def test_of_a_large_step_the_first_answers_are_measured_and_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,15 +54,17 @@ def test_errors_name_the_place() -> None:
         edited(experts=experts).validate()
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
 @pytest.mark.parametrize("rows", [2, 5000])
-def test_duplicates_are_found_between_any_two_places(rows: int) -> None:
-    for first in range(4):
-        for second in range(first + 1, 4):
-            experts = np.tile(np.arange(4, dtype=np.uint16), (rows, 1, 1))
+def test_duplicates_are_found_between_any_two_places(rows: int, top_k: int) -> None:
+    for first in range(top_k):
+        for second in range(first + 1, top_k):
+            experts = np.tile(np.arange(top_k, dtype=np.uint16), (rows, 1, 1))
             RouteRecord(experts, (0,), 300).validate()
             experts[1, 0, second] = first
             with pytest.raises(RouteError, match="row 1"):
                 RouteRecord(experts, (0,), 300).validate()
+    RouteRecord(np.tile(np.arange(top_k, dtype=np.uint16), (rows, 1, 1)), (0,), 300).validate()
 
 
 def test_other_tokens_are_refused() -> None:
