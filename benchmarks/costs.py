@@ -12,7 +12,8 @@ moves both by more than a part does. So does the host: how much of the turn it g
 processes of this one. Logarithms of all turns together are therefore explained by robust least squares: what is
 switched off, the round, and the logarithms of the mean and the longest answer and of both figures of the host
 (`benchmarks.turn_ratios`). The estimator is Huber's: a few turns that something else has slowed down hardly count. The
-95% intervals are Student's.
+95% intervals are Student's, and are those of turns: jobs with the same settings differ by one or two hundredths as long
+as they live, which `benchmarks.costs_by_process` takes into account.
 
 `--hidden 256 --layers 8 --experts 32 --top-k 4` measures a new model of that shape (`benchmarks.start_model`).
 

@@ -1,10 +1,12 @@
 """Costs of recording, replay, proof and correction together, in each process of the quickstart.
 
-`python -m benchmarks.costs_by_process --checkpoint DIR [--rounds 40] [--json FILE]` compares two jobs with everything
-on with two that have nothing of it, as `benchmarks.costs` does with one of each: all four are alive at once and take
-turns step by step. Equal jobs differ by about 1%, which two of each show in the interval. Settings, estimator and what
-"nothing" leaves out are those of `benchmarks.costs`. On an idle machine it takes five minutes. `--hidden 256` measures
-a new, larger model in place of a checkpoint (`benchmarks.start_model`).
+`python -m benchmarks.costs_by_process --checkpoint DIR [--rounds 20] [--json FILE]` compares six jobs with everything
+on with six that have nothing of it, as `benchmarks.costs` does with one of each: all are alive at once and take turns
+step by step. Equal jobs differ by one or two hundredths as long as they live, which no number of turns averages out.
+So there are several of each kind, and the intervals are those of the scatter among them
+(`benchmarks.turn_ratios.ratio_of_kinds`). Settings, and what "nothing" leaves out, are those of `benchmarks.costs`. On
+an idle machine it takes six minutes, and the jobs hold 14 GB together. `--hidden 256` measures a new, larger model in
+place of a checkpoint (`benchmarks.start_model`).
 
 Rows: seconds of the step, CPU seconds of all processes, and those of the rollout server, of the controller and of all
 learner ranks. In milliseconds a step: what it takes with nothing on, and how much more with everything, with its 95%
@@ -26,10 +28,12 @@ from benchmarks.options import command_line
 from benchmarks.own_arms import SKIPPED, own_arm, place_in
 from benchmarks.start_model import add_options, check, checkpoint_of, size_of
 from benchmarks.table import Row, report
-from benchmarks.turn_ratios import ratios
+from benchmarks.turn_ratios import ratio_of_kinds
 
-JOBS = 2
+JOBS = 6
 """Of each kind."""
+KINDS = {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(JOBS)}
+"""By job, what it is without."""
 CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
 """Words of the command lines of these processes."""
 
@@ -37,7 +41,7 @@ CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     add_options(parser)
-    parser.add_argument("--rounds", type=int, default=40, help="of four steps each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="of a step of each job (default: %(default)s)")
     args = parser.parse_args(argv)
     check(parser, args)
     with ending_all(), tempfile.TemporaryDirectory() as name:
@@ -51,20 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[str, Turn]]]:
-    """Round by round, the turns of all jobs with the names of their kinds, which live meanwhile."""
+    """Round by round, the turns of all jobs, which live meanwhile."""
     settings = [*SETTINGS, f"model.checkpoint={checkpoint}"]
     settings.append(f"train.steps={SKIPPED + SKIPPED_ROUNDS + rounds + 1}")  # the last step is never reached
-    kinds = {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(JOBS)}
     with ExitStack() as stack:
         place = stack.enter_context(place_in(folder))
         arms = {
             name: stack.enter_context(
                 own_arm(place, name, [*settings, *WITHOUT[kind]], records="replay.mode=none" not in WITHOUT[kind])
             )
-            for name, kind in kinds.items()
+            for name, kind in KINDS.items()
         }
-        for made in rounds_of(arms, rounds, skipped=SKIPPED_ROUNDS):
-            yield [(kinds[name], turn) for name, turn in made]
+        yield from rounds_of(arms, rounds, skipped=SKIPPED_ROUNDS)
 
 
 def rows(found: Rounds) -> Iterator[Row]:
@@ -77,8 +79,9 @@ def rows(found: Rounds) -> Iterator[Row]:
         "CPU of the ranks": lambda turn: by_kind(turn)["ranks"],
     }
     for what, value in values.items():
-        nothing = 1000 * statistics.median(value(turn) for made in found for name, turn in made if name == EVERYTHING)
-        ratio = ratios(measured_of(found, value), EVERYTHING)[WHOLE]
+        without = [value(turn) for made in found for name, turn in made if KINDS[name] == EVERYTHING]
+        nothing = 1000 * statistics.median(without)
+        ratio = ratio_of_kinds(measured_of(found, value), KINDS, WHOLE, EVERYTHING)
         low, high = ratio.interval
         yield {
             "of a step": what,

@@ -29,6 +29,7 @@ def report(
     print("\n".join(lines))
     if path is not None:
         document = {"title": title, **origin(), "rows": list(rows), **(details or {})}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ such estimators. Source: Huber 1964 and 1981, section 7.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,28 @@ def ratios(found: Sequence[Measured], base: str, *, own_slopes: bool = False) ->
         name: Ratio(math.exp(effect), (math.exp(effect - error), math.exp(effect + error)))
         for name, effect, error in zip(arms[:-1], effects, errors, strict=False)
     }
+
+
+def ratio_of_kinds(found: Sequence[Measured], kinds: Mapping[str, str], kind: str, base: str) -> Ratio:
+    """What the arms of one kind take over those of `base`, as a ratio of geometric means.
+
+    Arms of one kind are equal but for chance that stays with an arm, such as where its memory lies. So the interval is
+    Student's of two samples with one variance, made of the arms' own effects.
+
+    Args:
+        found: measurements of all arms.
+        kinds: kind of each arm; at least two arms of each.
+        kind: of those that are compared.
+        base: the kind that they are compared with.
+    """
+    first = next(arm for arm in kinds if kinds[arm] == base)
+    logs = {first: 0.0} | {arm: math.log(ratio.value) for arm, ratio in ratios(found, first).items()}
+    samples = [np.array([logs[arm] for arm in kinds if kinds[arm] == of]) for of in (kind, base)]
+    freedom = sum(len(sample) - 1 for sample in samples)
+    variance = sum(float(np.square(sample - sample.mean()).sum()) for sample in samples) / freedom
+    error = t_quantile(freedom) * math.sqrt(variance * sum(1 / len(sample) for sample in samples))
+    effect = float(samples[0].mean() - samples[1].mean())
+    return Ratio(math.exp(effect), (math.exp(effect - error), math.exp(effect + error)))
 
 
 def _huber(design: Array, values: Array) -> tuple[Array, Array]:

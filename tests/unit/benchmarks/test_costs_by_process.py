@@ -12,7 +12,7 @@ import pytest
 
 import benchmarks.costs_by_process
 from benchmarks.costs import EVERYTHING, WHOLE, WITHOUT
-from benchmarks.costs_by_process import JOBS, by_kind, measured, rows
+from benchmarks.costs_by_process import JOBS, KINDS, by_kind, measured, rows
 from benchmarks.in_turn import Turn
 from benchmarks.own_arms import SKIPPED, Place
 from moe_trm.config import load
@@ -37,8 +37,7 @@ def found_of(rounds: int) -> list[list[tuple[str, Turn]]]:
         row = {"response/length_mean": length, "response/length_max": 40.0}
         return Turn(sum(of.values()), sum(of.values()), row, cpu_of=commands)
 
-    kinds = [WHOLE, EVERYTHING] * JOBS
-    return [[(kind, turn(kind, number)) for kind in kinds] for number in range(rounds)]
+    return [[(name, turn(kind, number)) for name, kind in KINDS.items()] for number in range(rounds)]
 
 
 def test_processes_are_told_by_their_command_lines() -> None:
@@ -57,7 +56,7 @@ def test_what_each_kind_takes_more_is_found() -> None:
         assert row["share from"] <= row["share"] <= row["share to"]
 
 
-def test_two_jobs_of_each_kind_with_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_each_kind_with_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: dict[str, tuple[Sequence[str], bool]] = {}
 
     class Job:
@@ -82,9 +81,9 @@ def test_two_jobs_of_each_kind_with_steps_enough(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(benchmarks.costs_by_process, "place_in", place)
     monkeypatch.setattr(benchmarks.costs_by_process, "own_arm", arm)
     found = list(measured(tmp_path, "model", 3))
-    assert [sorted(name for name, _ in made) for made in found] == [[EVERYTHING] * JOBS + [WHOLE] * JOBS] * 3
+    assert [sorted(name for name, _ in made) for made in found] == [sorted(KINDS)] * 3
     for name, (overrides, records) in jobs.items():
-        kind = name.rpartition(" ")[0]
-        assert {*WITHOUT[kind], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
-        assert records == (kind == WHOLE)
-    assert len(jobs) == 2 * JOBS
+        assert {*WITHOUT[KINDS[name]], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
+        assert records == (KINDS[name] == WHOLE)
+    assert list(jobs) == list(KINDS)
+    assert [list(KINDS.values()).count(kind) for kind in (WHOLE, EVERYTHING)] == [JOBS, JOBS]
