@@ -64,7 +64,7 @@ BENCHMARKS = (
         "costs_larger",
         "What everything costs in each process, of a step of a larger model",
         "costs_by_process",
-        ("--hidden", "256", "--rounds", "10"),
+        ("--hidden", "256", "--jobs", "4", "--rounds", "10"),
     ),
     Benchmark("rollout", "Rollouts on a CPU", "rollout"),
     Benchmark("intake", "The intake of one long answer", "intake"),

@@ -1,12 +1,12 @@
 """Costs of recording, replay, proof and correction together, in each process of the quickstart.
 
-`python -m benchmarks.costs_by_process --checkpoint DIR [--rounds 20] [--json FILE]` compares six jobs with everything
-on with six that have nothing of it, as `benchmarks.costs` does with one of each: all are alive at once and take turns
-step by step. Equal jobs differ by one or two hundredths as long as they live, which no number of turns averages out.
-So there are several of each kind, and the intervals are those of the scatter among them
+`python -m benchmarks.costs_by_process --checkpoint DIR [--jobs 6] [--rounds 20] [--json FILE]` compares six jobs with
+everything on with six that have nothing of it, as `benchmarks.costs` does with one of each: all are alive at once and
+take turns step by step. Equal jobs differ by one or two hundredths as long as they live, which no number of turns
+averages out. So there are several of each kind, and the intervals are those of the scatter among them
 (`benchmarks.turn_ratios.ratio_of_kinds`). Settings, and what "nothing" leaves out, are those of `benchmarks.costs`. On
 an idle machine it takes six minutes, and the jobs hold 14 GB together. `--hidden 256` measures a new, larger model in
-place of a checkpoint (`benchmarks.start_model`).
+place of a checkpoint (`benchmarks.start_model`): four jobs of each kind hold as much.
 
 Rows: seconds of the step, CPU seconds of all processes, and those of the rollout server, of the controller and of all
 learner ranks. In milliseconds a step: what it takes with nothing on, and how much more with everything, with its 95%
@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,10 +30,6 @@ from benchmarks.start_model import add_options, check, checkpoint_of, size_of
 from benchmarks.table import Row, report
 from benchmarks.turn_ratios import ratio_of_kinds
 
-JOBS = 6
-"""Of each kind."""
-KINDS = {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(JOBS)}
-"""By job, what it is without."""
 CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
 """Words of the command lines of these processes."""
 
@@ -41,20 +37,29 @@ CONTROLLER, RANKS = "moe_trm.rollout.service", "launch."
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line(__file__, __doc__)
     add_options(parser)
+    parser.add_argument("--jobs", type=int, default=6, help="of each kind (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="of a step of each job (default: %(default)s)")
     args = parser.parse_args(argv)
     check(parser, args)
+    if args.jobs < 2:
+        parser.error("--jobs: two of each kind at least, whose scatter makes the intervals")
+    kinds = kinds_of(args.jobs)
     with ending_all(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = checkpoint_of(args, folder / "model")
         size = size_of(checkpoint)
-        found = list(measured(folder, checkpoint, args.rounds))
+        found = list(measured(folder, checkpoint, kinds, args.rounds))
     title = f"Costs of everything together by process, from {args.rounds} rounds of steps in turn: {size}"
-    report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
+    report(title, list(rows(found, kinds)), args.json, {"turns": turns_of(found)})
     return 0
 
 
-def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[str, Turn]]]:
+def kinds_of(jobs: int) -> dict[str, str]:
+    """By job, what it is without: `jobs` of each kind."""
+    return {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(jobs)}
+
+
+def measured(folder: Path, checkpoint: str, kinds: Mapping[str, str], rounds: int) -> Iterator[list[tuple[str, Turn]]]:
     """Round by round, the turns of all jobs, which live meanwhile."""
     settings = [*SETTINGS, f"model.checkpoint={checkpoint}"]
     settings.append(f"train.steps={SKIPPED + SKIPPED_ROUNDS + rounds + 1}")  # the last step is never reached
@@ -64,12 +69,12 @@ def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[
             name: stack.enter_context(
                 own_arm(place, name, [*settings, *WITHOUT[kind]], records="replay.mode=none" not in WITHOUT[kind])
             )
-            for name, kind in KINDS.items()
+            for name, kind in kinds.items()
         }
         yield from rounds_of(arms, rounds, skipped=SKIPPED_ROUNDS)
 
 
-def rows(found: Rounds) -> Iterator[Row]:
+def rows(found: Rounds, kinds: Mapping[str, str]) -> Iterator[Row]:
     """One for the step, one for its CPU time, and one for each kind of process."""
     values: dict[str, Callable[[Turn], float]] = {
         "step": lambda turn: turn.seconds,
@@ -79,9 +84,9 @@ def rows(found: Rounds) -> Iterator[Row]:
         "CPU of the ranks": lambda turn: by_kind(turn)["ranks"],
     }
     for what, value in values.items():
-        without = [value(turn) for made in found for name, turn in made if KINDS[name] == EVERYTHING]
+        without = [value(turn) for made in found for name, turn in made if kinds[name] == EVERYTHING]
         nothing = 1000 * statistics.median(without)
-        ratio = ratio_of_kinds(measured_of(found, value), KINDS, WHOLE, EVERYTHING)
+        ratio = ratio_of_kinds(measured_of(found, value), kinds, WHOLE, EVERYTHING)
         low, high = ratio.interval
         yield {
             "of a step": what,

@@ -77,7 +77,7 @@ def test_settings_may_stand_behind_options() -> None:
 
 
 def test_options_of_benchmarks_exist() -> None:
-    """Every `--option` behind `python -m benchmarks.NAME`, in the source of that benchmark or of one that it imports."""
+    """Every `--option` behind `python -m benchmarks.NAME`, in the source of that benchmark or of what it imports."""
     calls = named(r"python -m benchmarks\.([a-z_]+ [^`\n]*--[^`\n]*)")
     for name, _, words in (call.partition(" ") for call in calls):
         own = (REPOSITORY / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")

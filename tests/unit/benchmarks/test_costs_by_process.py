@@ -12,12 +12,13 @@ import pytest
 
 import benchmarks.costs_by_process
 from benchmarks.costs import EVERYTHING, WHOLE, WITHOUT
-from benchmarks.costs_by_process import JOBS, KINDS, by_kind, measured, rows
+from benchmarks.costs_by_process import by_kind, kinds_of, main, measured, rows
 from benchmarks.in_turn import Turn
 from benchmarks.own_arms import SKIPPED, Place
 from moe_trm.config import load
 
 MORE = {"server": 1.02, "controller": 1.3, "ranks": 1.05}
+KINDS = kinds_of(2)
 MS = {"server": 500.0, "controller": 100.0, "ranks": 700.0}
 COMMANDS = {
     "server": ("sglang::scheduler", "python -m sglang.launch_server --port 1"),
@@ -46,7 +47,7 @@ def test_processes_are_told_by_their_command_lines() -> None:
 
 
 def test_what_each_kind_takes_more_is_found() -> None:
-    found: dict[Any, dict[str, Any]] = {row["of a step"]: dict(row) for row in rows(found_of(4))}
+    found: dict[Any, dict[str, Any]] = {row["of a step"]: dict(row) for row in rows(found_of(4), KINDS)}
     assert list(found) == ["step", "CPU", *(f"CPU of the {kind}" for kind in MORE)]
     for kind, ratio in MORE.items():
         row = found[f"CPU of the {kind}"]
@@ -80,10 +81,16 @@ def test_jobs_of_each_kind_with_steps_enough(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(benchmarks.costs_by_process, "place_in", place)
     monkeypatch.setattr(benchmarks.costs_by_process, "own_arm", arm)
-    found = list(measured(tmp_path, "model", 3))
+    found = list(measured(tmp_path, "model", KINDS, 3))
     assert [sorted(name for name, _ in made) for made in found] == [sorted(KINDS)] * 3
     for name, (overrides, records) in jobs.items():
         assert {*WITHOUT[KINDS[name]], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
         assert records == (KINDS[name] == WHOLE)
     assert list(jobs) == list(KINDS)
-    assert [list(KINDS.values()).count(kind) for kind in (WHOLE, EVERYTHING)] == [JOBS, JOBS]
+    assert [list(KINDS.values()).count(kind) for kind in (WHOLE, EVERYTHING)] == [2, 2]
+
+
+def test_one_job_of_a_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--checkpoint", "there", "--jobs", "1"])
+    assert "two of each kind" in capsys.readouterr().err
