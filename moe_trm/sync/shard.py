@@ -149,7 +149,6 @@ class Shard:
             self.num_bytes = os.fstat(self._file.fileno()).st_size
             header = _header(self._file, self.num_bytes)
             self._slots, self._begin = _slots(header), _LENGTH_BYTES + len(header)
-            self._held: memoryview | None = None
         except BaseException:
             self._file.close()
             raise
@@ -160,24 +159,13 @@ class Shard:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def hold(self) -> None:
-        """Read the bytes of all tensors at once; `read` then gives parts of them.
-
-        A call of the system for each costs more than a small tensor.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        held = np.empty(self.num_bytes - self._begin, np.uint8).data
-        self._held = held[: _read_into(self._file.fileno(), held, self._begin)]
-
     def tensor(self, name: str) -> Tensor:
         """The tensor `name`. Raises as `read` does."""
         stored = self.read(name, Memory())
         return torch.frombuffer(stored.data, dtype=stored.dtype).reshape(stored.shape)
 
     def read(self, name: str, memory: Memory) -> Stored:
-        """The bytes of the tensor `name`: held ones, or in `memory` of the calling thread.
+        """The bytes of the tensor `name`, in `memory` of the calling thread.
 
         Raises:
             OSError: the file cannot be read.
@@ -189,13 +177,8 @@ class Shard:
         size = self.num_bytes - self._begin
         if isinstance(slot, _Place) or slot.end > size:
             raise ValueError(f"the place of {name} is impossible: {slot}, {size} bytes of data")
-        if self._held is None:
-            data = memory.take(slot.end - slot.begin)
-            read = _read_into(self._file.fileno(), data, self._begin + slot.begin)
-        else:
-            data = self._held[slot.begin : slot.end]
-            read = len(data)
-        if read != slot.end - slot.begin:
+        data = memory.take(slot.end - slot.begin)
+        if _read_into(self._file.fileno(), data, self._begin + slot.begin) != len(data):
             raise ValueError(f"the file ends within {name}")
         return Stored(data, slot.dtype, slot.shape)
 

@@ -38,10 +38,7 @@ def verified_checksums(
     with ExitStack() as opened:
         shards = {file: opened.enter_context(_shard(push, file)) for file in sorted({e.file for e in push.tensors})}
         lots = [checksums.parts()]
-        if sum(shard.num_bytes for shard in shards.values()) < lot_bytes:
-            for file, shard in shards.items():
-                _hold(push, file, shard)
-        else:
+        if sum(shard.num_bytes for shard in shards.values()) >= lot_bytes:
             sized = ((parts, sum(num_bytes(entries[name]) for name in parts)) for parts in lots[0])
             lots = [tuple(lot) for lot in in_lots(sized, lot_bytes)]
 
@@ -94,13 +91,6 @@ def _shard(push: WeightPush, file: str) -> Shard:
     try:
         return Shard(Path(push.directory) / file)
     except (ValueError, OSError) as error:
-        raise _unreadable(push, file, error) from error
-
-
-def _hold(push: WeightPush, file: str, shard: Shard) -> None:
-    try:
-        shard.hold()
-    except OSError as error:
         raise _unreadable(push, file, error) from error
 
 

@@ -22,10 +22,8 @@ from moe_trm.sync.tensors import tensor_bytes
 NUM_TENSORS = 20
 
 
-def read_tensors(path: Path, names: Iterable[str], *, held: bool = False) -> list[tuple[str, Tensor]]:
+def read_tensors(path: Path, names: Iterable[str]) -> list[tuple[str, Tensor]]:
     with Shard(path) as shard:
-        if held:
-            shard.hold()
         return [(name, shard.tensor(name)) for name in names]
 
 
@@ -42,10 +40,9 @@ def shard(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
     return tmp_path / "shard.safetensors"
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Tensor], held: bool) -> None:
+def test_tensors_are_those_that_were_written(shard: Path, tensors: dict[str, Tensor]) -> None:
     names = sorted(tensors, reverse=True)
-    read = read_tensors(shard, names, held=held)
+    read = read_tensors(shard, names)
     assert [name for name, _ in read] == names
     for name, tensor in read:
         assert tensor.dtype == tensors[name].dtype
@@ -74,8 +71,7 @@ def test_written_files_are_those_that_safetensors_reads(
         for name, tensor in sent.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor)
-        for held in (False, True):
-            assert [name for name, _ in read_tensors(path, sent, held=held)] == list(sent)
+        assert [name for name, _ in read_tensors(path, sent)] == list(sent)
 
 
 def test_joined_tensors_are_the_bytes_that_each_has_alone(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
@@ -100,22 +96,19 @@ def test_tensors_share_memory_one_after_the_other(shard: Path, tensors: dict[str
     assert len(places) < len(tensors)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_a_file_that_is_written_again_is_read_as_it_is_now(
-    tmp_path: Path, tensors: dict[str, Tensor], held: bool
-) -> None:
+def test_a_file_that_is_written_again_is_read_as_it_is_now(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     """Other values at the same places, other shapes under the same names, a file that ends earlier, and the first."""
     path, names = tmp_path / "s", sorted(tensors)
     turned = {name: tensors[name].t().contiguous() + 1 for name in names}
     swapped = dict(zip(names, (tensors[name] for name in reversed(names)), strict=True))
     for written in (tensors, turned, {name: tensors[name] + 1 for name in names}, swapped, tensors):
         save_file(written, path)
-        for name, tensor in read_tensors(path, names, held=held):
+        for name, tensor in read_tensors(path, names):
             assert tensor.dtype == written[name].dtype
             assert torch.equal(tensor, written[name])
         os.truncate(path, path.stat().st_size - 1)
         with pytest.raises(ValueError, match="is impossible"):
-            read_tensors(path, names, held=held)
+            read_tensors(path, names)
 
 
 def test_a_scalar_is_read(tmp_path: Path) -> None:
@@ -163,11 +156,10 @@ def rewritten(shard: Path, **place: object) -> None:
         {"data_offsets": [0, 1 << 60], "shape": [1 << 58]},
     ],
 )
-@pytest.mark.parametrize("held", [False, True])
-def test_an_impossible_place_is_refused(shard: Path, place: dict[str, object], held: bool) -> None:
+def test_an_impossible_place_is_refused(shard: Path, place: dict[str, object]) -> None:
     rewritten(shard, **place)
     with pytest.raises(ValueError, match="the place of t0 is impossible"):
-        read_tensors(shard, ["t0"], held=held)
+        read_tensors(shard, ["t0"])
 
 
 def test_a_header_that_is_none_is_refused(shard: Path) -> None:
@@ -192,23 +184,11 @@ def test_threads_read_one_file_at_the_same_time(tmp_path: Path) -> None:
             assert torch.equal(tensor, tensors[name])
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_a_file_that_shrinks_while_it_is_open_is_refused(shard: Path, held: bool) -> None:
+def test_a_file_that_shrinks_while_it_is_open_is_refused(shard: Path) -> None:
     with Shard(shard) as opened:
         os.truncate(shard, shard.stat().st_size - 4)
-        if held:
-            opened.hold()
         with pytest.raises(ValueError, match="the file ends within"):
             [opened.tensor(f"t{number}") for number in range(NUM_TENSORS)]
-
-
-def test_what_is_held_stays_when_the_file_changes(shard: Path, tensors: dict[str, Tensor]) -> None:
-    """Digest and checksum of a tensor are of the same bytes, and each tensor has a place of its own."""
-    with Shard(shard) as opened:
-        opened.hold()
-        os.truncate(shard, 0)
-        read = {name: opened.tensor(name) for name in tensors}
-    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
 def test_a_missing_tensor_is_named(shard: Path) -> None:
