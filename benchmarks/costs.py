@@ -79,25 +79,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(name)
         checkpoint = checkpoint_of(args, folder / "model")
         size = size_of(checkpoint)
-        found = list(measured(folder, checkpoint, args.rounds))
+        found = list(measured(folder, checkpoint, {name: name for name in WITHOUT}, args.rounds, OFTEN))
     title = f"Costs of a step's parts, from {args.rounds} rounds of steps in turn: {size}"
     report(title, list(rows(found)), args.json, {"turns": turns_of(found)})
     return 0
 
 
-def measured(folder: Path, checkpoint: str, rounds: int) -> Iterator[list[tuple[str, Turn]]]:
-    """Round by round, the turns of all jobs, which live meanwhile."""
-    steps = SKIPPED + max(OFTEN.values()) * (SKIPPED_ROUNDS + rounds) + 1  # the last step of a job is never reached
-    settings = [*SETTINGS, f"model.checkpoint={checkpoint}", f"train.steps={steps}"]
+def measured(
+    folder: Path, checkpoint: str, jobs: Mapping[str, str], rounds: int, often: Mapping[str, int] | None = None
+) -> Iterator[list[tuple[str, Turn]]]:
+    """Round by round, the turns of all jobs, which live meanwhile.
+
+    Args:
+        folder: of their runs.
+        checkpoint: that they start from.
+        jobs: by name, what each is without (`WITHOUT`).
+        rounds: how many are given.
+        often: turns of a job in a round, where it is not 1.
+    """
+    turns = max((often or {}).values(), default=1) * (SKIPPED_ROUNDS + rounds)
+    # The last step of a job is another one, and is never reached.
+    settings = [*SETTINGS, f"model.checkpoint={checkpoint}", f"train.steps={SKIPPED + turns + 1}"]
     with ExitStack() as stack:
         place = stack.enter_context(place_in(folder))
         arms = {
             name: stack.enter_context(
-                own_arm(place, name, [*settings, *without], records="replay.mode=none" not in without)
+                own_arm(place, name, [*settings, *WITHOUT[part]], records="replay.mode=none" not in WITHOUT[part])
             )
-            for name, without in WITHOUT.items()
+            for name, part in jobs.items()
         }
-        yield from rounds_of(arms, rounds, OFTEN, SKIPPED_ROUNDS)
+        yield from rounds_of(arms, rounds, often, SKIPPED_ROUNDS)
 
 
 def measured_of(found: Rounds, value: Callable[[Turn], float]) -> list[Measured]:

@@ -19,13 +19,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.costs import EVERYTHING, SETTINGS, SKIPPED_ROUNDS, WHOLE, WITHOUT, measured_of
-from benchmarks.in_turn import Rounds, Turn, ending_all, rounds_of, turns_of
+from benchmarks.costs import EVERYTHING, WHOLE, measured, measured_of
+from benchmarks.in_turn import Rounds, Turn, ending_all, turns_of
 from benchmarks.options import command_line
-from benchmarks.own_arms import SKIPPED, own_arm, place_in
 from benchmarks.start_model import add_options, check, checkpoint_of, size_of
 from benchmarks.table import Row, report
 from benchmarks.turn_ratios import ratio_of_kinds
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = checkpoint_of(args, folder / "model")
         size = size_of(checkpoint)
         found = list(measured(folder, checkpoint, kinds, args.rounds))
-    title = f"Costs of everything together by process, from {args.rounds} rounds of steps in turn: {size}"
+    title = f"Costs of everything by process, from {args.rounds} rounds in turn: {size}"
     report(title, list(rows(found, kinds)), args.json, {"turns": turns_of(found)})
     return 0
 
@@ -57,21 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def kinds_of(jobs: int) -> dict[str, str]:
     """By job, what it is without: `jobs` of each kind."""
     return {f"{kind} {number}": kind for kind in (WHOLE, EVERYTHING) for number in range(jobs)}
-
-
-def measured(folder: Path, checkpoint: str, kinds: Mapping[str, str], rounds: int) -> Iterator[list[tuple[str, Turn]]]:
-    """Round by round, the turns of all jobs, which live meanwhile."""
-    settings = [*SETTINGS, f"model.checkpoint={checkpoint}"]
-    settings.append(f"train.steps={SKIPPED + SKIPPED_ROUNDS + rounds + 1}")  # the last step is never reached
-    with ExitStack() as stack:
-        place = stack.enter_context(place_in(folder))
-        arms = {
-            name: stack.enter_context(
-                own_arm(place, name, [*settings, *WITHOUT[kind]], records="replay.mode=none" not in WITHOUT[kind])
-            )
-            for name, kind in kinds.items()
-        }
-        yield from rounds_of(arms, rounds, skipped=SKIPPED_ROUNDS)
 
 
 def rows(found: Rounds, kinds: Mapping[str, str]) -> Iterator[Row]:

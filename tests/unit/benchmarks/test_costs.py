@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -71,7 +71,12 @@ def test_a_row_for_every_part_after_that_of_the_whole() -> None:
     assert len(turns_of(made)) == sum(map(len, made))
 
 
-def test_every_job_has_its_settings_and_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("often", [OFTEN, None])
+def test_every_job_has_its_settings_and_steps_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: Mapping[str, int] | None
+) -> None:
+    """Two jobs without the same part are two jobs."""
+    without = {name: name for name in WITHOUT} | {"once more": EVERYTHING}
     jobs: dict[str, tuple[Sequence[str], bool]] = {}
 
     class Job:
@@ -95,19 +100,19 @@ def test_every_job_has_its_settings_and_steps_enough(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(benchmarks.costs, "place_in", place)
     monkeypatch.setattr(benchmarks.costs, "own_arm", arm)
-    found = list(measured(tmp_path, "model", 2))
+    found = list(measured(tmp_path, "model", without, 2, often))
     assert len(found) == 2
-    assert list(jobs) == list(WITHOUT)
+    assert list(jobs) == list(without)
     for name, (overrides, records) in jobs.items():
-        assert {*WITHOUT[name], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
-        assert records == (name not in ("routes, their replay and its proof", EVERYTHING))
+        assert {*WITHOUT[without[name]], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
+        assert records == (without[name] not in ("routes, their replay and its proof", EVERYTHING))
     assert SKIPPED_ROUNDS
 
 
 def test_a_model_of_any_shape_that_was_taught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def look(_: Path, checkpoint: str, rounds: int) -> list[list[tuple[str, Turn]]]:
+    def look(_: Path, checkpoint: str, _jobs: object, rounds: int, _often: object) -> list[list[tuple[str, Turn]]]:
         config = read_hf_config(Path(checkpoint))
         names = ("hidden_size", "num_hidden_layers", "num_local_experts", "num_experts_per_tok")
         assert [config[name] for name in names] == [64, 2, 8, 2]

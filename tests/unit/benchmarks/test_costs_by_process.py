@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import benchmarks.costs_by_process
-from benchmarks.costs import EVERYTHING, WHOLE, WITHOUT
-from benchmarks.costs_by_process import by_kind, kinds_of, main, measured, rows
+from benchmarks.costs import EVERYTHING, WHOLE
+from benchmarks.costs_by_process import by_kind, kinds_of, main, rows
 from benchmarks.in_turn import Turn
-from benchmarks.own_arms import SKIPPED, Place
-from moe_trm.config import load
 
 MORE = {"server": 1.02, "controller": 1.3, "ranks": 1.05}
 KINDS = kinds_of(2)
@@ -27,7 +24,7 @@ COMMANDS = {
 }
 
 
-def found_of(rounds: int) -> list[list[tuple[str, Turn]]]:
+def found_of(rounds: int, jobs: Mapping[str, str]) -> list[list[tuple[str, Turn]]]:
     chance = random.Random(0)
 
     def turn(kind: str, number: int) -> Turn:
@@ -38,7 +35,7 @@ def found_of(rounds: int) -> list[list[tuple[str, Turn]]]:
         row = {"response/length_mean": length, "response/length_max": 40.0}
         return Turn(sum(of.values()), sum(of.values()), row, cpu_of=commands)
 
-    return [[(name, turn(kind, number)) for name, kind in KINDS.items()] for number in range(rounds)]
+    return [[(name, turn(kind, number)) for name, kind in jobs.items()] for number in range(rounds)]
 
 
 def test_processes_are_told_by_their_command_lines() -> None:
@@ -47,7 +44,7 @@ def test_processes_are_told_by_their_command_lines() -> None:
 
 
 def test_what_each_kind_takes_more_is_found() -> None:
-    found: dict[Any, dict[str, Any]] = {row["of a step"]: dict(row) for row in rows(found_of(4), KINDS)}
+    found: dict[Any, dict[str, Any]] = {row["of a step"]: dict(row) for row in rows(found_of(4, KINDS), KINDS)}
     assert list(found) == ["step", "CPU", *(f"CPU of the {kind}" for kind in MORE)]
     for kind, ratio in MORE.items():
         row = found[f"CPU of the {kind}"]
@@ -57,37 +54,21 @@ def test_what_each_kind_takes_more_is_found() -> None:
         assert row["share from"] <= row["share"] <= row["share to"]
 
 
-def test_jobs_of_each_kind_with_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: dict[str, tuple[Sequence[str], bool]] = {}
+def test_the_benchmark_has_as_many_jobs_as_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Mapping[str, str], int]] = []
 
-    class Job:
-        def __init__(self, steps: int) -> None:
-            self.left = steps
+    def turns(_: Path, checkpoint: str, jobs: Mapping[str, str], rounds: int) -> list[list[tuple[str, Turn]]]:
+        asked.append((jobs, rounds))
+        return found_of(rounds, jobs)
 
-        def turn(self) -> Turn:
-            self.left -= 1
-            return Turn(1.0, 1.0, {})
-
-    @contextmanager
-    def place(folder: Path) -> Iterator[Place]:
-        yield Place(folder, "ranks", "engine")
-
-    @contextmanager
-    def arm(_: Place, name: str, overrides: Sequence[str], *, records: bool) -> Iterator[Job]:
-        jobs[name] = overrides, records
-        job = Job(load("configs/quickstart.yaml", overrides).train.steps - SKIPPED)
-        yield job
-        assert job.left == 1, "the last step of a run is another one"
-
-    monkeypatch.setattr(benchmarks.costs_by_process, "place_in", place)
-    monkeypatch.setattr(benchmarks.costs_by_process, "own_arm", arm)
-    found = list(measured(tmp_path, "model", KINDS, 3))
-    assert [sorted(name for name, _ in made) for made in found] == [sorted(KINDS)] * 3
-    for name, (overrides, records) in jobs.items():
-        assert {*WITHOUT[KINDS[name]], "model.checkpoint=model", "optimizer.lr=0.0"} <= set(overrides)
-        assert records == (KINDS[name] == WHOLE)
-    assert list(jobs) == list(KINDS)
-    assert [list(KINDS.values()).count(kind) for kind in (WHOLE, EVERYTHING)] == [2, 2]
+    monkeypatch.setattr(benchmarks.costs_by_process, "measured", turns)
+    monkeypatch.setattr(benchmarks.costs_by_process, "size_of", lambda checkpoint: f"the size of {checkpoint}")
+    path = tmp_path / "new" / "rows.json"
+    assert main(["--checkpoint", "there", "--jobs", "3", "--rounds", "4", "--json", str(path)]) == 0
+    [(jobs, rounds)] = asked
+    assert rounds == 4
+    assert [list(jobs.values()).count(kind) for kind in (WHOLE, EVERYTHING)] == [3, 3]
+    assert "from 4 rounds in turn: the size of there" in path.read_text()
 
 
 def test_one_job_of_a_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
