@@ -27,8 +27,7 @@ from moe_trm.batch.plan import plan_step
 from moe_trm.checkpoint.pieces import whole, write_pieces
 from moe_trm.rollout.intake.messages import Parsed, Question, Whole, pack
 from moe_trm.rollout.intake.reading import read
-from moe_trm.rollout.sglang.answer_form import decode_answer
-from moe_trm.rollout.sglang.parse import Wanted
+from moe_trm.rollout.sglang.parse import Wanted, decode_answer
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
 from moe_trm.sync.disk import write_shard

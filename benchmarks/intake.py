@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import orjson
 import pybase64
 
@@ -22,8 +21,7 @@ from benchmarks.answering_servers import MODEL
 from benchmarks.answering_servers import answer as answer_bytes
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.parse import Wanted, decode_answer, parse_turn
 
 PROMPT_TOKENS = 512
 
@@ -41,11 +39,9 @@ def measure(tokens: int, repeats: int) -> list[Row]:
     """One row per part: milliseconds, and megabytes of the answer per second."""
     context, body, routes = answer(tokens)
     wanted = Wanted(routes=True, mask=False)
-    plain = msgspec.json.Decoder(Answer).decode
     parts: dict[str, Callable[[], object]] = {
         "bytes to a validated record": lambda: parse_turn(body, context, MODEL, wanted),
-        "JSON alone, the routes apart": lambda: decode_answer(body),
-        "JSON alone, in one piece": lambda: plain(body),
+        "JSON alone": lambda: decode_answer(body),
         "base64 alone, standard library": lambda: base64.b64decode(routes, validate=True),
         "base64 alone, vectorised": lambda: pybase64.b64decode(routes, validate=True),
         "a copy of the bytes": lambda: bytearray(body),

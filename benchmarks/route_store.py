@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.sglang.answer_form import decode_answer
+from moe_trm.rollout.sglang.parse import decode_answer
 from routing import Layout, RouteRecord, decode, encode, expert_dtype
 from routing.cut import local_targets
 from routing.groups import encode_group

@@ -8,13 +8,12 @@ from __future__ import annotations
 import binascii
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 
 import numpy as np
 
 from routing.arrays import checked_layers
 from routing.errors import RouteError
-from routing.record import RouteRecord, expert_dtype, has_repeats, ids_digest, token_digest
+from routing.record import RouteRecord, expert_dtype, token_digest
 
 try:
     from pybase64 import b64decode  # several times as fast
@@ -98,50 +97,6 @@ def decode_payload(
     record = RouteRecord(experts=experts, layer_ids=wanted, num_experts=num_experts, token_digest=token_digest(tokens))
     record.validate(expected_rows + 1, in_range=True)
     return record
-
-
-def sound_payloads(
-    payloads: Sequence[bytes | memoryview],
-    *,
-    tokens: Sequence[Sequence[int]],
-    num_layers: int,
-    layer_ids: Sequence[int],
-    num_experts: int,
-    top_k: int,
-    starts: Sequence[int],
-    dtype: str = PAYLOAD_DTYPE,
-) -> list[RouteRecord] | None:
-    """`decode_payload` of several short payloads in few array operations, if it refuses none of them; else None.
-
-    Arguments are as there; `tokens`, whose ids are int32, and `starts` are of each payload. The records are parts of
-    one array.
-    """
-    try:
-        wanted, columns = _columns(tuple(layer_ids), num_layers)
-        sent, unsigned = _payload_types(dtype, num_experts)
-        raws = [b64decode(payload, validate=True) for payload in payloads]
-    except ValueError:  # also a RouteError, and one of base64
-        return None
-    row_bytes = num_layers * top_k * sent.itemsize
-    num_rows = [len(own) - 1 - start for own, start in zip(tokens, starts, strict=True)]
-    sizes, characters = [rows * row_bytes for rows in num_rows], list(map(len, payloads))
-    if list(map(len, raws)) != sizes or characters != [-(-size // 3) * 4 for size in sizes] or top_k > num_experts:
-        return None
-    routes_RLK = np.frombuffer(b"".join(raws), sent).reshape(-1, num_layers, top_k)[:, columns, :]
-    # As an unsigned number, a negative id is above all others.
-    if np.maximum.reduce(routes_RLK.view(unsigned), axis=None, initial=0) >= num_experts:
-        return None
-    experts = routes_RLK.astype(expert_dtype(num_experts))
-    if has_repeats(experts):
-        return None
-    ids = np.array([*chain.from_iterable(tokens)], "<i4").tobytes()
-    records, first_row, first_byte = [], 0, 0
-    for own, rows in zip(tokens, num_rows, strict=True):
-        last_row, last_byte = first_row + rows, first_byte + 4 * len(own)
-        digest = ids_digest(ids[first_byte:last_byte])
-        records.append(RouteRecord(experts[first_row:last_row], wanted, num_experts, digest))
-        first_row, first_byte = last_row, last_byte
-    return records
 
 
 @lru_cache(maxsize=4)

@@ -23,13 +23,11 @@ from moe_trm.rollout.sglang.continuation import continued, settled
 from moe_trm.rollout.sglang.disk_load import load_folder, num_bytes, verified_checksums
 from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
 from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.reader import Reader
+from moe_trm.rollout.sglang.parse import Wanted, parse_turn
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
 from moe_trm.rollout.sglang.seeds import Seeds
 from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.rollout.sglang.together import Received
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState
@@ -61,7 +59,6 @@ class SglangEngine:
             missing=config.replay.missing,
             partial=config.pipeline.partial == "interrupt",
         )
-        self._reader = Reader(self._model)
         self._dtype, self._verify = server.dtype, config.sync.verify
         self._check = ServerCheck(
             self._model,
@@ -198,10 +195,8 @@ class SglangEngine:
         async with self._slots:
             if intake is not None:
                 return await self._fleet.ask_by(lambda http: intake.ask(http.url, question))
-            with self._reader.awaiting():
-                body = await self._fleet.ask(question.request)
-        received = Received(body, question.request["input_ids"], question.start)
-        turn = await self._reader.turn(received, question.wanted)
+            body = await self._fleet.ask(question.request)
+        turn = parse_turn(body, question.request["input_ids"], self._model, question.wanted, start=question.start)
         return Reading(turn, turn.retracted)
 
     def expect(self, version: int) -> None:

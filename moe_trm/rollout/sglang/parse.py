@@ -16,16 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.sglang.answer_form import Answer, MetaInfo, decode_answer
 from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
-from moe_trm.sampling_mask.sound import sound_mask
 from moe_trm.sampling_mask.violation import Violation, drop, outside, union
 from moe_trm.types import SampledTurn
 from routing import RouteError, RouteRecord
@@ -34,12 +33,53 @@ from routing.sglang import PAYLOAD_DTYPE, decode_payload
 POSITIVE_TOLERANCE = 1e-5
 """Log-probs above this are wrong; below, it is the rounding of a probability of one."""
 
-LOWEST = float(np.finfo(np.float32).min)
-
 QUOTATION_MARK = ord('"')
 
 MAX_VERSION_DIGITS = 9
 """Keeps versions inside int32."""
+
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+class FinishReason(msgspec.Struct):
+    """The end of generation: `stop`, `length` or `abort`."""
+
+    type: str
+    message: str = ""
+
+
+class VersionSpan(msgspec.Struct):
+    """Output tokens `start..end` (end excluded) were sampled with weights `version`."""
+
+    version: str
+    start: Int32
+    end: Int32
+
+
+class MetaInfo(msgspec.Struct):
+    """The fields of `meta_info` that are read. JSON has no NaN: the engine sends null for it."""
+
+    finish_reason: FinishReason | None
+    prompt_tokens: int | None = None
+    """Missing in the answer of a request that was aborted while it waited in the queue."""
+    output_token_logprobs: list[tuple[float | None, Int32, Any]] | None = None
+    weight_versions: list[VersionSpan] | None = None
+    num_retractions: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Times that the engine dropped the keys and values of this request and computed them, and its routes, again."""
+    output_token_sampling_mask: list[list[Int32]] | None = None
+    output_token_sampling_logprobs: list[list[float | None]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, Int32, Any]] | None] | None = None
+    routed_experts_dtype: str | None = None
+    """Type of the ids in `routed_experts`; engines that do not name it send int32 (sglang#31219)."""
+    routed_experts: msgspec.Raw = msgspec.Raw()
+    """The routes as they are in the answer, which they nearly fill: a copy would double the memory of a sample."""
+
+
+class Answer(msgspec.Struct):
+    """One element of `/generate`: the fields that are read."""
+
+    output_ids: list[Int32]
+    meta_info: MetaInfo
 
 
 @dataclass(frozen=True)
@@ -77,19 +117,19 @@ def parse_turn(
         RecordRejected: with one of the reasons of this module's docstring.
     """
     answer = decode_answer(body)
-    finish_reason = finish_reason_of(answer, partial=wanted.partial)
+    finish_reason = _finish_reason(answer, partial=wanted.partial)
     output_S = _output_ids(answer, len(context), model)
     full_S = _full_logprobs(answer)
     mask, rollout_S = None, full_S
     if wanted.mask:
         mask, rollout_S = _sampling_mask(answer, output_S, full_S, model.vocab_size, wanted.violation)
-    spans = version_spans(answer.meta_info, len(output_S))
-    recomputed, retracted = recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
+    spans = _version_spans(answer.meta_info, len(output_S))
+    recomputed, retracted = _recomputed_routes(answer.meta_info, spans, asked=wanted.routes)
     return SampledTurn(
         tokens=output_S,
         rollout_logprobs=rollout_S,
         full_logprobs=full_S,
-        versions=versions_of(spans),
+        versions=_versions(spans),
         routes=_routes(answer, context, model, start) if wanted.routes else None,
         sampling_mask=mask,
         finish_reason=finish_reason,
@@ -98,7 +138,20 @@ def parse_turn(
     )
 
 
-def finish_reason_of(answer: Answer, *, partial: bool) -> str:
+def decode_answer(body: bytes | memoryview) -> Answer:
+    """The typed answer. Raises `RecordRejected` (`malformed`)."""
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordRejected(
+            "malformed",
+            "the engine's answer is not what was agreed",
+            got=str(error),
+            expected="the answer of SGLang 0.5.23's /generate",
+        ) from error
+
+
+def _finish_reason(answer: Answer, *, partial: bool) -> str:
     """How it ended. Raises `RecordRejected` where that is not the end of a record."""
     reason = answer.meta_info.finish_reason
     if reason is None or reason.type not in ("stop", "length", "abort"):
@@ -155,18 +208,8 @@ def _full_logprobs(answer: Answer) -> np.ndarray:
     return _logprobs([value for value, _, _ in entries], "logprob_value")
 
 
-def sound_logprobs(values: Sequence[float | None]) -> np.ndarray | None:
-    """As float32, where all of them are log-probs."""
-    array = np.array(values, np.float64)
-    # null becomes NaN, of which no comparison is true.
-    sound = not len(array) or (np.maximum.reduce(array) <= POSITIVE_TOLERANCE and np.minimum.reduce(array) >= LOWEST)
-    return array.astype(np.float32) if sound else None
-
-
 def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     """As float32. Values out of range, which become infinite, are refused as null is."""
-    if (sound := sound_logprobs(values)) is not None:
-        return sound
     with np.errstate(over="ignore"):
         array = np.array(values, np.float64).astype(np.float32)
     wrong = ~np.isfinite(array) | (array > POSITIVE_TOLERANCE)
@@ -182,7 +225,7 @@ def _logprobs(values: Sequence[float | None], reason: str) -> np.ndarray:
     return array
 
 
-def version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
+def _version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
     """Versions of the sampled tokens, in their order, with the number of tokens of each."""
     spans = meta.weight_versions or []
     starts, ends = [span.start for span in spans], [span.end for span in spans]
@@ -206,13 +249,13 @@ def version_spans(meta: MetaInfo, num_sampled: int) -> list[tuple[int, int]]:
     return [(int(span.version), span.end - span.start) for span in spans]
 
 
-def versions_of(spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """`[S]` int32 of `version_spans`."""
+def _versions(spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """`[S]` int32 of `_version_spans`."""
     versions, lengths = zip(*spans, strict=True)
     return np.repeat(np.array(versions, np.int32), lengths)
 
 
-def recomputed_routes(meta: MetaInfo, spans: Sequence[tuple[int, int]], *, asked: bool) -> tuple[int, bool]:
+def _recomputed_routes(meta: MetaInfo, spans: Sequence[tuple[int, int]], *, asked: bool) -> tuple[int, bool]:
     """`SampledTurn.recomputed` and `SampledTurn.retracted`.
 
     Routes that were `asked` for must come with the number of retractions: the engine computed them again then, beside
@@ -258,14 +301,12 @@ def _sampling_mask(
         )
     ids_M = np.fromiter(chain.from_iterable(ids_rows), np.int32, count=sum(sizes))
     logprobs_M = _logprobs(list(chain.from_iterable(logprob_rows)), "mask_logprob")
-    if (sound := sound_mask(ids_M, sizes, logprobs_M, output_S, vocab_size)) is not None:
-        return sound
     mask = SamplingMask(ids_M, np.cumsum([0, *sizes], dtype=np.int64), logprobs_M).ascending()
-    mask = _mended(meta, mask, output_S, full_S, vocab_size, violation)
+    mask = _checked_mask(meta, mask, output_S, full_S, vocab_size, violation)
     return mask, _sampled_logprobs(mask, output_S, full_S)
 
 
-def _mended(
+def _checked_mask(
     meta: MetaInfo,
     mask: SamplingMask,
     output_S: np.ndarray,
@@ -273,9 +314,9 @@ def _mended(
     vocab_size: int,
     violation: Violation,
 ) -> SamplingMask:
-    """The mask once it holds every check, with violations treated as asked for."""
-    sound = violation != "reject" and mask.num_rows == len(output_S) and np.diff(mask.offsets).min() > 0
-    wrong_S = outside(mask, output_S) if sound else np.zeros(0, bool)
+    """The mask after every check, with violations treated as asked for."""
+    regular = violation != "reject" and mask.num_rows == len(output_S) and np.diff(mask.offsets).min() > 0
+    wrong_S = outside(mask, output_S) if regular else np.zeros(0, bool)
     if not wrong_S.any() or (violation == "drop" and wrong_S.all()):
         mask.validate(output_S, vocab_size)
         return mask
@@ -345,3 +386,6 @@ def _routes(answer: Answer, context: Sequence[int], model: ServedModel, start: i
         )
     except RouteError as error:
         raise routes_rejected(error) from error
+
+
+_DECODER = msgspec.json.Decoder(Answer)
