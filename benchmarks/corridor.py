@@ -25,10 +25,11 @@ from benchmarks.table import Row, report
 from moe_trm.batch.collate import collate, forwarded_tokens
 from moe_trm.batch.plan import plan_step
 from moe_trm.checkpoint.pieces import whole, write_pieces
-from moe_trm.rollout.intake.messages import Parsed, Question, Whole, pack
-from moe_trm.rollout.intake.reading import read
+from moe_trm.rollout.intake.messages import Parsed
 from moe_trm.rollout.sglang.parse import Wanted, decode_answer
+from moe_trm.rollout.sglang.reader import Request, Whole, read
 from moe_trm.runtime import wire
+from moe_trm.runtime.child_messages import Done, pack
 from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.rounding import Rounding
@@ -88,7 +89,7 @@ def of_answer(tokens: int) -> Figures:
     file = SharedFile()
     block = BlockWriter(file.descriptor).write(buffers)
     size = sum(len(buffer) for buffer in buffers)
-    message = pack(Parsed(1, bytes(head), block, whole=True, retracted=False))
+    message = pack(Done(1, Parsed(bytes(head), block, whole=True, retracted=False)))
     routes = len(bytes(decode_answer(body).meta_info.routed_experts)) - 2
     return {
         "wire_bytes_per_token": len(body) / tokens,
@@ -181,10 +182,10 @@ def of_imports() -> Figures:
     return found
 
 
-def _question(number: int) -> Question:
+def _question(number: int) -> Request:
     """For the record of sample `number`."""
     made = Whole(number, 0, "prompt", SamplingParams(max_new_tokens=1 << 16), keep_changed=False)
-    return Question({"input_ids": list(range(PROMPT))}, Wanted(routes=True, mask=False), whole=made)
+    return Request({"input_ids": list(range(PROMPT))}, Wanted(routes=True, mask=False), whole=made)
 
 
 def _bare(number: int, length: int) -> RolloutRecord:

@@ -28,11 +28,10 @@ import psutil
 from benchmarks.answering_servers import MODEL, answer, answering
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
-from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
+from moe_trm.rollout.sglang.reader import ReaderSettings, Request, intake_settings, read
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile
 
@@ -68,8 +67,8 @@ Measured = dict[tuple[str, int], list[Took]]
 async def through_servers(args: object) -> Measured:
     """Real intake processes behind real sockets."""
     tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
-    question = Question({"input_ids": list(range(PROMPT))}, WANTED)
-    pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
+    question = Request({"input_ids": list(range(PROMPT))}, WANTED)
+    pools = {count: IntakePool(count, intake_settings(ReaderSettings(MODEL, None, 600.0, 1))) for count in COUNTS}
     ways = [(INTAKE, NONE), *((kind, count) for count in COUNTS for kind in (INTAKE, PLAIN))]
     measured: Measured = {way: [] for way in ways}
     body = answer(PROMPT, tokens - PROMPT)
@@ -94,7 +93,7 @@ async def through_servers(args: object) -> Measured:
 
 
 async def _measured(
-    pool: IntakePool | None, urls: Sequence[str], question: Question, answers: int, servers: Sequence[psutil.Process]
+    pool: IntakePool | None, urls: Sequence[str], question: Request, answers: int, servers: Sequence[psutil.Process]
 ) -> Took:
     left = iter(range(answers))
 
@@ -104,7 +103,7 @@ async def _measured(
                 if pool is not None:
                     await pool.ask(url, question)
                 else:
-                    body = await http.request("POST", "/generate", question.request)
+                    body = await http.request("POST", "/generate", question.body)
                     read(body, question, MODEL, None)
 
     intakes = [psutil.Process(process) for process in pool.process_ids] if pool is not None else []
@@ -160,7 +159,7 @@ def read_again_and_again(tokens: int, answers: int) -> int:
     Prints the processor seconds, and when it began and ended: its own end as a process takes as long as some answers.
     """
     body, file = answer(PROMPT, tokens - PROMPT), SharedFile()
-    writer, question = BlockWriter(file.descriptor), Question({"input_ids": list(range(PROMPT))}, WANTED)
+    writer, question = BlockWriter(file.descriptor), Request({"input_ids": list(range(PROMPT))}, WANTED)
     read(body, question, MODEL, None)
     print("ready", flush=True)
     sys.stdin.readline()

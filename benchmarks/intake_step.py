@@ -29,7 +29,7 @@ from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.intake.receiving import ROOM_BYTES
+from moe_trm.rollout.intake.room import ROOM_BYTES
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.sync.manifest import WeightPush

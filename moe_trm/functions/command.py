@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from moe_trm.functions.process import FunctionFailed
+from moe_trm.runtime.children import end_group
 
 KEPT_BYTES = 2000
 """The end of a command's output that an error tells."""
-GRACE_S = 2.0
-"""Between the request to end (SIGTERM) and the end (SIGKILL)."""
-POLL_S = 0.05
-"""Between two looks at what is left of a group."""
 
 
 async def run_command(
@@ -92,25 +88,12 @@ async def _end(process: asyncio.subprocess.Process, mark: str) -> None:
     """End the group of `process` and whatever else has its mark: asked to first, then by force."""
     try:
         # A command that has ended by itself left nobody behind who could be asked, as a rule.
-        if _signal_group(process.pid, signal.SIGTERM):
-            until = time.monotonic() + GRACE_S
-            while time.monotonic() < until and _signal_group(process.pid, 0):
-                await asyncio.sleep(POLL_S)
+        await end_group(process.pid)
     finally:
-        _signal_group(process.pid, signal.SIGKILL)
         for stray in await asyncio.to_thread(marked, mark):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(stray, signal.SIGKILL)
     await process.wait()
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Send a signal; False where the group has no process left."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def marked(mark: str) -> list[int]:

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from moe_trm.functions.messages import Hello, Ready
-from moe_trm.functions.process import Answerer, FunctionFailed, Process, ProcessEnded
+from moe_trm.functions.hosted import FunctionSettings, FunctionTraits
+from moe_trm.functions.process import FunctionFailed, Process
+from moe_trm.runtime.child import Answerer, ChildEnded
 
 
 class FunctionHost:
@@ -25,19 +26,19 @@ class FunctionHost:
     """
 
     def __init__(self, function: str, *, adapter: str, key: str, limit_s: float) -> None:
-        self._hello = Hello(function, adapter, key, limit_s)
+        self._settings = FunctionSettings(function, adapter, key, limit_s)
         self._process: Process | None = None
         self._starting: asyncio.Task[Process] | None = None
         self._closed = False
 
-    async def start(self) -> Ready:
+    async def start(self) -> FunctionTraits:
         """Load the function. Raises `ConfigError` when that fails."""
-        return (await self._running()).ready
+        return (await self._running()).traits
 
     @property
     def place(self) -> str:
         """File and line of the function; its name before it was loaded."""
-        return self._process.ready.place if self._process is not None else self._hello.function
+        return self._process.traits.place if self._process is not None else self._settings.function
 
     async def call(self, payload: Any, answers: Callable[[], Answerer] | None = None) -> Any:
         """Call the function with `payload` and return its value.
@@ -56,7 +57,7 @@ class FunctionHost:
             process = await self._running()
             try:
                 return await process.call(payload, answers() if answers else None)
-            except ProcessEnded:
+            except ChildEnded:
                 # Every ended process has failed at least one call for good, so this comes to an end.
                 continue
 
@@ -84,5 +85,5 @@ class FunctionHost:
     async def _restart(self) -> Process:
         if self._process is not None:
             await self._process.close()
-        self._process = await Process.start(self._hello)
+        self._process = await Process.start(self._settings)
         return self._process

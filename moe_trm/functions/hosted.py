@@ -7,8 +7,33 @@ from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from typing import Any
 
-Asker = Callable[[str, dict[str, Any]], Awaitable[Any]]
-"""`await ask(op, arguments)` asks the run for something. Raises what `Hosted.errors` names."""
+import msgspec
+
+from moe_trm.runtime.child_service import Asker
+
+
+class FunctionSettings(msgspec.Struct, frozen=True):
+    """What a function's process is told at its start.
+
+    `function` and `adapter` are names for `load_function`; `key` is where `function` stands in the configuration;
+    `limit_s` is the longest that a call may take.
+    """
+
+    function: str
+    adapter: str
+    key: str
+    limit_s: float
+
+
+class FunctionTraits(msgspec.Struct, frozen=True):
+    """What a process says of its function once it is loaded.
+
+    `batched`: it takes lists. `concurrent`: several calls may be open at once. `place`: its file and line.
+    """
+
+    batched: bool
+    concurrent: bool
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -19,7 +44,7 @@ class Hosted:
         call: `await call(payload, ask)`; its value is sent back.
         batched: the payload is a list, and so is the value.
         concurrent: several calls may be open at once, because the function awaits.
-        errors: exception types by the `error` of a `Reply`.
+        errors: types of the exceptions that a call gets, by the `kind` of a `Refused`.
     """
 
     call: Callable[[Any, Asker], Awaitable[Any]]

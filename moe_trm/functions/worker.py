@@ -1,187 +1,108 @@
-"""The process of a user's function: `python -m moe_trm.functions.worker BOARD_DESCRIPTOR`, started by `FunctionHost`.
-
-Output of the function goes to standard error; the messages have a separate descriptor. A thread reads them, so the
-process ends with its parent even while the function never returns.
-"""
+"""The process of a user's function: `python -m moe_trm.functions.worker CELL_DESCRIPTOR`, started by `FunctionHost`."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import os
 import sys
-import threading
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, BinaryIO
+from collections.abc import Coroutine, Generator
+from typing import Any
 
 import msgspec
 
-from moe_trm.errors import ConfigError
 from moe_trm.functions.current_call import CurrentCall
-from moe_trm.functions.hosted import Hosted
+from moe_trm.functions.hosted import FunctionSettings, FunctionTraits, Hosted
 from moe_trm.functions.load import load_function, place_in, place_of
-from moe_trm.functions.messages import (
-    Ask,
-    Broken,
-    Call,
-    Cancel,
-    Done,
-    Failed,
-    FromProcess,
-    Hello,
-    Ready,
-    Reply,
-    ToProcess,
-    pack,
-)
-from moe_trm.runtime.frames import from_parent
+from moe_trm.runtime.child_messages import Problem, problem
+from moe_trm.runtime.child_service import CALL, Asker, serve
 
-_CALL: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
-_LONGEST_TEXT = 2000
 _NUM_TOLD = 3
 """Tracebacks written to standard error; after that the function is known to fail."""
 
 
-class Worker:
-    """Runs calls as tasks of one event loop and says on the board whose code is being executed."""
+class _Late(Exception):
+    """A call took longer than it may."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        hosted: Hosted,
-        hello: Hello,
-        board: CurrentCall,
-        send: Callable[[FromProcess], None],
-    ) -> None:
-        self._function = function
-        self._hosted, self._limit_s, self._board, self._send = hosted, hello.limit_s, board, send
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        self._num_asked = self._num_told = 0
 
-    def receive(self, message: ToProcess) -> None:
-        """Act on one message; called in the event loop."""
-        if isinstance(message, Call):
-            context = contextvars.copy_context()
-            context.run(_CALL.set, message.number)
-            task = asyncio.get_running_loop().create_task(self._run(message), context=context)
-            self._calls[message.number] = task
-            task.add_done_callback(lambda _: self._calls.pop(message.number, None))
-        elif isinstance(message, Cancel) and message.number in self._calls:
-            self._calls[message.number].cancel()
-        elif isinstance(message, Reply):
-            future = self._asked.pop((message.number, message.ask), None)
-            if future is not None and not future.done():
-                if message.error:
-                    future.set_exception(self._hosted.errors[message.error](message.value))
-                else:
-                    future.set_result(message.value)
+class FunctionService:
+    """Calls the function, and says in the shared cell whose code is being executed.
 
-    def marked(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """A task factory: tasks that a call starts belong to it, and the board shows whose code runs."""
+    Args:
+        settings: what the run said of the function.
+        current: the cell.
+
+    Raises:
+        ConfigError: the function cannot be loaded.
+    """
+
+    def __init__(self, settings: FunctionSettings, current: CurrentCall) -> None:
+        self._settings, self._current, self._num_told = settings, current, 0
+        adapt = load_function(settings.adapter, key=settings.key)
+        self._function = load_function(settings.function, key=settings.key)
+        self._hosted: Hosted = adapt(self._function, settings)
+        self.ready = FunctionTraits(self._hosted.batched, self._hosted.concurrent, place_of(self._function))
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let tasks that a call starts belong to it, and the cell show whose code runs."""
+        loop.set_task_factory(self._marked)
+
+    async def call(self, payload: Any, ask: Asker) -> Any:
+        """See `Service.call`."""
+        limit = asyncio.timeout(self._settings.limit_s)
+        try:
+            async with limit:
+                return await self._hosted.call(payload, ask)
+        except TimeoutError as error:
+            if limit.expired():
+                raise _Late from error
+            raise
+
+    def problem(self, error: BaseException) -> Problem:
+        """See `Service.problem`."""
+        if isinstance(error, _Late):
+            return problem("timeout", f"nothing within {self._settings.limit_s:g} s")
+        if self._num_told < _NUM_TOLD:
+            self._num_told += 1
+            traceback.print_exception(error)
+        return problem("error", f"{type(error).__name__}: {error} ({place_in(error, self._function)})")
+
+    def refusal(self, kind: str, text: str) -> Exception:
+        """See `Service.refusal`."""
+        return self._hosted.errors[kind](text)
+
+    def _marked(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
-        number = context[_CALL] if context is not None and _CALL in context else _CALL.get()
-        return asyncio.Task(self._marked(number, coroutine) if number else coroutine, loop=loop, **options)
+        number = context[CALL] if context is not None and CALL in context else CALL.get()
+        own = _driven(number, coroutine, self._current) if number else coroutine
+        return asyncio.Task(own, loop=loop, **options)
 
-    async def _marked(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return await _stretches(number, coroutine, self._board)
 
-    async def _run(self, call: Call) -> None:
-        try:
-            async with asyncio.timeout(self._limit_s) as limit:
-                value = await self._hosted.call(call.payload, lambda op, given: self._ask(call.number, op, given))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code may raise anything)
-            reason = "timeout" if isinstance(error, TimeoutError) and limit.expired() else "error"
-            text = f"nothing within {self._limit_s:g} s" if reason == "timeout" else self._raised(error)
-            if reason == "error" and self._num_told < _NUM_TOLD:
-                self._num_told += 1
-                traceback.print_exception(error)
-            self._send(Failed(call.number, reason, text[:_LONGEST_TEXT]))
-            return
-        try:
-            self._send(Done(call.number, value))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            self._send(Failed(call.number, "type", f"{value!r:.200} ({error})"))
-
-    def _raised(self, error: BaseException) -> str:
-        return f"{type(error).__name__}: {error} ({place_in(error, self._function)})"
-
-    async def _ask(self, number: int, op: str, arguments: dict[str, Any]) -> Any:
-        self._num_asked += 1
-        ask = self._num_asked
-        future = self._asked[number, ask] = asyncio.get_running_loop().create_future()
-        try:
-            self._send(Ask(number, ask, op, arguments))
-            return await future
-        finally:
-            self._asked.pop((number, ask), None)
+async def _driven(number: int, coroutine: Coroutine[Any, Any, Any], current: CurrentCall) -> Any:
+    return await _stretches(number, coroutine, current)
 
 
 @types.coroutine
-def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], board: CurrentCall) -> Generator[Any, Any, Any]:
-    """Drive `coroutine` as `await` does, with the board saying `number` while its code runs."""
+def _stretches(number: int, coroutine: Coroutine[Any, Any, Any], current: CurrentCall) -> Generator[Any, Any, Any]:
+    """Drive `coroutine` as `await` does, with the cell saying `number` while its code runs."""
     step, given = coroutine.send, None
     while True:
-        board.begin(number)
+        current.begin(number)
         try:
             waits_for = step(given)
         except StopIteration as stop:
             return stop.value
         finally:
-            board.end()
+            current.end()
         try:
             step, given = coroutine.send, (yield waits_for)
         except BaseException as error:  # noqa: BLE001 (cancellation and errors belong to the coroutine)
             step, given = coroutine.throw, error
 
 
-async def serve(
-    hello: Hello,
-    function: Callable[..., Any],
-    hosted: Hosted,
-    board: CurrentCall,
-    source: BinaryIO,
-    sink: BinaryIO,
-) -> None:
-    """Answer calls until the parent closes the pipe."""
-    loop = asyncio.get_running_loop()
-
-    def send(message: FromProcess) -> None:
-        sink.write(pack(message))
-        sink.flush()
-
-    worker = Worker(function, hosted, hello, board, send)
-    loop.set_task_factory(worker.marked)
-    threading.Thread(target=_read, args=(source, loop, worker.receive), daemon=True).start()
-    send(Ready(hosted.batched, hosted.concurrent, place_of(function)))
-    await asyncio.Event().wait()
-
-
-def _read(source: BinaryIO, loop: asyncio.AbstractEventLoop, receive: Callable[[ToProcess], None]) -> None:
-    decoder = msgspec.msgpack.Decoder(ToProcess)
-    while (message := from_parent(source, decoder)) is not None:
-        loop.call_soon_threadsafe(receive, message)
-    os._exit(0)
-
-
 def main(descriptor: int) -> None:
     """Load the function that the first message names, and serve."""
-    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    hello = from_parent(source, msgspec.msgpack.Decoder(ToProcess))
-    if hello is None:  # whoever started this process is gone
-        return
-    try:
-        adapt = load_function(hello.adapter, key=hello.key)
-        function = load_function(hello.function, key=hello.key)
-        hosted: Hosted = adapt(function, hello)
-    except ConfigError as error:
-        sink.write(pack(Broken(error.what, error.where, str(error.got), str(error.expected), error.fix)))
-        sink.flush()
-        return
-    asyncio.run(serve(hello, function, hosted, CurrentCall(descriptor), source, sink))
+    serve(lambda settings: FunctionService(msgspec.convert(settings, FunctionSettings), CurrentCall(descriptor)))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
-from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.sampler import Sampler
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.rollout.sglang.engine import SglangEngine

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from moe_trm.config.engines import ENGINES
 from moe_trm.errors import BundleError, RecordRejected
 from moe_trm.recording.bundle import BundleReader, joined
-from moe_trm.rollout.sampler import SingleTurn, rewarded
+from moe_trm.rollout.sampler import rewarded
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.sync.manifest import Share, WeightPush
 from moe_trm.tasks.rewards import score
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams, ServerState

@@ -45,6 +45,15 @@ class Lifeline:
         self._watcher.wait()
 
 
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to a process group (0: none, just look); False where it has no process left that takes one."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
 def end_with_parent() -> None:
     """This process gets SIGKILL when the thread that started it ends. Linux only; elsewhere nothing happens."""
     if sys.platform == "linux":
@@ -55,8 +64,7 @@ def _watch(group: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read(1) != _RELEASED:
-        with suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        signal_group(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,13 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, Hosted, is_async
-from moe_trm.functions.messages import Hello
+from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
 from moe_trm.tasks.reward_input import RewardInput
 
 
-def adapt(function: Callable[..., Any], hello: Hello) -> Hosted:
+def adapt(function: Callable[..., Any], settings: FunctionSettings) -> Hosted:
     """See `moe_trm.functions.hosted`; payload and value are lists whatever the function takes. Raises `ConfigError`."""
-    batched = _takes_a_list(function, hello)
+    batched = _takes_a_list(function, settings)
     concurrent = is_async(function)
 
     async def call(payload: Any, ask: Asker) -> Any:
@@ -42,7 +41,7 @@ def adapt(function: Callable[..., Any], hello: Hello) -> Hosted:
     return Hosted(call, batched=batched, concurrent=concurrent)
 
 
-def _takes_a_list(function: Callable[..., Any], hello: Hello) -> bool:
+def _takes_a_list(function: Callable[..., Any], settings: FunctionSettings) -> bool:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:
@@ -51,8 +50,8 @@ def _takes_a_list(function: Callable[..., Any], hello: Hello) -> bool:
     if not parameters or len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         raise ConfigError(
             "a reward function takes one argument",
-            where=f"config key {hello.key}",
-            got=f"{hello.function}{inspect.signature(function)}",
+            where=f"config key {settings.key}",
+            got=f"{settings.function}{inspect.signature(function)}",
             expected="(sample: RewardInput) or (samples: list[RewardInput])",
         )
     first = parameters[0]

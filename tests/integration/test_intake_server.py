@@ -29,7 +29,7 @@ def test_answers_of_a_real_server_through_intake_processes(
         asking = asyncio.ensure_future(
             asyncio.gather(*(engine.generate(p, PARAMS, sample_id=i, group_id=i) for i, p in enumerate(prompts(32))))
         )
-        while not all(process.num_open for process in pool._running):
+        while not all(process.child.num_open for process in pool._running):
             await asyncio.sleep(0.01)
         os.kill(pool.process_ids[0], signal.SIGKILL)
         records = await asking

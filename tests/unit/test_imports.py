@@ -7,7 +7,8 @@ import json
 import pkgutil
 import subprocess
 import sys
-from graphlib import TopologicalSorter
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -82,12 +83,18 @@ def test_no_module_imports_one_that_imports_it() -> None:
 
 
 def test_no_package_imports_one_that_imports_it() -> None:
-    """The units are the modules and packages at the top of `moe_trm`, and the packages beside it. Raises as above."""
-    units: dict[str, set[str]] = {}
-    for module, targets in imports_of_modules().items():
-        units.setdefault(unit_of(module), set()).update(unit_of(target) for target in targets)
-    graph = {unit: targets - {unit} for unit, targets in units.items() if unit != "moe_trm"}
-    assert len(tuple(TopologicalSorter(graph).static_order())) >= len(graph)
+    """At every level: in `moe_trm`, in `moe_trm.rollout`, and so on; and between them and what is beside `moe_trm`."""
+    imports = imports_of_modules()
+    inner = packages_of(imports) - {""}
+    assert not {package: circle for package in inner if (circle := circle_in(package, imports))}
+    units = {name: {target.removeprefix("moe_trm.") for target in targets} for name, targets in imports.items()}
+    assert not circle_in("", {name.removeprefix("moe_trm."): targets for name, targets in units.items()})
+
+
+def test_a_circle_is_found_at_every_level() -> None:
+    planted = {"m.a.x.p": {"m.a.y.q"}, "m.a.y.r": {"m.a.x.s"}, "m.a.y.q": set[str](), "m.a.x.s": set[str]()}
+    assert {package for package in packages_of(planted) if circle_in(package, planted)} == {"m.a"}
+    assert circle_in("m.a", planted) == ["m.a.x", "m.a.y", "m.a.x"]
 
 
 def test_what_everyone_reads_stands_at_the_top() -> None:
@@ -102,10 +109,29 @@ def imports_of_modules() -> dict[str, set[str]]:
     return {name: imported(path) & (modules.keys() - {name}) for name, path in modules.items()}
 
 
-def unit_of(module: str) -> str:
-    """`moe_trm.rollout` of `moe_trm.rollout.sglang.parse`; `routing` of `routing.codec`."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "moe_trm" else parts[0]
+def packages_of(modules: Iterable[str]) -> set[str]:
+    """Every package of these modules; the empty name holds those at the top."""
+    return {".".join(parts[:depth]) for parts in (name.split(".") for name in modules) for depth in range(len(parts))}
+
+
+def circle_in(package: str, imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules and packages right inside of `package` that import each other in a circle; empty where none do."""
+    start = f"{package}." if package else ""
+
+    def unit(module: str) -> str:
+        return start + module.removeprefix(start).split(".")[0]
+
+    graph: dict[str, set[str]] = {}
+    for module, targets in imports.items():
+        # What a package's own __init__ imports from inside it is not between two of its units.
+        if module.startswith(start) and module != package:
+            inside = {unit(target) for target in targets if target.startswith(start)}
+            graph.setdefault(unit(module), set()).update(inside - {unit(module)})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def imported(path: Path) -> set[str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, Hosted, is_async
-from moe_trm.functions.messages import Hello
+from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
 
 Agent = Callable[..., Any]
 """An async function, called with `base_url`, `api_key` and `prompt`.
@@ -41,13 +40,13 @@ class AgentPrompt:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def adapt(function: Agent, hello: Hello) -> Hosted:
+def adapt(function: Agent, settings: FunctionSettings) -> Hosted:
     """See `moe_trm.functions.hosted`. Raises `ConfigError` for a function that does not await."""
     if not is_async(function):
         raise ConfigError(
             "an agent is an async function: all agents of a run share one process",
-            where=f"config key {hello.key}",
-            got=f"{hello.function} is not an async function",
+            where=f"config key {settings.key}",
+            got=f"{settings.function} is not an async function",
             expected="async def run(base_url, api_key, prompt)",
             fix="call what blocks with `await asyncio.to_thread(...)`",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moe_trm.functions.process import Answerer
+from moe_trm.runtime.child import Answerer
 
 
 class AgentHost(Protocol):

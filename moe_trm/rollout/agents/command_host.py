@@ -29,9 +29,10 @@ import msgspec
 
 from moe_trm.errors import ConfigError
 from moe_trm.functions.command import run_command
-from moe_trm.functions.process import Answerer, FunctionFailed
+from moe_trm.functions.process import FunctionFailed
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.credentials import without_key
+from moe_trm.runtime.child import Answerer
 
 MAX_REWARD_BYTES = 65536
 """Longest reward file that is read."""

@@ -1,128 +1,43 @@
-"""Messages between the controller and an intake process, over pipes: length-prefixed msgpack, never pickle.
+"""The forms of what the controller and an intake process say to each other (`moe_trm.runtime.child_messages`).
 
 Arrays never travel here: they are in a block of the process's shared file (`moe_trm.runtime.shared_blocks`).
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.runtime.frames import frame
 from moe_trm.runtime.shared_blocks import Block
-from moe_trm.types import SamplingParams
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """To the process, once.
+class IntakeSettings(msgspec.Struct, frozen=True):
+    """What a process begins with.
 
-    `timeout_s` and `max_attempts` are those of a request; `tokenizer` is a checkpoint's folder, empty for none.
+    `reader` is the import path of a `Reader` (`package.module:Class`), and `settings` the plain data it is made of.
     """
 
-    model: ServedModel
-    api_key: str | None
-    timeout_s: float
-    max_attempts: int
-    tokenizer: str = ""
-
-
-class Whole(msgspec.Struct, frozen=True):
-    """The parts that make a whole sample of an answer: the process gives its record then."""
-
-    sample_id: int
-    group_id: int
-    prompt_id: str
-    params: SamplingParams
-    keep_changed: bool
+    reader: str
+    settings: Any
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One request to an engine, and how its answer is read.
+    """One request to the server at `url`; `asked` is plain data that the reader knows."""
 
-    `request` is the JSON body. `start` is the first row of the routes that it asks for.
-    """
-
-    request: dict[str, Any]
-    wanted: Wanted
-    start: int = 0
-    whole: Whole | None = None
-
-
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """To the process: ask the server at `url`. `number` is positive and never used again."""
-
-    number: int
     url: str
-    question: Question
+    asked: Any
 
 
-class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """To the process: nobody waits for this answer any more."""
+class Parsed(msgspec.Struct, frozen=True):
+    """The checked answer.
 
-    number: int
-
-
-class Ping(msgspec.Struct, tag=True, frozen=True):
-    """To the process: say that it is there."""
-
-
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """From the process, once: it can be asked."""
-
-
-class Pong(msgspec.Struct, tag=True, frozen=True):
-    """From the process: it is there. `turns`: how often its event loop came round since the start."""
-
-    turns: int
-
-
-class Parsed(msgspec.Struct, tag=True, frozen=True):
-    """From the process: the checked answer.
-
-    `body` and the buffers of `block` are the frames of a `RolloutRecord` (`whole`) or of a `SampledTurn`. `retracted`:
-    as in `SampledTurn`. `written`: as in `Reading`.
+    `body` and the buffers of `block` are the frames of a `RolloutRecord` (`whole`) or of a `SampledTurn`. `retracted`
+    and `written`: as in `Reading`.
     """
 
-    number: int
     body: bytes
     block: Block
     whole: bool
     retracted: bool
     written: tuple[str, str] | None = None
-
-
-class Rejected(msgspec.Struct, tag=True, frozen=True):
-    """From the process: the parts of a `RecordRejected`."""
-
-    number: int
-    reason: str
-    what: str
-    where: str
-    got: str | None
-    expected: str | None
-    fix: str
-
-
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """From the process: there is no answer. The parts of the error of `kind`, and its HTTP status, if any."""
-
-    number: int
-    kind: Literal["slow", "lost", "failed", "refused", "error"]
-    what: str
-    where: str
-    got: str | None
-    expected: str | None
-    fix: str
-    status: int = 0
-
-
-ToProcess = Hello | Ask | Cancel | Ping
-FromProcess = Ready | Pong | Parsed | Rejected | Failed
-
-
-def pack(message: ToProcess | FromProcess) -> bytes:
-    """One frame."""
-    return frame(message)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
-import msgspec
-
-from moe_trm.errors import RecordRejected
-from moe_trm.rollout.intake.messages import Hello, Question
-from moe_trm.rollout.intake.process import IntakeEnded, IntakeProcess
+from moe_trm.errors import MoeTrmError, RecordRejected
+from moe_trm.rollout.intake.messages import IntakeSettings
+from moe_trm.rollout.intake.process import IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.runtime.child import ChildEnded
 from moe_trm.runtime.shared_blocks import SharedFile
 
 REISSUES = 3
@@ -27,13 +28,19 @@ log = logging.getLogger(__name__)
 class IntakePool:
     """Keeps `count` processes running, from the first question on.
 
+    Args:
+        count: of them.
+        settings: what each begins with.
+        errors: types of the errors that the reader of its engine raises.
+
     Attributes:
         lost: processes that ended by themselves, or hung.
         reissued: questions asked again for that.
     """
 
-    def __init__(self, count: int, hello: Hello) -> None:
-        self._count, self._hello = count, hello
+    def __init__(self, count: int, settings: IntakeSettings, errors: Sequence[type[MoeTrmError]] = ()) -> None:
+        self._count, self._settings = count, settings
+        self._errors = {error.__name__: error for error in errors}
         self._running: list[IntakeProcess] = []
         self._started: set[IntakeProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -45,13 +52,9 @@ class IntakePool:
     @property
     def process_ids(self) -> list[int]:
         """Of the processes that run now."""
-        return [process.process_id for process in self._running]
+        return [process.child.process_id for process in self._running]
 
-    def decode_with(self, checkpoint: str) -> None:
-        """Processes started from now on decode whole samples with the tokenizer of this folder."""
-        self._hello = msgspec.structs.replace(self._hello, tokenizer=checkpoint)
-
-    async def ask(self, url: str, question: Question) -> Reading:
+    async def ask(self, url: str, asked: Any) -> Reading:
         """See `IntakeProcess.ask`.
 
         Raises `RecordRejected` (`intake_failed`) where processes end on this question again and again, and
@@ -60,8 +63,8 @@ class IntakePool:
         for attempt in range(REISSUES + 1):
             process = await self._ready()
             try:
-                return await process.ask(url, question)
-            except IntakeEnded:
+                return await process.ask(url, asked)
+            except ChildEnded:
                 self.reissued += attempt < REISSUES
         raise RecordRejected(
             "intake_failed",
@@ -89,7 +92,7 @@ class IntakePool:
         """
         return {
             "rollout/intakes": float(len(self._running)),
-            "rollout/intakes_busy": float(sum(process.health != "well" for process in self._running)),
+            "rollout/intakes_busy": float(sum(process.child.health != "well" for process in self._running)),
             "rollout/intake_bytes": float(sum(file.used_bytes for file in self._files)),
             "rollout/intake_losses": float(self.lost),
             "rollout/intake_reissued": float(self.reissued),
@@ -101,7 +104,7 @@ class IntakePool:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         # One that had just ended was not waited for to the end.
-        await asyncio.gather(*(process.close() for process in self._started))
+        await asyncio.gather(*(process.child.close() for process in self._started))
 
     def _begin(self) -> None:
         if not self._keepers:
@@ -113,16 +116,16 @@ class IntakePool:
             await self._changed.wait_for(lambda: self._failure or self._able())
         if self._failure is not None:
             raise self._failure
-        return min(self._able(), key=lambda process: process.num_open)
+        return min(self._able(), key=lambda process: process.child.num_open)
 
     def _able(self) -> list[IntakeProcess]:
-        return [process for process in self._running if not process.ended.is_set()]
+        return [process for process in self._running if not process.child.ended.is_set()]
 
     async def _keep(self) -> None:
         """One place: a process runs in it, and the next one when it ends."""
         try:
             while True:
-                process = await IntakeProcess.start(self._hello)
+                process = await IntakeProcess.start(self._settings, self._errors)
                 self._started.add(process)
                 self._files.add(process.file)
                 await self._stand_in(process)
@@ -139,9 +142,9 @@ class IntakePool:
             self._running.append(process)
             self._changed.notify_all()
         try:
-            await process.ended.wait()
+            await process.child.ended.wait()
             self.lost += 1
-            log.warning("intake process %d ended; another one is started", process.process_id)
+            log.warning("intake process %d ended; another one is started", process.child.process_id)
         finally:
             self._running.remove(process)
-            await process.close()
+            await process.child.close()

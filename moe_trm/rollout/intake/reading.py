@@ -1,20 +1,11 @@
-"""The bytes of one answer as a checked turn, or as the record of a whole sample: what an intake process computes.
-
-Pure: no connection, no state.
-"""
+"""What an intake process gives back, and the part of it that knows an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from moe_trm.rollout.intake.messages import Question
-from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.continuation import settled
-from moe_trm.rollout.sglang.parse import parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.tasks.rewards import written_text
-from moe_trm.tasks.tokens import Tokens
-from moe_trm.types import Prompt, RolloutRecord, SampledTurn
+from moe_trm.types import RolloutRecord, SampledTurn
 
 
 @dataclass(frozen=True)
@@ -32,18 +23,11 @@ class Reading:
     written: tuple[str, str] | None = None
 
 
-def read(body: bytes | memoryview, question: Question, model: ServedModel, tokens: Tokens | None) -> Reading:
-    """Parse and check one answer of SGLang's `/generate`.
+class Reader(Protocol):
+    """Asks servers of one engine and reads their answers. Made in an intake process, of `IntakeSettings.settings`."""
 
-    Raises `RecordRejected` as `parse_turn` and `Conversation.record` do.
-    """
-    context, whole = question.request["input_ids"], question.whole
-    turn = parse_turn(body, context, model, question.wanted, start=question.start)
-    if whole is None or (finished := settled(turn, whole.params)).finish_reason == "abort":
-        return Reading(turn, turn.retracted)
-    conversation = Conversation(Prompt(whole.prompt_id, tuple(context)))
-    conversation.add(finished)
-    record = conversation.record(sample_id=whole.sample_id, group_id=whole.group_id, keep_changed=whole.keep_changed)
-    if tokens is None:
-        return Reading(record, turn.retracted)
-    return Reading(record, turn.retracted, written_text(tokens, len(context), record))
+    async def read(self, url: str, asked: Any) -> Reading:
+        """The checked answer of the server at `url`.
+
+        Raises `RecordRejected`, and the `EngineError`s of its engine.
+        """

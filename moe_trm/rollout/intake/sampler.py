@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from moe_trm.rollout.sampler import SingleTurn, rewarded
-from moe_trm.rollout.sglang.engine import SglangEngine
+from typing import Protocol
+
+from moe_trm.rollout.engine import RolloutEngine
+from moe_trm.rollout.sampler import rewarded
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams
+
+
+class WritingEngine(RolloutEngine, Protocol):
+    """An engine whose intake processes decode samples."""
+
+    async def generate_written(
+        self, prompt: Prompt, params: SamplingParams, *, sample_id: int, group_id: int
+    ) -> tuple[RolloutRecord, tuple[str, str] | None]:
+        """As `generate`, with the sample's text (`tasks.rewards.written_text`) where an intake process has made it."""
 
 
 class WrittenTurn(SingleTurn):
@@ -18,7 +30,7 @@ class WrittenTurn(SingleTurn):
         params: how the behaviour policy samples.
     """
 
-    def __init__(self, engine: SglangEngine, task: Task, params: SamplingParams) -> None:
+    def __init__(self, engine: WritingEngine, task: Task, params: SamplingParams) -> None:
         super().__init__(engine, task, params)
         self._writing = engine
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.functions.process import Refused
 from moe_trm.rollout.sessions.conversation import Conversation
+from moe_trm.runtime.child import Refused
 from moe_trm.types import Prompt, SampledTurn, SamplingParams
 
 

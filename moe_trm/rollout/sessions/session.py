@@ -19,8 +19,7 @@ from operator import index
 from typing import Any, Literal
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, Hosted, is_async
-from moe_trm.functions.messages import Hello
+from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
 
 
 class SessionEnded(Exception):
@@ -121,13 +120,13 @@ It returns None, and the task gives the reward; or a number, or a dict of named 
 """
 
 
-def adapt(function: Rollout, hello: Hello) -> Hosted:
+def adapt(function: Rollout, settings: FunctionSettings) -> Hosted:
     """See `moe_trm.functions.hosted`. Raises `ConfigError` for a function that does not await."""
     if not is_async(function):
         raise ConfigError(
             "a rollout function has to await its session",
-            where=f"config key {hello.key}",
-            got=f"{hello.function} is not an async function",
+            where=f"config key {settings.key}",
+            got=f"{settings.function} is not an async function",
             expected="async def rollout(session)",
         )
 

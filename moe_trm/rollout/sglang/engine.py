@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.engines import ENGINES
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
-from moe_trm.rollout.intake.messages import Hello, Question, Whole
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
 from moe_trm.rollout.sessions.conversation import Conversation
@@ -22,8 +23,9 @@ from moe_trm.rollout.sglang.checks import ServerCheck
 from moe_trm.rollout.sglang.continuation import continued, settled
 from moe_trm.rollout.sglang.disk_load import load_folder, num_bytes, verified_checksums
 from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.http import ERRORS, AnswerTooLong, EngineHttp
+from moe_trm.rollout.sglang.parse import Wanted
+from moe_trm.rollout.sglang.reader import ReaderSettings, Request, Whole, intake_settings, read
 from moe_trm.rollout.sglang.remote import RemoteServer
 from moe_trm.rollout.sglang.router import Router
 from moe_trm.rollout.sglang.seeds import Seeds
@@ -85,8 +87,8 @@ class SglangEngine:
             router=self._router,
             rolling=config.pipeline.rolling_push,
         )
-        hello = Hello(self._model, api_key, rollout.timeout_s, rollout.max_attempts)
-        self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
+        self._reader = ReaderSettings(self._model, api_key, rollout.timeout_s, rollout.max_attempts)
+        self._num_intakes, self._intake = rollout.intake_processes, self._intake_pool(rollout.intake_processes)
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._device = "cpu"
         self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None
@@ -97,8 +99,11 @@ class SglangEngine:
 
     def write_text(self, checkpoint: str) -> None:
         """Let intake processes decode samples, with the tokenizer of this folder. Before `start`."""
-        if self._intake is not None:
-            self._intake.decode_with(checkpoint)
+        self._reader = msgspec.structs.replace(self._reader, tokenizer=checkpoint)
+        self._intake = self._intake_pool(self._num_intakes)
+
+    def _intake_pool(self, count: int) -> IntakePool | None:
+        return IntakePool(count, intake_settings(self._reader), ERRORS) if count else None
 
     async def start(self) -> None:
         """Wait until every server generates, and check that it is the one that was configured. Raises `EngineError`."""
@@ -169,9 +174,8 @@ class SglangEngine:
             request = self.generate_request(tokens, asked, bare=bare)
             if first_row and "return_routed_experts" in request:
                 request["routed_experts_start_len"] = first_row
-            question = Question(request, wanted, first_row, whole if so_far is None else None)
             try:
-                reading = await self._read(question)
+                reading = await self._read(Request(request, wanted, first_row, whole if so_far is None else None))
             except RecordRejected as rejection:
                 self._retracted += rejection.reason == "retracted"
                 unknown = rejection.reason == "version_unknown" and self._push is not None
@@ -189,15 +193,19 @@ class SglangEngine:
                 return Reading(so_far, so_far.retracted)
         raise refused
 
-    async def _read(self, question: Question) -> Reading:
+    async def _read(self, request: Request) -> Reading:
         """The checked answer to one request, read in an intake process or here."""
         intake = self._intake
-        async with self._slots:
-            if intake is not None:
-                return await self._fleet.ask_by(lambda http: intake.ask(http.url, question))
-            body = await self._fleet.ask(question.request)
-        turn = parse_turn(body, question.request["input_ids"], self._model, question.wanted, start=question.start)
-        return Reading(turn, turn.retracted)
+        try:
+            async with self._slots:
+                if intake is not None:
+                    return await self._fleet.ask_by(lambda http: intake.ask(http.url, request))
+                body = await self._fleet.ask(request.body)
+        except AnswerTooLong as error:
+            raise RecordRejected(
+                "too_long", error.what, where=error.where, got=error.got, expected=error.expected
+            ) from error
+        return read(body, request, self._model, None)
 
     def expect(self, version: int) -> None:
         """See `RolloutEngine.expect`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +19,11 @@ HEADERS = {"Content-Type": "application/json", "X-MoE-TRM-Answer": "ids"}
 """Of every request, beside the key: no text is read from an answer, so `packages/sglang_cpu` writes none."""
 MAX_ERROR_CHARACTERS = 500
 TOO_MANY_REQUESTS = 429
+MAX_ANSWER_BYTES = 2 << 30
+"""A longer answer is none: its server is broken, or not ours."""
+
+Admit = Callable[[int | None], Awaitable[None]]
+"""Waits until there is room for a body of so many bytes; None where the server does not say how many."""
 
 
 class HttpStatusError(EngineError):
@@ -27,12 +32,20 @@ class HttpStatusError(EngineError):
     status = 0
 
 
+class AnswerTooLong(EngineError):
+    """The server answered with more than `MAX_ANSWER_BYTES`, or says that it will."""
+
+
 class EngineSlow(EngineLost):
     """Nothing came within the time limit."""
 
 
 class ServerFailed(HttpStatusError, EngineLost):
     """The server answered every attempt with an HTTP status of 500 or more, or with 429: it has too much to do."""
+
+
+ERRORS = (AnswerTooLong, EngineLost, EngineSlow, HttpStatusError, ServerFailed)
+"""All that `EngineHttp.request` raises."""
 
 
 class EngineHttp:
@@ -67,11 +80,12 @@ class EngineHttp:
         *,
         timeout_s: float | None = None,
         attempts: int | None = None,
+        admit: Admit | None = None,
     ) -> bytes:
-        """The body of a successful answer.
+        """The body of a successful answer, received once `admit` returns; the wait for that takes none of its time.
 
-        Raises `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError` at once for 4xx
-        other than 429. `timeout_s` and `attempts` replace those of this connection.
+        Raises `AnswerTooLong`, `EngineLost` once the attempts are used up, at once for timeouts, and `HttpStatusError`
+        at once for 4xx other than 429. `timeout_s` and `attempts` replace those of this connection.
         """
         attempts, timeout_s = attempts or self._max_attempts, timeout_s or self._timeout_s
         for attempt in range(attempts):
@@ -79,7 +93,7 @@ class EngineHttp:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
             last = attempt == attempts - 1
             try:
-                status, content = await self._once(method, path, body, timeout_s)
+                status, content = await self._once(method, path, body, timeout_s, admit)
             except TimeoutError as error:
                 raise EngineSlow(
                     "the rollout server did not answer in time",
@@ -111,7 +125,7 @@ class EngineHttp:
         await self.close()
 
     async def _once(
-        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float, admit: Admit | None
     ) -> tuple[int, bytes]:
         if self._session is None:
             # The caller bounds concurrency; a second bound in the pool would only hide where requests wait.
@@ -121,11 +135,33 @@ class EngineHttp:
                 # The server sets no cookies and packs nothing: what asks for that is left out of each request.
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+                auto_decompress=False,
+                timeout=aiohttp.ClientTimeout(),
             )
-        data = None if body is None else orjson.dumps(body)
-        limit = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._session.request(method, self.url + path, data=data, timeout=limit) as response:
-            return response.status, await response.read()
+        data, now = None if body is None else orjson.dumps(body), asyncio.get_running_loop().time
+        async with asyncio.timeout(timeout_s) as limit:
+            async with self._session.request(method, self.url + path, data=data) as response:
+                size = response.content_length
+                if size is not None and size > MAX_ANSWER_BYTES:
+                    raise self._too_long(method, path, size)
+                if admit is not None:
+                    limit.reschedule(None)
+                    await admit(size)
+                    limit.reschedule(now() + timeout_s)
+                parts, left = [], MAX_ANSWER_BYTES
+                async for part in response.content.iter_any():
+                    parts.append(part)
+                    if (left := left - len(part)) < 0:
+                        raise self._too_long(method, path, MAX_ANSWER_BYTES - left)
+                return response.status, b"".join(parts)
+
+    def _too_long(self, method: str, path: str, size: int) -> AnswerTooLong:
+        return AnswerTooLong(
+            "the rollout server's answer is too long",
+            where=f"{method} {self.url}{path}",
+            got=f"{size} bytes or more",
+            expected=f"at most {MAX_ANSWER_BYTES}",
+        )
 
     def _unreachable(self, method: str, path: str, error: aiohttp.ClientError, attempts: int) -> EngineLost:
         return EngineLost(

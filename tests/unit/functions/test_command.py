@@ -117,7 +117,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path, detache
 
 
 def test_a_command_that_is_asked_to_end_can_tidy_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "GRACE_S", 200.0)
+    monkeypatch.setattr(children, "STOP_S", 200.0)
     given_up(
         "import os, signal, sys, time\n"
         "def leave(*_):\n"

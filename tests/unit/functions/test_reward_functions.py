@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.functions.messages import Done, pack
+from moe_trm.runtime.child_messages import Done, pack
 from moe_trm.tasks.reward_function import FunctionReward
 from moe_trm.tasks.reward_input import RewardInput
 

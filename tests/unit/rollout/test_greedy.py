@@ -15,7 +15,7 @@ from moe_trm.recording.bundle import BundleReader, BundleWriter
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.recorded import BundleEngine
-from moe_trm.rollout.sampler import SingleTurn
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams, TrainBatch
 from tests.unit.records import make_record

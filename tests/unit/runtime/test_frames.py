@@ -8,14 +8,14 @@ import io
 import msgspec
 import pytest
 
-from moe_trm.functions.messages import Call, ToProcess
+from moe_trm.runtime.child_messages import Call, ToChild
 from moe_trm.runtime.frames import frame, from_child, from_parent
 
 MESSAGES = [Call(number, {"text": "x" * number, "values": [1.5, None, b"\0"]}) for number in (1, 70_000, 3)]
-DECODER: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
+DECODER: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
 
 
-async def echoed(sent: bytes) -> list[ToProcess]:
+async def echoed(sent: bytes) -> list[ToChild]:
     """The messages of a child that writes `sent`, until there are no more."""
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec("cat", stdin=pipe, stdout=pipe)

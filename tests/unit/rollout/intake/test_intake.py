@@ -16,12 +16,12 @@ import pytest
 
 from moe_trm.errors import ControllerError, EngineError, RecordRejected
 from moe_trm.models.tiny.checkpoint import character_tokenizer
-from moe_trm.rollout.intake import process as process_module
-from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.rollout.sglang.parse import Wanted
+from moe_trm.rollout.sglang.reader import ReaderSettings, Request, intake_settings
 from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.runtime import child as child_module
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.tasks.rewards import written_text
@@ -143,10 +143,10 @@ def test_errors_of_servers_reach_the_fleet_as_they_are(tmp_path: Path) -> None:
             assert all(isinstance(record, RolloutRecord) for record in records)
             assert engine.metrics()["rollout/reissued"] == 2
             assert engine._intake is not None
-            question = Question({"input_ids": [1, 20]}, Wanted(routes=False, mask=False))
+            request = Request({"input_ids": [1, 20]}, Wanted(routes=False, mask=False))
             for url, text in ((server.url + "/nowhere", "HTTP 404"), ("http://127.0.0.1:9", "not reachable")):
                 with pytest.raises(EngineError, match=text):
-                    await engine._intake.ask(url, question)
+                    await engine._intake.ask(url, request)
         finally:
             await engine.close()
 
@@ -205,7 +205,7 @@ def test_an_answer_that_ends_every_process_is_rejected_and_the_others_are_not(tm
             server.free.clear()
             ask = asyncio.ensure_future(engine.generate(PROMPTS[20], PARAMS, sample_id=0, group_id=0))
             while not ask.done():
-                if pool._running and pool._running[0].num_open:
+                if pool._running and pool._running[0].child.num_open:
                     with suppress(ProcessLookupError):
                         os.kill(pool.process_ids[0], signal.SIGKILL)
                 await asyncio.sleep(0.05)
@@ -224,10 +224,10 @@ def test_an_answer_that_ends_every_process_is_rejected_and_the_others_are_not(tm
 def test_a_stopped_process_is_busy_first_and_replaced_when_it_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(child_module, "LOOK_S", 0.05)
 
     async def work(server: ScriptedServer) -> None:
-        monkeypatch.setattr(process_module, "SILENT_LOOKS", 10**6)
+        monkeypatch.setattr(child_module, "SILENT_LOOKS", 10**6)
         engine = await engine_of(tmp_path, server.url, 1)
         pool = engine._intake
         assert pool is not None
@@ -240,7 +240,7 @@ def test_a_stopped_process_is_busy_first_and_replaced_when_it_hangs(
             os.kill(pool.process_ids[0], signal.SIGCONT)
             [first] = await ask
             assert engine.metrics()["rollout/intake_losses"] == 0
-            pool._running[0]._pulse._silent_looks = 5
+            pool._running[0].child._pulse._silent_looks = 5
             os.kill(pool.process_ids[0], signal.SIGSTOP)
             [second] = await sampled(engine, PROMPTS[20:21])
             assert plain(first) == plain(second)
@@ -264,7 +264,7 @@ def test_nobody_waits_for_an_answer_that_was_given_up(tmp_path: Path) -> None:
             await server.arrived.wait()
             asks[0].cancel()
             await asyncio.gather(*asks, return_exceptions=True)
-            while pool._running[0].num_open:
+            while pool._running[0].child.num_open:
                 await asyncio.sleep(0.01)
             server.free.set()
             records = await sampled(engine, PROMPTS[20:24])
@@ -278,13 +278,13 @@ def test_nobody_waits_for_an_answer_that_was_given_up(tmp_path: Path) -> None:
 def test_a_process_that_cannot_start_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         model = ServedModel.from_config(HF)
-        pool = IntakePool(2, Hello(model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere")))
+        pool = IntakePool(2, intake_settings(ReaderSettings(model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere"))))
         try:
             with pytest.raises(ControllerError, match="did not start") as caught:
                 await pool.start()
             assert caught.value.may_pass
             with pytest.raises(ControllerError, match="did not start"):
-                await pool.ask("http://127.0.0.1:9", Question({}, Wanted(routes=False, mask=False)))
+                await pool.ask("http://127.0.0.1:9", Request({}, Wanted(routes=False, mask=False)))
         finally:
             await pool.close()
 

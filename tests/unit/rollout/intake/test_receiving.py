@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Sequence
-from fcntl import ioctl
-from termios import FIONREAD
+from contextlib import suppress
 
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_trm.errors import EngineLost
-from moe_trm.rollout.intake.exchange import Exchange
-from moe_trm.rollout.intake.receiving import Reception, Room
-from moe_trm.rollout.sglang.http import EngineSlow, HttpStatusError
+from moe_trm.errors import EngineError, EngineLost
+from moe_trm.rollout.intake.room import Room, Visit
+from moe_trm.rollout.sglang import http as http_module
+from moe_trm.rollout.sglang.http import AnswerTooLong, EngineHttp, EngineSlow, HttpStatusError
 from tests.unit.rollout.local_app import LocalApp
 
 
@@ -90,14 +88,14 @@ def received(app: Bodies, room: Room, *, timeout_s: float = 100.0) -> int:
     async def run() -> int:
         await app.start()
         try:
-            reception = Reception(app.url, {}, room, timeout_s=timeout_s, max_attempts=2)
-            try:
-                body = await reception.answer("/generate", {})
-                assert bytes(body) == b"x" * app.size
+            http = EngineHttp(app.url, None, timeout_s=timeout_s, max_attempts=2)
+            async with http, Visit(room) as visit:
+                try:
+                    body = await http.request("POST", "/generate", {}, admit=visit.enter)
+                finally:
+                    assert room.taken in (app.size, 0) or app.chunked
+                assert body == b"x" * app.size
                 return len(body)
-            finally:
-                assert room.taken in (app.size, 0) or app.chunked
-                reception.leave()
         finally:
             await app.stop()
 
@@ -138,65 +136,12 @@ def test_a_server_that_says_nothing_is_slow() -> None:
         received(Silent(1), Room(100), timeout_s=0.2)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_part_of_a_body_does_not_wake_the_process(chunked: bool) -> None:
-    async def run() -> bytes:
-        peers = asyncio.Queue[asyncio.StreamWriter]()
-        server = await asyncio.start_server(lambda _, writer: peers.put_nowait(writer), "127.0.0.1", 0)
-        exchange = Exchange(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate")
-        asked = asyncio.ensure_future(exchange.ask("POST", {}, b""))
-        peer = await peers.get()
-        peer.write(OK + (b"Transfer-Encoding: chunked\r\n\r\n3e8\r\n" if chunked else b"Content-Length: 1000\r\n\r\n"))
-        body = asyncio.ensure_future(exchange.body(await asked, lambda size: memoryview(bytearray(size))))
-        await _turns()
-        peer.write(b"x" * 999)
-        await _turns()
-        assert exchange._socket is not None
-        unread = array("i", [0])
-        ioctl(exchange._socket, FIONREAD, unread)
-        peer.write(b"x\r\n" if chunked else b"x")
-        await _turns()
-        if chunked:
-            peer.write(b"0\r\n\r\n")
-        async with asyncio.timeout(60):
-            whole = bytes(await body)
-        for end in (exchange, peer, server):
-            end.close()
-        assert unread[0] == 999
-        return whole
-
-    assert asyncio.run(run()) == b"x" * 1000
-
-
-async def _turns() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (OK + b"Content-Length: 3\r\n\r\nabc", b"abc"),
-        (OK + b"content-length:3\r\nX: y\r\n\r\nabcdef", b"abc"),
-        (OK + b"\r\nuntil the end", b"until the end"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n", b"abc"),
-        (OK + b"Transfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n3\r\nabc\r\n0\r\n\r\n", b"abc"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\nxy\r\nab", "no chunk"),
-        (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", "ended after"),
-        (OK + b"Content-Length: 4\r\n\r\nabc", "ended after 3 of 4 bytes"),
-        (OK + b"Content-Length: -4\r\n\r\nabc", "no HTTP answer"),
-        (OK + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", "encoded: gzip"),
-        (b"SSH-2.0-x\r\n\r\n", "no HTTP answer"),
-        (b"HTTP/1.1 huh\r\n\r\n", "no HTTP answer"),
-        (OK + b"x" * 300_000, "too long"),
-        (OK, "closed the connection"),
-        (b"", "closed the connection"),
-    ],
-)
-def test_what_is_http_is_read_and_what_is_not_is_refused(raw: bytes, expected: bytes | str) -> None:
+def answered(raw: bytes) -> bytes:
+    """The body that a server's bytes are read as."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(raw)
@@ -205,19 +150,67 @@ def test_what_is_http_is_read_and_what_is_not_is_refused(raw: bytes, expected: b
 
     async def run() -> bytes:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        room = Room(100)
-        reception = Reception(url, {}, room, timeout_s=100.0, max_attempts=1)
+        url, room = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", Room(100)
         try:
-            return bytes(await reception.answer("/generate", {}))
+            async with EngineHttp(url, None, timeout_s=100.0, max_attempts=1) as http, Visit(room) as visit:
+                return await http.request("POST", "/generate", {}, admit=visit.enter)
         finally:
-            reception.leave()
             assert room.taken == 0
             server.close()
 
-    if isinstance(expected, bytes):
-        assert asyncio.run(run()) == expected
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (OK + b"Content-Length: 3\r\n\r\nabc", b"abc"),
+        (OK + b"Connection: close\r\n\r\nuntil the end", b"until the end"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1;x=y\r\nc\r\n0\r\n\r\n", b"abc"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nxy\r\nab", None),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", None),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nab", None),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nab", None),
+        (OK + b"Content-Length: 4\r\n\r\nabc", None),
+        (OK + b"Content-Length: -4\r\n\r\nabc", None),
+        (OK + b"Content-Length: " + b"9" * 30 + b"\r\n\r\nabc", None),
+        (OK + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", b"abc"),
+        (b"SSH-2.0-x\r\n\r\n", None),
+        (b"HTTP/1.1 huh\r\n\r\n", None),
+        (OK + b"x" * 300_000, None),
+        (OK, None),
+        (b"", None),
+    ],
+)
+def test_what_is_http_is_read_and_what_is_not_is_refused(raw: bytes, expected: bytes | None) -> None:
+    """Bytes that are packed are no JSON, and are left to the parser."""
+    if expected is not None:
+        assert answered(raw) == expected
     else:
-        with pytest.raises(EngineLost, match="not reachable") as caught:
-            asyncio.run(run())
-        assert expected in str(caught.value)
+        with pytest.raises(EngineError):
+            answered(raw)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"HTTP/1.1 200 OK\r\n", b"Content-Length: ", b"Transfer-Encoding: chunked", b"\r\n", b"5", b"-1", b"0",
+             b"f" * 16, b"9" * 25, b"abcde", b"\0", b":", b" "]
+        ),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_whatever_a_server_sends_is_an_answer_or_an_error_of_the_engine(parts: list[bytes]) -> None:
+    with suppress(EngineError):
+        answered(b"".join([OK, *parts]))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_beyond_the_bound_is_refused(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "MAX_ANSWER_BYTES", 1000)
+    room = Room(100)
+    assert received(Bodies(1000, chunked=chunked), room) == 1000
+    with pytest.raises(AnswerTooLong, match="at most 1000"):
+        received(Bodies(1001, chunked=chunked), room)
+    assert room.taken == 0

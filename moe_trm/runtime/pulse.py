@@ -22,14 +22,12 @@ class Look:
     """One look.
 
     Attributes:
-        answered: it said that it is there since the look before.
-        turns: how often its event loop came round.
+        answered: its event loop came round since the look before.
         ticks: processor time that it has used.
         state: Linux's letter: R runs or wants to, D waits for a disk, S sleeps, T is stopped.
     """
 
     answered: bool
-    turns: int
     ticks: int
     state: str
 
@@ -39,21 +37,20 @@ class Pulse:
 
     Args:
         silent_looks: looks in turn at a process that neither answers nor computes, after which it hangs.
-        stuck_looks: the same for one that computes, while its event loop never comes round.
+        stuck_looks: the same for one that computes.
     """
 
     def __init__(self, silent_looks: int, stuck_looks: int) -> None:
         self._silent_looks, self._stuck_looks = silent_looks, stuck_looks
-        self._turns = self._ticks = -1
+        self._ticks = -1
         self._silent = self._stuck = 0
 
     def judge(self, look: Look) -> Health:
         """The judgement of this look, after those before it."""
-        turned, computed = look.turns != self._turns, look.ticks != self._ticks or look.state in WAITING
-        self._turns, self._ticks = look.turns, look.ticks
-        self._stuck = 0 if turned else self._stuck + 1
-        self._silent = 0 if look.answered or turned or computed else self._silent + 1
-        if look.answered and turned:
+        computed, self._ticks = look.ticks != self._ticks or look.state in WAITING, look.ticks
+        self._stuck = 0 if look.answered else self._stuck + 1
+        self._silent = 0 if look.answered or computed else self._silent + 1
+        if look.answered:
             return "well"
         hung = self._silent >= self._silent_looks or self._stuck >= self._stuck_looks
         return "hung" if hung else "busy"
