@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moe_trm.config import schedule_rules
 from moe_trm.config.schema import Config
-from moe_trm.config.training_rules import may_have_turns
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -29,7 +28,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         ),
         ("pipeline", "partial", config.pipeline.mode == "sync", "nothing is sampled while pipeline.mode=sync pushes"),
         ("pipeline", "partial", not traits.samples_live, "a recording is never interrupted"),
-        *schedule_rules.idle(config),
+        *schedule_rules.idle(config.pipeline, config.rollout, config.learner),
         ("rollout", "bundle_delay_s", traits.samples_live, f"{engine} samples anew"),
         *(
             ("rollout", key, not traits.has_servers, f"{engine} asks no SGLang server")
@@ -131,7 +130,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         (
             "advantage",
             "name",
-            advantage.level == "turn" and not may_have_turns(config),
+            advantage.level == "turn" and not rollout.may_have_turns,
             "without rollout.function or rollout.agent every sample is one turn, and turn_grpo is grpo",
         ),
         (

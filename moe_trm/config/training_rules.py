@@ -1,4 +1,4 @@
-"""Rules between settings of batches, corrections, KL, optimizer and layout. See `moe_trm.config.rules`."""
+"""Rules between settings of batches, KL, optimizer and layout. See `moe_trm.config.rules`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from collections.abc import Iterator
 from moe_trm.config import pipeline_layout
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.config.schema import (
+    AdvantageConfig,
+    Config,
+    KlConfig,
+    LearnerConfig,
+    LossConfig,
+    PipelineConfig,
+    ReplayConfig,
+)
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
-from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_corrections(config),
-        *_kl(config),
+        *_kl(config.kl, config.advantage),
         *_optimizer(config),
-        *_parallel(config),
+        *_parallel(config.learner),
     ]
 
 
@@ -68,7 +74,7 @@ def _batch(config: Config) -> Iterator[Problem]:
             expected=f"a divisor of {config.rollout.prompts_per_step}",
         )
     if "routers" in needs(config.loss.name):
-        yield from _routers(config)
+        yield from _routers(config.learner, config.loss, config.pipeline, config.replay)
     if config.rollout.group_size == 1 and config.batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
@@ -78,22 +84,24 @@ def _batch(config: Config) -> Iterator[Problem]:
         )
 
 
-def _routers(config: Config) -> Iterator[Problem]:
+def _routers(
+    learner: LearnerConfig, loss: LossConfig, pipeline: PipelineConfig, replay: ReplayConfig
+) -> Iterator[Problem]:
     """The needs of a loss that compares the routers' scores of two passes."""
-    name, learner = config.loss.name, config.learner
+    name = loss.name
     needed = [
-        ("replay.mode", config.replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
+        ("replay.mode", replay.mode != "none", "none", "both passes must use the same experts", "R2 or R3"),
         (
             "replay.missing",
-            config.replay.missing == "reject",
+            replay.missing == "reject",
             "native",
             "tokens without routes have other experts in each pass",
             "reject",
         ),
         (
             "pipeline.behavior",
-            config.pipeline.recovery not in ("interpolate", "bypass"),
-            config.pipeline.recovery,
+            pipeline.has_anchor_pass,
+            pipeline.recovery,
             "the routers are compared with those of the anchor, and no pass is made for it",
             "snapshot or merged",
         ),
@@ -110,64 +118,7 @@ def _routers(config: Config) -> Iterator[Problem]:
             yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
 
 
-def _corrections(config: Config) -> Iterator[Problem]:
-    for rule in config.correction.rules:
-        yield from _exact_divergence(config, rule)
-        if rule.thresholds.get("tokens") == "post_tool" and not may_have_turns(config):
-            yield Problem(
-                "correction.rules",
-                f"rule {rule.name} weighs tokens after tools, and without a rollout function or an agent every sample "
-                "is one turn",
-                got="tokens=post_tool with rollout.function=null and rollout.agent=null",
-                expected="tokens left out, or one of the two",
-            )
-    pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
-    for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
-        yield Problem(
-            "correction.rules",
-            f"rule {name} is listed more than once on one ratio, and its metrics would overwrite each other",
-            got=f"{pairs.count((name, ratio))} times on {ratio} ratio",
-            expected="once on a ratio",
-        )
-    preset = config.correction.preset
-    if preset is not None and PRESETS[preset].bypass and config.replay.mode == "R2":
-        yield Problem(
-            "replay.mode",
-            "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
-            got=f"R2 with correction.preset={preset}",
-            expected="R3 or none",
-        )
-
-
-def may_have_turns(config: Config) -> bool:
-    """False where every sample is one answer; a recording may hold several turns."""
-    return config.rollout.has_turns or not config.rollout.traits.samples_live
-
-
-def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
-    if rule.thresholds.get("divergence") != "exact":
-        return
-    if not config.keeps_masks:
-        yield Problem(
-            "sampling_mask.mode",
-            f"rule {rule.name} with divergence=exact needs the rollout's distribution, "
-            "which is recorded with the sampling mask",
-            got="off",
-            expected="keep",
-            fix="set sampling_mask.mode=keep, or divergence=sampled",
-        )
-    if rule.thresholds.get("ratio", "total") != "total":
-        yield Problem(
-            "correction.rules",
-            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, "
-            "which is the total ratio",
-            got=f"ratio={rule.thresholds['ratio']}",
-            expected="ratio left out",
-        )
-
-
-def _kl(config: Config) -> Iterator[Problem]:
-    kl = config.kl
+def _kl(kl: KlConfig, advantage: AdvantageConfig) -> Iterator[Problem]:
     if kl.controller == "adaptive" and kl.coef == 0:
         yield Problem(
             "kl.coef",
@@ -175,7 +126,7 @@ def _kl(config: Config) -> Iterator[Problem]:
             got="0 with kl.controller=adaptive",
             expected="a positive number, e.g. 0.001",
         )
-    if kl.coef and kl.where == "reward" and config.advantage.name == "gdpo":
+    if kl.coef and kl.where == "reward" and advantage.name == "gdpo":
         yield Problem(
             "kl.where",
             "gdpo compares named rewards one by one, and the KL lowers their sum",
@@ -215,7 +166,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
             expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
         )
-    if optimizer.ess_scale != "off" and config.pipeline.recovery in ("interpolate", "bypass"):
+    if optimizer.ess_scale != "off" and not config.pipeline.has_anchor_pass:
         yield Problem(
             "optimizer.ess_scale",
             "the ratio of policy to rollout is not known before the update",
@@ -234,8 +185,8 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             )
 
 
-def _parallel(config: Config) -> Iterator[Problem]:
-    parallel = config.learner.parallel
+def _parallel(learner: LearnerConfig) -> Iterator[Problem]:
+    parallel = learner.parallel
     if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield Problem(
             "learner.parallel.virtual_pipeline",

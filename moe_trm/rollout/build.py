@@ -24,10 +24,10 @@ from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler
-from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
 from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams
@@ -64,7 +64,7 @@ def build_engine(config: Config, api_key: str | None) -> RolloutEngine:
             config.rollout.bundle,
             prompts_grow=config.rollout.function is not None,
             prompts_own=config.rollout.agent is not None,
-            several_rows=several_rows(config),
+            several_rows=several_rows(config.rollout, config.agent),
             waits=config.pipeline.mode != "sync",
             push_every=config.pipeline.push_every,
             delay_s=config.rollout.bundle_delay_s,

@@ -29,7 +29,8 @@ from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator, reward_of
 from moe_trm.rollout.mask_metrics import mask_metrics
 from moe_trm.rollout.producer import Producer
-from moe_trm.rollout.sampler import Sampler, SingleTurn, rewarded
+from moe_trm.rollout.sampler import Sampler, rewarded
+from moe_trm.rollout.single_turn import SingleTurn
 from moe_trm.rollout.step_parts import StepParts, versions_of
 from moe_trm.rollout.turn_metrics import turn_metrics
 from moe_trm.store.ledger import Ledger

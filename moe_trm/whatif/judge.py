@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from moe_trm import summable
+from moe_trm.config.problems import InvalidConfigError
 from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.protocol import Learner
@@ -62,6 +63,8 @@ def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
     config = config.model_copy(update={"correction": correction, "loss": candidate.loss})
     try:
         return _judged(candidate.name, config, recorded)
+    except InvalidConfigError as error:
+        return RuleOutcome(candidate.name, refused="; ".join(problem.what for problem in error.problems))
     except ConfigError as error:
         return RuleOutcome(candidate.name, refused=error.what)
 
@@ -98,13 +101,13 @@ def _judged(name: str, config: Config, recorded: Steps) -> RuleOutcome:
         if measured_only:
             recording.total, weights = {}, EffectiveWeights()
     pooled = summable.finalize(recording.total) | weights.summary()
-    uncalibrated = "" if recording.total else _uncalibrated(config, len(recorded))
+    uncalibrated = "" if recording.total else _uncalibrated(config.correction, len(recorded))
     return RuleOutcome(name, "", steps, pooled, weights.histogram(), verdict, uncalibrated)
 
 
-def _uncalibrated(config: Config, num_steps: int) -> str:
-    names = [rule.name for rule in config.correction.rules if rule.target_reject_rate is not None]
-    steps = config.correction.calibration_steps
+def _uncalibrated(correction: CorrectionConfig, num_steps: int) -> str:
+    names = [rule.name for rule in correction.rules if rule.target_reject_rate is not None]
+    steps = correction.calibration_steps
     return (
         f"uncalibrated: {', '.join(names)} measures for correction.calibration_steps={steps} steps, "
         f"and the recording has {num_steps}"
