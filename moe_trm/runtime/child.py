@@ -178,7 +178,8 @@ class Child:
         try:
             assert process.stdin is not None
             process.stdin.write(pack(Hello(settings)))
-            first = await asyncio.wait_for(from_child(process, _DECODER), startup_s)
+            reading = from_child(process, _DECODER)
+            first = await asyncio.wait_for(reading, startup_s)
         except TimeoutError:
             pass
         finally:
