@@ -32,9 +32,9 @@ from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import SamplingParams
 

@@ -21,8 +21,8 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from moe_trm.config.route_defects import ROUTE_DEFECTS
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.route_defects import ROUTE_DEFECTS
 
 MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
 HF_CONFIG = {

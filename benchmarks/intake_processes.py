@@ -31,7 +31,7 @@ from benchmarks.table import Row, report
 from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import read
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile

@@ -30,8 +30,8 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.intake.receiving import ROOM_BYTES
+from moe_trm.rollout.server_engine import SglangEngine
 from moe_trm.rollout.service import ControllerService, Start
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks.reward_input import RewardInput
 from moe_trm.types import Prompt, SamplingParams, TrainBatch

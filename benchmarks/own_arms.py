@@ -19,7 +19,7 @@ from launch.job import learner_environment
 from launch.warm import warm_server
 from moe_trm.config import load
 from moe_trm.doctor.preflight import smallest_world
-from moe_trm.rollout.sglang import supervisor
+from moe_trm.rollout.servers import process as supervisor
 from moe_trm.rollout.sglang.warm import warm_engine
 from moe_trm.runtime.warm import WarmProcess
 

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server, start_server
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding

@@ -14,6 +14,7 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.load import load_function
 
 KEY = "rollout.engine"
+DEFAULT = "sglang"
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class EngineTraits:
         records_routes: its records can have the experts of every token.
         records_masks: its records can have the support that each token was sampled from.
         takes_broadcasts: weights can reach it by `sync.method=distributed`.
-        has_servers: it asks SGLang servers: those of `rollout.url` or `rollout.urls`, else the one of
+        has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
-        packages: distributions that must be installed where the run starts it.
+        packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
+        rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
+            `Problem`s. Empty: none.
     """
 
     has_weights: bool = True
@@ -40,11 +43,18 @@ class EngineTraits:
     has_servers: bool = False
     awaits_weights: bool = False
     packages: tuple[str, ...] = ()
+    rules: str = ""
 
 
 ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     {
-        "sglang": EngineTraits(takes_broadcasts=True, has_servers=True, awaits_weights=True, packages=("sglang",)),
+        DEFAULT: EngineTraits(
+            takes_broadcasts=True,
+            has_servers=True,
+            awaits_weights=True,
+            packages=("sglang==0.5.23",),
+            rules="moe_trm.rollout.sglang.server_flags:refusals",
+        ),
         "bundle": EngineTraits(has_weights=False, samples_live=False),
     }
 )

@@ -20,7 +20,6 @@ from moe_trm.config import (
     precision_rules,
     rollout_rules,
     schedule_rules,
-    server_flags,
     task_rules,
     training_rules,
 )
@@ -56,7 +55,6 @@ def _refusals(config: Config) -> list[Problem]:
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *schedule_rules.refusals(config),
-        *server_flags.refusals(config),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
         *advantage_rules.refusals(config),

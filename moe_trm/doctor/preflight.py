@@ -30,7 +30,7 @@ from moe_trm.models.hf_config import check_vocabulary, read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
-from moe_trm.rollout.sglang.served_folder import check_quantised
+from moe_trm.rollout.sglang.start_folder import check_quantised
 from moe_trm.step.objective import Objective
 
 

@@ -14,7 +14,7 @@ from moe_trm.doctor.checks import Check, attempt
 from moe_trm.errors import EngineError
 from moe_trm.models.hf_config import library_config
 from moe_trm.rollout.credentials import api_key_for
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.tasks.tokens import Tokens
 
 SAMPLES = ("672+39=", "The quick brown fox\n", " 1, 2, 3 # 4", "Zürich 東京 \N{ROCKET}")

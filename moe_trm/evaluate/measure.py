@@ -94,7 +94,7 @@ def _served(config: Config, by: By, log: Path) -> Iterator[tuple[Config, str | N
     if by == "learner" or not config.rollout.starts_server:
         yield config, api_key_for(config)
         return
-    from moe_trm.rollout.sglang.supervisor import start_server
+    from moe_trm.rollout.servers.process import start_server
 
     key = api_key_for(config) or secrets.token_hex(16)
     server = start_server(config, log, key)

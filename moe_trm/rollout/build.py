@@ -24,9 +24,9 @@ from moe_trm.rollout.greedy import GreedyBaseline, RecordedBaseline
 from moe_trm.rollout.intake.sampler import WrittenTurn
 from moe_trm.rollout.recorded import BundleEngine, RecordedSampler
 from moe_trm.rollout.sampler import Sampler, SingleTurn
+from moe_trm.rollout.server_engine import SglangEngine
 from moe_trm.rollout.sessions.dialogue import Limits, TurnEngine
 from moe_trm.rollout.sessions.function_sampler import ADAPTER, FunctionSampler
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.protocol import Task
 from moe_trm.types import SamplingParams

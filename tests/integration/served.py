@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding

@@ -16,9 +16,9 @@ from moe_trm.rollout.agents.agent_sampler import ADAPTER, AgentSampler
 from moe_trm.rollout.agents.live_session import Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.server import AgentServer
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sessions.dialogue import Limits
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.tasks.build import build_task
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams

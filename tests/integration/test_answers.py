@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import HEADERS
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.http import HEADERS
+from moe_trm.rollout.servers.process import Server
 from moe_trm.types import SamplingParams
 from tests.integration.served import VOCAB, prompts
 

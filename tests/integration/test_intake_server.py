@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.process import Server
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.types import RolloutRecord
 from tests.integration.served import PARAMS, check_against_hf, load, make_push, prompts, with_engine

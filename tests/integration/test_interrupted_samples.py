@@ -9,10 +9,10 @@ from pathlib import Path
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server
 from moe_trm.sampling_mask.record import join, split
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import RolloutRecord, SamplingParams

@@ -12,10 +12,10 @@ import pytest
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import PAUSES_S, VOCAB, load, make_push, prompts, with_engine
 

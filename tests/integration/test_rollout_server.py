@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, RecordRejected, SyncError
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sglang.disk_load import load_folder, verified_checksums
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.supervisor import Server, start_server
 from moe_trm.types import RolloutRecord, SampledTurn, SamplingParams
 from tests.integration.served import (
     EXPERT,

@@ -9,7 +9,7 @@ from typing import Any
 from moe_trm.errors import RecordRejected
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.agents.messages import Message, plain
-from moe_trm.rollout.sglang import parsers
+from moe_trm.rollout.sglang import agent_parsers as parsers
 
 ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], tuple[str, Sequence[Mapping[str, Any]]]]
 """Text and descriptions of tools to the text beside the calls, and the calls: `name`, `arguments`."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.runtime.frames import frame
 from moe_trm.runtime.shared_blocks import Block
 from moe_trm.types import SamplingParams

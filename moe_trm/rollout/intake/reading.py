@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_trm.rollout.intake.messages import Question
+from moe_trm.rollout.servers.continuation import settled
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.continuation import settled
 from moe_trm.rollout.sglang.parse import parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.tasks.rewards import written_text
 from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_trm.rollout.sampler import SingleTurn, rewarded
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.server_engine import SglangEngine
 from moe_trm.tasks.protocol import Task
 from moe_trm.tasks.rewards import score
 from moe_trm.types import Prompt, RolloutRecord, SamplingParams

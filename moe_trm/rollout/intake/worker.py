@@ -35,7 +35,7 @@ from moe_trm.rollout.intake.messages import (
 )
 from moe_trm.rollout.intake.reading import read
 from moe_trm.rollout.intake.receiving import Reception, Room
-from moe_trm.rollout.sglang.http import HEADERS, EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.http import HEADERS, EngineSlow, HttpStatusError, ServerFailed
 from moe_trm.runtime import wire
 from moe_trm.runtime.frames import from_parent
 from moe_trm.runtime.shared_blocks import BlockWriter

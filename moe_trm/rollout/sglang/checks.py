@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_trm.config.route_defects import defects_of
 from moe_trm.errors import EngineError, EngineLost, RecordRejected
+from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.answer_form import MetaInfo, decode_answer
 from moe_trm.rollout.sglang.api import check_can_verify
-from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
 from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.sglang.route_defects import defects_of
 from moe_trm.types import Prompt, SamplingParams
 from routing.sglang import PAYLOAD_BYTES, PAYLOAD_DTYPE
 

@@ -21,8 +21,8 @@ from typing import Literal
 import numpy as np
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import Answer, MetaInfo, decode_answer
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.turn import routes_rejected
 from moe_trm.sampling_mask.record import SamplingMask
 from moe_trm.sampling_mask.sound import sound_mask

@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.sglang import fleet as fleet_module
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.remote import RemoteServer
+from moe_trm.rollout.servers import fleet as fleet_module
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import RemoteServer
 from tests.unit.rollout.local_app import LocalApp
 
 

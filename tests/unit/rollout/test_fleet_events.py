@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import EngineLost
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp, EngineSlow, HttpStatusError
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp, EngineSlow, HttpStatusError
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
 from tests.unit.virtual_time import run
 
 SAMPLES, PUSHES, FAULTS = 24, 4, 4

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import RecordRejected
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.continuation import continued
 from moe_trm.rollout.sessions.conversation import Conversation
-from moe_trm.rollout.sglang.continuation import continued
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.types import Prompt, RolloutRecord, SampledTurn, SamplingParams
 from routing import RouteRecord, token_digest
 from tests.unit.rollout.local_app import LocalApp

@@ -12,12 +12,12 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError, EngineLost
-from moe_trm.rollout.sglang import fleet as fleet_module
-from moe_trm.rollout.sglang import router as router_module
-from moe_trm.rollout.sglang.fleet import Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers import fleet as fleet_module
+from moe_trm.rollout.servers import router as router_module
+from moe_trm.rollout.servers.fleet import Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
 from tests.unit.rollout.local_app import LocalApp
 from tests.unit.rollout.test_fleet import FakeServer, in_loop
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tests.unit.rollout.test_supervisor import config
 
 from moe_trm.errors import EngineError
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.process import start_server
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
-from moe_trm.rollout.sglang.supervisor import start_server
-from tests.unit.config.test_route_defects import SOUND, attach
 from tests.unit.rollout.local_app import LocalApp
+from tests.unit.rollout.test_route_defects import SOUND, attach
 from tests.unit.rollout.test_sglang_engine import HF
-from tests.unit.rollout.test_supervisor import config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -17,9 +17,9 @@ from aiohttp import web
 from moe_trm.config.choices import settle
 from moe_trm.config.schema import Config
 from moe_trm.errors import CheckpointError, EngineError, SyncError
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import EngineHttp, HttpStatusError
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SamplingParams
 from tests.unit.rollout.local_app import LocalApp

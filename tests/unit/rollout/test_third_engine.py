@@ -15,7 +15,7 @@ from moe_trm.doctor.environment import environment
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.recorded import BundleEngine
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.server_engine import SglangEngine
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TrainBatch, TrainRow
 from tests.unit.rollout.scripted_engine import REJECTED, SCRIPT

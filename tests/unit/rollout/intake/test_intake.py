@@ -19,9 +19,9 @@ from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.intake import process as process_module
 from moe_trm.rollout.intake.messages import Hello, Question
 from moe_trm.rollout.intake.pool import IntakePool
-from moe_trm.rollout.sglang.engine import SglangEngine
+from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.parse import Wanted
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.tasks.rewards import written_text

@@ -18,8 +18,8 @@ import pytest
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
+from moe_trm.rollout.server_engine import SglangEngine
 from moe_trm.rollout.service import ControllerService, Start
-from moe_trm.rollout.sglang.engine import SglangEngine
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.sync.manifest import WeightPush

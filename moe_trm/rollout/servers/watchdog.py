@@ -18,7 +18,7 @@ from types import TracebackType
 
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.supervisor import Server, on_cpu, start_server
+from moe_trm.rollout.servers.process import Server, on_cpu, start_server
 from moe_trm.runtime.activity import Activity, activity_of
 
 POLL_S = 0.5

@@ -16,19 +16,19 @@ from moe_trm.errors import EngineError, RecordRejected, SyncError
 from moe_trm.rollout.intake.messages import Hello, Question, Whole
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.rollout.servers.continuation import continued, settled
+from moe_trm.rollout.servers.fleet import REISSUES, Fleet
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
+from moe_trm.rollout.servers.seeds import Seeds
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.broadcast import DistributedPush
 from moe_trm.rollout.sglang.checks import ServerCheck
-from moe_trm.rollout.sglang.continuation import continued, settled
 from moe_trm.rollout.sglang.disk_load import load_folder, num_bytes, verified_checksums
-from moe_trm.rollout.sglang.fleet import REISSUES, Fleet
-from moe_trm.rollout.sglang.http import EngineHttp
 from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.rollout.sglang.reader import Reader
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
-from moe_trm.rollout.sglang.seeds import Seeds
-from moe_trm.rollout.sglang.served import ServedModel
 from moe_trm.rollout.sglang.together import Received
 from moe_trm.rollout.turn import naming
 from moe_trm.sync.manifest import Share, WeightPush

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.sglang.endpoint import Endpoint, Post, T
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.endpoint import Endpoint, Post, T
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.types import ServerState
 
 MEMORY_TAGS = ("weights", "kv_cache")

@@ -23,10 +23,10 @@ from moe_trm.config.schema import Config, ServerConfig
 from moe_trm.errors import CheckpointError, ConfigError, EngineError, RunError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
+from moe_trm.rollout.servers.last_words import last_words
+from moe_trm.rollout.servers.port import held_port
 from moe_trm.rollout.sglang.environment import child_environment
-from moe_trm.rollout.sglang.last_words import last_words
-from moe_trm.rollout.sglang.port import held_port
-from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
+from moe_trm.rollout.sglang.start_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
 from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.warm import WarmProcess
 

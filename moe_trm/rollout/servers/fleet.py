@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
-from moe_trm.rollout.sglang.endpoint import Post, T
-from moe_trm.rollout.sglang.http import EngineSlow
-from moe_trm.rollout.sglang.remote import RemoteServer
-from moe_trm.rollout.sglang.router import Router
+from moe_trm.rollout.servers.endpoint import Post, T
+from moe_trm.rollout.servers.http import EngineSlow
+from moe_trm.rollout.servers.remote import RemoteServer
+from moe_trm.rollout.servers.router import Router
 from moe_trm.types import ServerState
 
 REISSUES = 8
