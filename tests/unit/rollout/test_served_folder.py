@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.unit.rollout.test_supervisor import config
+from tests.unit.rollout.test_server_process import config
 
 from moe_trm.errors import EngineError
 from moe_trm.rollout.servers.http import EngineHttp
