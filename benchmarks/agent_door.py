@@ -32,7 +32,7 @@ from moe_trm.rollout.agents.live_session import LiveSession, Policy
 from moe_trm.rollout.agents.reader import AnswerReader
 from moe_trm.rollout.agents.request import MODEL
 from moe_trm.rollout.agents.server import AgentServer
-from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.sessions.dialogue import Limits
 from moe_trm.tasks.tokens import Tokens
@@ -51,7 +51,7 @@ Way = Callable[[int], Awaitable[int]]
 class Bench:
     """The parts that all ways share."""
 
-    engine: SglangEngine
+    engine: ServerEngine
     tokens: Tokens
     server: Server
     sessions: int
@@ -94,7 +94,7 @@ def measure(folder: Path, sessions: int, pairs: int, turns: int) -> list[Row]:
     server = start_server(config, folder / "server.log", KEY)
     try:
 
-        async def work(engine: SglangEngine) -> list[Row]:
+        async def work(engine: ServerEngine) -> list[Row]:
             await engine.load_weights(push)
             bench = Bench(engine, Tokens(checkpoint), server, sessions, turns)
             kinds: Mapping[str, tuple[Way, Way]] = {

@@ -22,8 +22,9 @@ from benchmarks.answering_servers import MODEL
 from benchmarks.answering_servers import answer as answer_bytes
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
+from moe_trm.rollout.servers.backend import Wanted
 from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
-from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.parse import parse_turn
 
 PROMPT_TOKENS = 512
 

@@ -28,19 +28,22 @@ import psutil
 from benchmarks.answering_servers import MODEL, answer, answering
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.intake.messages import Hello, Question
+from moe_trm.config.engines import DEFAULT
+from moe_trm.rollout.intake.messages import Hello
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import read
+from moe_trm.rollout.servers.backend import Question, Wanted, backend_of
 from moe_trm.rollout.servers.http import EngineHttp
-from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, SharedFile
+from moe_trm.types import SamplingParams
 
 PROMPT, OPEN, COUNTS = 512, 6, (1, 2)
 NONE = 0
 """Without intake processes: this process receives and reads, as the controller does then."""
 INTAKE, PLAIN = "intake", "plain"
 """Kinds of processes."""
+SGLANG = backend_of(DEFAULT)
 WANTED = Wanted(routes=True, mask=False)
 
 
@@ -68,8 +71,8 @@ Measured = dict[tuple[str, int], list[Took]]
 async def through_servers(args: object) -> Measured:
     """Real intake processes behind real sockets."""
     tokens, answers, pairs = (int(getattr(args, name)) for name in ("tokens", "answers", "pairs"))
-    question = Question({"input_ids": list(range(PROMPT))}, WANTED)
-    pools = {count: IntakePool(count, Hello(MODEL, None, 600.0, 1)) for count in COUNTS}
+    question = Question(tuple(range(PROMPT)), SamplingParams(), WANTED)
+    pools = {count: IntakePool(count, Hello(DEFAULT, MODEL, None, 600.0, 1)) for count in COUNTS}
     ways = [(INTAKE, NONE), *((kind, count) for count in COUNTS for kind in (INTAKE, PLAIN))]
     measured: Measured = {way: [] for way in ways}
     body = answer(PROMPT, tokens - PROMPT)
@@ -104,8 +107,8 @@ async def _measured(
                 if pool is not None:
                     await pool.ask(url, question)
                 else:
-                    body = await http.request("POST", "/generate", question.request)
-                    read(body, question, MODEL, None)
+                    body = await http.request("POST", "/generate", SGLANG.request(question))
+                    read(body, question, None, MODEL, None, SGLANG)
 
     intakes = [psutil.Process(process) for process in pool.process_ids] if pool is not None else []
     before, own, began = (_spent(intakes), _spent(servers)), time.process_time(), time.perf_counter()
@@ -160,13 +163,13 @@ def read_again_and_again(tokens: int, answers: int) -> int:
     Prints the processor seconds, and when it began and ended: its own end as a process takes as long as some answers.
     """
     body, file = answer(PROMPT, tokens - PROMPT), SharedFile()
-    writer, question = BlockWriter(file.descriptor), Question({"input_ids": list(range(PROMPT))}, WANTED)
-    read(body, question, MODEL, None)
+    writer, question = BlockWriter(file.descriptor), Question(tuple(range(PROMPT)), SamplingParams(), WANTED)
+    read(body, question, None, MODEL, None, SGLANG)
     print("ready", flush=True)
     sys.stdin.readline()
     before, began = time.process_time(), time.monotonic()
     for _ in range(answers):
-        _, *buffers = wire.encode(read(body, question, MODEL, None).value)
+        _, *buffers = wire.encode(read(body, question, None, MODEL, None, SGLANG).value)
         file.open(writer.write(buffers))
     print(time.process_time() - before, began, time.monotonic())
     return 0

@@ -30,7 +30,7 @@ from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
 from moe_trm.rollout.intake.receiving import ROOM_BYTES
-from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.service import ControllerService, Start
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.tasks.reward_input import RewardInput
@@ -94,7 +94,7 @@ def run_controller(told: Connection, config: Config, endpoint: str, kills: int) 
     task: Any = Prompts()
 
     async def serve() -> dict[str, Any]:
-        engine = SglangEngine(config, "key")
+        engine = ServerEngine(config, "key")
         controller = RolloutController(config, engine, task, SamplingParams(max_new_tokens=1 << 16))
         await engine.start()
         await controller.load_weights(WeightPush(0, config.model.checkpoint, ()))
@@ -110,7 +110,7 @@ def run_controller(told: Connection, config: Config, endpoint: str, kills: int) 
 class Watch:
     """Peaks of the controller and of its intake processes, which it kills at random."""
 
-    def __init__(self, engine: SglangEngine) -> None:
+    def __init__(self, engine: ServerEngine) -> None:
         self._engine, self._pool = engine, engine._intake
         self._before: dict[int, int] = {}
         self._peaks: dict[int, int] = {}

@@ -20,6 +20,7 @@ from launch.warm import warm_server
 from moe_trm.config import load
 from moe_trm.doctor.preflight import smallest_world
 from moe_trm.rollout.servers import process as supervisor
+from moe_trm.rollout.sglang import launch
 from moe_trm.rollout.sglang.warm import warm_engine
 from moe_trm.runtime.warm import WarmProcess
 
@@ -80,14 +81,14 @@ def own_arm(place: Place, name: str, overrides: Sequence[str], *, records: bool 
 
 @contextmanager
 def _server(place: Place, overrides: Sequence[str], log: Path, records: bool) -> Iterator[supervisor.Server]:
-    command = supervisor.launch_command
+    command = launch.launch_command
 
     def bare(*args: object, **options: object) -> list[str]:
         return [word for word in command(*args, **options) if word != RECORDER]  # type: ignore[arg-type]
 
     patience = f"rollout.server.extra_args=[--watchdog-timeout, '{STOPPED_S}']"
     config = load(CONFIG, [*overrides, "rollout.server.port=0", patience])
-    with nullcontext() if records else patch.object(supervisor, "launch_command", bare):
+    with nullcontext() if records else patch.object(launch, "launch_command", bare):
         server = supervisor.start_server(config, log, secrets.token_hex(16), warm=place.engine)
     try:
         yield server

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
-from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.server_engine import ServerEngine
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.sync.disk import finish_push, write_shard
 from moe_trm.sync.manifest import WeightPush
@@ -104,7 +104,7 @@ def tokens_per_second(config: Config, server: Server, requests: int, seed: int) 
     ]
     params = SamplingParams(temperature=1.0, top_p=0.95, top_k=64, max_new_tokens=ANSWER_TOKENS)
 
-    async def batch(engine: SglangEngine) -> int:
+    async def batch(engine: ServerEngine) -> int:
         records = await asyncio.gather(
             *(
                 engine.generate(prompt, params, sample_id=group * GROUP_SIZE + member, group_id=group)
@@ -118,10 +118,10 @@ def tokens_per_second(config: Config, server: Server, requests: int, seed: int) 
     return asyncio.run(with_engine(config, server, batch)) / (time.perf_counter() - began)
 
 
-async def with_engine(config: Config, server: Server, work: Callable[[SglangEngine], Awaitable[T]]) -> T:
+async def with_engine(config: Config, server: Server, work: Callable[[ServerEngine], Awaitable[T]]) -> T:
     """The result of `work` with an engine that is attached to `server`."""
     attached = config.model_copy(update={"rollout": config.rollout.model_copy(update={"url": server.url})})
-    engine = SglangEngine(attached, server.api_key)
+    engine = ServerEngine(attached, server.api_key)
     try:
         return await work(engine)
     finally:

@@ -25,11 +25,11 @@ from benchmarks.peers.against_trl import against_trl
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.build import sampling_params
+from moe_trm.rollout.servers.backend import Wanted
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import Server, start_server
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer import parse_answer
-from moe_trm.rollout.sglang.parse import Wanted
 from moe_trm.tasks.build import build_task
 from moe_trm.types import Prompt, SamplingParams
 

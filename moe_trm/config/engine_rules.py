@@ -39,6 +39,13 @@ def refusals(config: Config) -> Iterator[Problem]:
             got=f"keep with rollout.engine={name}",
             expected="off",
         )
+    if config.rollout.colocate and traits.has_weights and not traits.lends_memory:
+        yield Problem(
+            "rollout.colocate",
+            "this engine does not lend its memory",
+            got=f"true with rollout.engine={name}",
+            expected="false",
+        )
     if config.sync.method == "distributed" and traits.has_weights and not traits.takes_broadcasts:
         yield Problem(
             "sync.method",

@@ -29,6 +29,7 @@ class EngineTraits:
         takes_broadcasts: weights can reach it by `sync.method=distributed`.
         has_servers: it is asked through servers: those of `rollout.url` or `rollout.urls`, else the one of
             `rollout.server`, which the run starts.
+        lends_memory: its device memory can be released for the learner between pushes (`rollout.colocate`).
         awaits_weights: it can be asked for samples of weights before it is given them (`expect`).
         packages: distributions that must be installed where the run starts it, each `name` or `name==tested version`.
         rules: `package.module:function` with the rules between settings that only this engine knows: from `Config` to
@@ -41,6 +42,7 @@ class EngineTraits:
     records_masks: bool = True
     takes_broadcasts: bool = False
     has_servers: bool = False
+    lends_memory: bool = True
     awaits_weights: bool = False
     packages: tuple[str, ...] = ()
     rules: str = ""
@@ -59,6 +61,26 @@ ENGINES: Mapping[str, EngineTraits] = MappingProxyType(
     }
 )
 """The engines of this repository. `moe_trm.rollout.build` makes them."""
+
+SERVER_BACKENDS: Mapping[str, str] = MappingProxyType({DEFAULT: "moe_trm.rollout.sglang.backend:SglangBackend"})
+"""The `ServerBackend` of each that has servers; one of the user's own is named as itself."""
+
+NAMED_PARSERS = "moe_trm.rollout.sglang.agent_parsers"
+"""Module with the parsers of answers that `agent.tool_parser` and `agent.reasoning_parser` know by name."""
+
+
+LEARNER = "learner"
+"""Stands beside engines with servers where weights are evaluated: the learner's own policy answers."""
+
+
+def short_name(engine: str) -> str:
+    """For files and tables: the engine's name, or the class of one of the user's own."""
+    return engine.rpartition(":")[2]
+
+
+def may_answer(by: str) -> bool:
+    """True where evaluations can be answered by `by`: an engine with servers, or `LEARNER`. Raises as `traits_of`."""
+    return by == LEARNER or traits_of(by).has_servers
 
 
 def traits_of(engine: str) -> EngineTraits:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.servers.process import launch_command
+from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.rollout.sglang.server_flags import BREAKS, SETTINGS, refusals
 
 MAY_DIFFER = {

@@ -15,7 +15,7 @@ from moe_trm.doctor.environment import environment
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.build import build_controller
 from moe_trm.rollout.recorded import BundleEngine
-from moe_trm.rollout.server_engine import SglangEngine
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import TrainBatch, TrainRow
 from tests.unit.rollout.scripted_engine import REJECTED, SCRIPT
@@ -117,7 +117,7 @@ def test_a_file_that_is_no_engine_is_refused_when_it_is_loaded(
 
 
 def test_engines_say_of_themselves_what_the_table_says() -> None:
-    assert {"sglang": SglangEngine.traits, "bundle": BundleEngine.traits} == dict(ENGINES)
+    assert {"sglang": SglangBackend.traits, "bundle": BundleEngine.traits} == dict(ENGINES)
 
 
 def test_no_engine_is_told_by_its_name_outside_its_builder() -> None:
