@@ -2,7 +2,7 @@
 
 A server that is late on a loaded machine is not lost: what counts is that its process does nothing while it is asked.
 A restarted server serves the checkpoint's weights without a version number. The controller notices this and gives it
-the newest push. It samples nothing from the server before the push is proved (`rollout.sglang.fleet`).
+the newest push. It samples nothing from the server before the push is proved (`fleet.py`).
 """
 
 from __future__ import annotations
