@@ -6,6 +6,7 @@ Nothing outside `scripted_backend.py` knows of it. The servers are real processe
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from moe_trm.config.rules import refusals
 from moe_trm.config.schema import Config
 from moe_trm.doctor.served import attached
 from moe_trm.errors import ConfigError, EngineError, SyncError
@@ -39,8 +41,6 @@ T = TypeVar("T")
 
 
 def config(tmp_path: Path, *extra: str, **rollout: Any) -> Config:
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(HF))
     server = {"port": 0, "extra_args": extra, "dtype": "float32"}
     sections: dict[str, Any] = {"pipeline": rollout.pop("pipeline", {}), "run_dir": str(tmp_path)}
@@ -100,7 +100,6 @@ def test_it_answers_with_the_weights_of_the_last_push(server: Server, tmp_path: 
     records = with_engine(config(tmp_path), server, work)
     assert sorted({tuple(record.tokens[2:].tolist()) for record in records}) == sorted((*line, 2) for line in SCRIPT)
     assert [set(record.versions.tolist()) for record in records] == [{4}] * 4 + [{5}] * 4
-    assert f"loaded 5: {2} tensors" in server.log_path.read_text()
 
 
 def test_intake_processes_ask_it_too(server: Server, tmp_path: Path) -> None:
@@ -149,8 +148,8 @@ def test_a_push_interrupts_an_answer_which_goes_on_with_the_new_weights(tmp_path
         record = with_engine(settings, running, work)
     finally:
         running.stop()
-    assert set(record.versions[record.sampled].tolist()) <= {1, 2}
-    assert 2 in record.versions
+    assert sorted(set(record.versions.tolist())) == [1, 2]
+    assert tuple(record.tokens[2:].tolist())[-1] == 2
 
 
 def test_a_server_that_is_killed_is_restarted_and_given_its_weights_again(tmp_path: Path) -> None:
@@ -182,8 +181,6 @@ def test_the_doctor_skips_what_its_servers_do_not_say(server: Server, tmp_path: 
 
 
 def test_its_memory_is_not_lent_and_routes_are_not_recorded(tmp_path: Path) -> None:
-    from moe_trm.config.rules import refusals
-
     settings = config(tmp_path, colocate=True)
     settings = settings.model_copy(update={"replay": settings.replay.model_copy(update={"mode": "R3"})})
     assert {"rollout.colocate", "rollout.engine"} <= {problem.key for problem in refusals(settings)}
