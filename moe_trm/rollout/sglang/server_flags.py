@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moe_trm.config.choices import wants_routes
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import Config, RolloutConfig
 from moe_trm.rollout.sglang.route_defects import defects_asked_for
 
 KEY = "rollout.server.extra_args"
@@ -55,12 +55,13 @@ BREAKS: Mapping[str, str] = MappingProxyType(
 def refusals(config: Config) -> Iterator[Problem]:
     """Arguments with which a run would not have what it relies on; none where no server is started."""
     if config.rollout.starts_server:
-        yield from _flags(config)
-        yield from _routes(config)
+        yield from _flags(config.rollout)
+        if wants_routes(config):
+            yield from _routes(config.rollout)
 
 
-def _flags(config: Config) -> Iterator[Problem]:
-    for argument in config.rollout.server.extra_args:
+def _flags(rollout: RolloutConfig) -> Iterator[Problem]:
+    for argument in rollout.server.extra_args:
         name = argument.partition("=")[0]
         known = name if name in SETTINGS or name in BREAKS else _meant(name)
         if known in SETTINGS:
@@ -74,11 +75,9 @@ def _flags(config: Config) -> Iterator[Problem]:
             yield Problem(KEY, f"with this argument {BREAKS[known]}", got=argument, expected="no such argument")
 
 
-def _routes(config: Config) -> Iterator[Problem]:
+def _routes(rollout: RolloutConfig) -> Iterator[Problem]:
     """Options with which the server's routes would be wrong."""
-    if not wants_routes(config):
-        return
-    for defect, words in defects_asked_for(config.rollout.server.extra_args):
+    for defect, words in defects_asked_for(rollout.server.extra_args):
         yield Problem(
             KEY,
             f"the server's routes would be wrong: {defect.what} ({defect.source})",
