@@ -97,7 +97,7 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     refuse_together(*_needs(config))
     hf_config = check_model_and_layout(config, world_size)
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
-    check_quantised(config)
+    check_quantised(config.rollout, config.model)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
     recipe(config)
     check_trackers(config.observe)
@@ -117,7 +117,7 @@ def _needs(config: Config) -> list[Callable[[], object]]:
     return [
         lambda: read_hf_config(config.model.checkpoint),
         lambda: check_prompts(config.task),
-        lambda: check_folders(config),
+        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
     ]
 
 

@@ -120,7 +120,7 @@ def start_server(
             got=str(checkpoint),
             expected="a folder with config.json",
         )
-    check_quantised(config)
+    check_quantised(config.rollout, config.model)
     settings = config.rollout.server
     log_path.parent.mkdir(parents=True, exist_ok=True)
     served = folder_to_serve(checkpoint, log_path.parent)
