@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.batch.advantages import Array, opob
-from moe_trm.batch.filters import without_overlong
-from moe_trm.batch.outcome import GDPO, advantages_by_part, baselines_of, explained_variance, outcome_advantages
+from moe_trm.batch.compared import rewarded_samples
+from moe_trm.batch.outcome import explained_variance
 from moe_trm.batch.plan import compares_groups, plan_metrics, plan_step
-from moe_trm.batch.token_advantages import score_energy, token_advantages
 from moe_trm.batch.train_rows import num_sampled, train_rows
-from moe_trm.batch.zero_variance import shaped
 from moe_trm.config.schema import Config
 from moe_trm.config.task_rules import greedy_metric
 from moe_trm.errors import ControllerError
-from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.rollout.engine import RolloutEngine
 from moe_trm.rollout.evaluation import Evaluator, reward_of
@@ -146,7 +142,8 @@ class RolloutController:
         self._reuse.keep(groups)
         again = arrived.again[part :: self._parts]
         samples += [record for one in again for record in one.group.kept]
-        rows = with_weights(self._rows(samples), again) if samples else []
+        rows = with_weights([row for sample in samples for row in train_rows(sample)], again)
+        compared = (rewarded_samples(self._config.advantage.name, samples),) if samples else ()
         learner, packed = self._config.learner, self._config.batch.layout == "packed"
         plan = plan_step(
             rows,
@@ -167,7 +164,7 @@ class RolloutController:
             await self._engine.release_memory()
         metrics = self._step_metrics(version, arrived) if last else {}
         versions = versions_of(records)
-        return [TrainBatch(step, tuple(share), metrics, versions) for share in plan]
+        return [TrainBatch(step, tuple(share), metrics, versions, compared) for share in plan]
 
     def _balance(self, plan: Sequence[Sequence[MiniBatch]]) -> dict[str, float]:
         parallel = self._config.learner.parallel
@@ -244,51 +241,6 @@ class RolloutController:
         bound = self._config.pipeline.staleness_limit
         ages = age_metrics(arrived.trained, version, arrived.queue_ages, bound)
         return self._metrics(arrived.samples) | self._balance(arrived.plan) | ages
-
-    def _rows(self, samples: Sequence[RolloutRecord]) -> list[TrainRow]:
-        """The rows of the samples with their advantages."""
-        settings = self._config.advantage
-        if settings.name not in BY_TOKEN:
-            advantages = without_overlong(samples, self._advantages(samples), self._config.batch)
-            both = zip(samples, advantages, strict=True)
-            rows = [row for sample, value in both for row in train_rows(sample, float(value))]
-            return shaped(rows, settings.zero_variance_scale, self._config.batch)
-        found = token_advantages(
-            settings.name,
-            samples,
-            lone=settings.lone_sample,
-            normalize_std=settings.normalize_std,
-            discount=settings.turn_discount,
-        )
-        trains = without_overlong(samples, np.ones(len(samples)), self._config.batch)
-        values = [(own * factor).astype(np.float32) for own, factor in zip(found, trains, strict=True)]
-        return [row for sample, own in zip(samples, values, strict=True) for row in train_rows(sample, own)]
-
-    def _advantages(self, records: Sequence[RolloutRecord]) -> Array:
-        """Of each sample."""
-        settings, groups = self._config.advantage, np.array([record.group_id for record in records])
-        num_tokens = np.array([num_sampled(record) for record in records])
-        if settings.name == GDPO:
-            return advantages_by_part(
-                [record.reward_parts for record in records],
-                groups,
-                self._config.task.reward_weights,
-                num_tokens,
-                lone=settings.lone_sample,
-            )
-        rewards = np.array([record.reward for record in records], np.float64)
-        if ADVANTAGES[settings.name].reads_ratios:  # the learner makes them anew, once it has scored the step
-            energies = np.array([score_energy(record).sum() for record in records])
-            return opob(rewards, groups, np.zeros(len(records)), energies, lone=settings.lone_sample or "zero")
-        return outcome_advantages(
-            settings.name,
-            rewards,
-            groups,
-            num_tokens,
-            normalize_std=settings.normalize_std,
-            lone=settings.lone_sample,
-            baselines=baselines_of(records) if ADVANTAGES[settings.name].reads_greedy else None,
-        )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
         """Write what this step took, and what was dropped since the last: a repeated run drops it again."""

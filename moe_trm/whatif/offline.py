@@ -123,4 +123,4 @@ def _row(number: int) -> TrainRow:
     none = np.zeros(0, np.int32)
     sample_id, row = row_of(number)
     record = RolloutRecord(sample_id, -1, "", none, none.astype(bool), none, none, none, none, None, None, "", row=row)
-    return TrainRow(record, 0.0)
+    return TrainRow(record)
