@@ -55,7 +55,7 @@ def judged(rows: Sequence[TrainRow]) -> tuple[TokenBatch, Evidence, Correction]:
     ratios = LogRatios(batch.rollout_logprobs, learner, learner, batch.mask)
     keep = batch.mask & (torch.arange(batch.mask.shape[1]) % 3 != 0)
     weights = torch.where(keep, ratios.engine.exp(), 0.0)
-    return batch, Evidence(ratios, batch.advantages, batch.turn_ids), Correction(weights, keep, {})
+    return batch, Evidence(ratios, batch.advantages, turn_ids=batch.turn_ids), Correction(weights, keep, {})
 
 
 def made_transcripts(run_dir: Path) -> Path:
