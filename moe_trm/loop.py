@@ -65,8 +65,9 @@ def train(
         first=checkpoints.first_step,
         average=average,
     )
-    guard, advantages = RateGuard(config.optimizer), Advantages(config)
-    best = Best(config, folder_of(config, run_dir))
+    guard = RateGuard(config.optimizer)
+    advantages = Advantages(config.advantage, config.batch, config.task.reward_weights)
+    best = Best(config, folder_of(config.checkpoint, run_dir))
     steps, done = config.train.steps, checkpoints.first_step
     cadence, pushed, arrivals = Cadence.of(config, done), done, Arrivals(config, rollouts, phases)
     if saved := checkpoints.load(learner):

@@ -74,7 +74,8 @@ class RolloutController:
             needs_support=config.keeps_masks,
         )
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
-        self._planner, self._recorder = StepPlanner(config), StepRecorder(config)
+        self._planner = StepPlanner(config)
+        self._recorder = StepRecorder(config.record.bundle, rollout.group_size)
         self._weights = WeightLoader(engine, self._admit, overlaps=self.overlaps)
         self._arrived = StepParts({}, ())
 

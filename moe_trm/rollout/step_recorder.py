@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_trm.config.schema import Config
 from moe_trm.recording.bundle import BundleWriter
 from moe_trm.store.store import Group
 
 
 class StepRecorder:
-    """Writes each step into `record.bundle`; without a folder it writes nothing."""
+    """Writes each step into the folder of a bundle; without a folder it writes nothing.
 
-    def __init__(self, config: Config) -> None:
-        self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
-        self._group_size = config.rollout.group_size
+    Args:
+        folder: `record.bundle`.
+        group_size: samples of a prompt, by which they are numbered.
+    """
+
+    def __init__(self, folder: str | None, group_size: int) -> None:
+        self._writer = BundleWriter(folder) if folder else None
+        self._group_size = group_size
 
     def write(self, step: int, taken: Sequence[Group], dropped: Sequence[Group]) -> None:
         """Write what this step took, and what was dropped since the last: a repeated run drops it again."""

@@ -9,7 +9,7 @@ Shape letters: N samples of the step on all ranks, S scored tokens of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from moe_trm.batch.filters import is_overlong
 from moe_trm.batch.outcome import GDPO, advantages_by_part, outcome_advantages
 from moe_trm.batch.token_advantages import otb, score_energy, turn_grpo
 from moe_trm.batch.zero_variance import entropy_shaped, support_entropy
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, BatchConfig
 from moe_trm.learner.protocol import Learner
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.step.passes import Anchored, log_sequence_ratios
@@ -34,14 +34,16 @@ class Advantages:
     """The estimator of `advantage.name`, with what changes its values.
 
     Args:
-        config: `advantage`, `batch.overlong` and `task.reward_weights` are read.
+        settings: the estimator and its settings.
+        batch: `overlong` is read.
+        reward_weights: of named rewards; a name without one has weight 1.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._settings, self._weights = config.advantage, config.task.reward_weights
-        self._entry = ADVANTAGES[config.advantage.name]
-        self._lone = config.advantage.lone_sample or self._entry.lone or "zero"
-        self._masks_overlong = config.batch.overlong == "mask"
+    def __init__(self, settings: AdvantageConfig, batch: BatchConfig, reward_weights: Mapping[str, float]) -> None:
+        self._settings, self._weights = settings, reward_weights
+        self._entry = ADVANTAGES[settings.name]
+        self._lone = settings.lone_sample or self._entry.lone or "zero"
+        self._masks_overlong = batch.overlong == "mask"
 
     def given(
         self,

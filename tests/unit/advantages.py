@@ -18,6 +18,11 @@ from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, Trai
 from tests.unit.doubles import StandInLearner
 
 
+def estimator(config: Config) -> Advantages:
+    """As a run with this configuration has it."""
+    return Advantages(config.advantage, config.batch, config.task.reward_weights)
+
+
 def valued(rows: Sequence[TrainRow], *of_rows: float, keep_mask: bool = False) -> TokenBatch:
     """A micro-batch of these rows; the tokens of each have one of these advantages, or all have 1."""
     batch = collate(MicroBatch(tuple(rows)), keep_mask=keep_mask)
@@ -28,7 +33,7 @@ def valued(rows: Sequence[TrainRow], *of_rows: float, keep_mask: bool = False) -
 def of_step(shares: Sequence[TrainBatch], config: Config) -> dict[int, Array]:
     """`[S]` of the scored tokens of each row of a planned step, by its number."""
     parts = [Anchored(mini, [], [], []) for share in shares for mini in share.mini_batches]
-    values = Advantages(config).of_rows(StandInLearner(), parts, shares[0].compared)
+    values = estimator(config).of_rows(StandInLearner(), parts, shares[0].compared)
     return {record.row_id: own for record, own in zip(own_records(parts), values, strict=True)}
 
 

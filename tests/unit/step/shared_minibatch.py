@@ -24,7 +24,7 @@ from moe_trm.step.reference import Reference
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import MiniBatch, RewardedSample, TokenBatch, TrainRow
 from routing.replay import Native, RouteSource
-from tests.unit.advantages import valued
+from tests.unit.advantages import estimator, valued
 from tests.unit.doubles import StandInLearner
 from tests.unit.records import make_record
 
@@ -57,13 +57,8 @@ class FakeLearner(StandInLearner):
         self.snapshots.append(name)
         return 0
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         if weights is None:
             return [Scores(current_logprobs(batch)) for batch in batches]
@@ -145,7 +140,7 @@ def outcome(
                 first=first,
                 reference=reference,
                 recovery=settings.pipeline.recovery,
-                lowered=(Advantages(settings), rewarded_samples("grpo", [row.record for row in given or rows()])),
+                lowered=(estimator(settings), rewarded_samples("grpo", [row.record for row in given or rows()])),
             )
 
     with ThreadPoolExecutor(ranks) as pool:

@@ -20,11 +20,11 @@ from moe_trm.batch.token_advantages import score_energy
 from moe_trm.config import InvalidConfigError, load
 from moe_trm.config.schema import Config
 from moe_trm.learner.protocol import Scores
-from moe_trm.step.advantages import Advantages
 from moe_trm.step.anchors import Anchors
 from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, TrainBatch, TrainRow
 from routing.replay import Native
+from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import FakeLearner, Ranks, anchor_logprobs, config, rows
 
 
@@ -83,7 +83,7 @@ def shared(ranks: int, micro_batch_rows: int, settings: Config) -> dict[int, lis
             batches = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
             scores = [Scores(anchor_logprobs(batch)) for batch in batches]
             parts.append(Anchored(mini, batches, scores, [Native()] * len(batches)))
-        for part in Advantages(settings).given(FakeLearner(meeting, rank), parts, (compared,)):
+        for part in estimator(settings).given(FakeLearner(meeting, rank), parts, (compared,)):
             for batch, micro in zip(part.batches, part.mini.micro_batches, strict=True):
                 assert not batch.advantages[~batch.mask].any()
                 for i, row in enumerate(micro.rows):

@@ -21,12 +21,13 @@ from moe_trm.functions.parameters import declared
 from moe_trm.learner.protocol import Scores
 from moe_trm.losses.kl import kl_term
 from moe_trm.ratios import LogRatios
-from moe_trm.step.advantages import Advantages, own_records
+from moe_trm.step.advantages import own_records
 from moe_trm.step.objective import Objective
 from moe_trm.step.passes import Anchored
 from moe_trm.step.reference import Reference
 from moe_trm.types import MicroBatch, MiniBatch
 from routing.replay import Native
+from tests.unit.advantages import estimator
 from tests.unit.step.shared_minibatch import (
     FakeLearner,
     Ranks,
@@ -146,7 +147,7 @@ def lowered(settings: Config, learner: FakeLearner, part: Anchored) -> list[Anch
     reference = Reference(settings, learner)
     scored = reference.score(learner, [part])
     compared = rewarded_samples(settings.advantage.name, own_records(scored))
-    return Advantages(settings).given(learner, scored, (compared,), reference.penalties(scored))
+    return estimator(settings).given(learner, scored, (compared,), reference.penalties(scored))
 
 
 def test_kl_in_the_reward_changes_the_advantages_and_nothing_else() -> None:
