@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,7 @@ from moe_trm.observe.panel import LivePanel
 from moe_trm.report.commands import write
 from moe_trm.rollout.client import RolloutClient
 from moe_trm.rollout.controller import RolloutController
-from moe_trm.rollout.service import ControllerService, Start
+from moe_trm.rollout.service import ControllerReply, ControllerService, Start
 from moe_trm.sync.disk import write_shard
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
@@ -213,6 +214,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def connect() -> Iterator[Callable[..., RolloutClient]]:
     """Makes clients and closes their sockets at the end."""
+    # Ranks are processes of a run and threads here: msgspec reads a type for the first time without a lock.
+    msgspec.msgpack.Decoder(ControllerReply, dec_hook=lambda kind, value: value)
     with ExitStack() as stack:
         yield lambda *args, **kwargs: stack.enter_context(RolloutClient(*args, **kwargs))
 
