@@ -53,7 +53,7 @@ class StepPlanner:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config, self._whole_groups = config, compares_groups(config)
+        self._config, self._whole_groups = config, compares_groups(config.loss, config.rollout, config.agent)
         self._packed = config.batch.layout == "packed"
         self.parts = config.learner.minibatches if config.pipeline.stream else 1
 
