@@ -19,8 +19,9 @@ import pybase64
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.sglang.parse import Wanted, decode_answer, parse_turn
-from moe_trm.rollout.sglang.served import ServedModel
+from moe_trm.rollout.servers.question import Wanted
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.parse import decode_answer, parse_turn
 
 MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
 PROMPT_TOKENS = 512

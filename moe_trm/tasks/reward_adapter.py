@@ -22,7 +22,8 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
+from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
+from moe_trm.runtime.child_service import Asker
 from moe_trm.tasks.reward_input import RewardInput
 
 

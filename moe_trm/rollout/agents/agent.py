@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
+from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
+from moe_trm.runtime.child_service import Asker
 
 Agent = Callable[..., Any]
 """An async function, called with `base_url`, `api_key` and `prompt`.

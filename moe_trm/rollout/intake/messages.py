@@ -5,28 +5,43 @@ Arrays never travel here: they are in a block of the process's shared file (`moe
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+from moe_trm.rollout.servers.question import Question
+from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.shared_blocks import Block
 
 
 class IntakeSettings(msgspec.Struct, frozen=True):
     """What a process begins with.
 
-    `reader` is the import path of a `Reader` (`package.module:Class`), and `settings` the plain data it is made of.
+    `answers` names the engine's `AnswerFormat` (`package.module:Class`). `timeout_s` and `max_attempts` are those of a
+    request; `tokenizer` is a checkpoint's folder, empty for none.
     """
 
-    reader: str
-    settings: Any
+    answers: str
+    model: ServedModel
+    api_key: str | None
+    timeout_s: float
+    max_attempts: int
+    tokenizer: str = ""
 
 
-class Question(msgspec.Struct, frozen=True):
-    """One request to the server at `url`; `asked` is plain data that the reader knows."""
+class Whole(msgspec.Struct, frozen=True):
+    """The parts that make a whole sample of an answer: the process gives its record then."""
+
+    sample_id: int
+    group_id: int
+    prompt_id: str
+    keep_changed: bool
+
+
+class IntakeCall(msgspec.Struct, frozen=True):
+    """One answer of the server at `url`. `whole`: it is a sample, if no push cuts it."""
 
     url: str
-    asked: Any
+    question: Question
+    whole: Whole | None = None
 
 
 class Parsed(msgspec.Struct, frozen=True):

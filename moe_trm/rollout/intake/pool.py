@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Sequence
-from typing import Any
 
-from moe_trm.errors import MoeTrmError, RecordRejected
-from moe_trm.rollout.intake.messages import IntakeSettings
+import msgspec
+
+from moe_trm.errors import RecordRejected
+from moe_trm.rollout.intake.messages import IntakeSettings, Whole
 from moe_trm.rollout.intake.process import IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime.child import ChildEnded
 from moe_trm.runtime.shared_blocks import SharedFile
 
@@ -31,16 +32,14 @@ class IntakePool:
     Args:
         count: of them.
         settings: what each begins with.
-        errors: types of the errors that the reader of its engine raises.
 
     Attributes:
         lost: processes that ended by themselves, or hung.
         reissued: questions asked again for that.
     """
 
-    def __init__(self, count: int, settings: IntakeSettings, errors: Sequence[type[MoeTrmError]] = ()) -> None:
+    def __init__(self, count: int, settings: IntakeSettings) -> None:
         self._count, self._settings = count, settings
-        self._errors = {error.__name__: error for error in errors}
         self._running: list[IntakeProcess] = []
         self._started: set[IntakeProcess] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -54,7 +53,11 @@ class IntakePool:
         """Of the processes that run now."""
         return [process.child.process_id for process in self._running]
 
-    async def ask(self, url: str, asked: Any) -> Reading:
+    def decode_with(self, checkpoint: str) -> None:
+        """Processes started from now on decode whole samples with the tokenizer of this folder."""
+        self._settings = msgspec.structs.replace(self._settings, tokenizer=checkpoint)
+
+    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
         """See `IntakeProcess.ask`.
 
         Raises `RecordRejected` (`intake_failed`) where processes end on this question again and again, and
@@ -63,7 +66,7 @@ class IntakePool:
         for attempt in range(REISSUES + 1):
             process = await self._ready()
             try:
-                return await process.ask(url, asked)
+                return await process.ask(url, question, whole)
             except ChildEnded:
                 self.reissued += attempt < REISSUES
         raise RecordRejected(
@@ -125,7 +128,7 @@ class IntakePool:
         """One place: a process runs in it, and the next one when it ends."""
         try:
             while True:
-                process = await IntakeProcess.start(self._settings, self._errors)
+                process = await IntakeProcess.start(self._settings)
                 self._started.add(process)
                 self._files.add(process.file)
                 await self._stand_in(process)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
-from moe_trm.errors import ControllerError, MoeTrmError, RecordRejected
+from moe_trm.errors import ControllerError, RecordRejected
 from moe_trm.rollout.credentials import without_key
-from moe_trm.rollout.intake.messages import IntakeSettings, Parsed, Question
+from moe_trm.rollout.intake.messages import IntakeCall, IntakeSettings, Parsed, Whole
 from moe_trm.rollout.intake.reading import Reading
+from moe_trm.rollout.servers.http import ERRORS
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime import wire
 from moe_trm.runtime.child import CallFailed, Child, NotStarted
 from moe_trm.runtime.child_messages import error_of
@@ -30,12 +30,12 @@ class IntakeProcess:
         file: its records; it outlives the process.
     """
 
-    def __init__(self, child: Child, file: SharedFile, errors: Mapping[str, type[MoeTrmError]]) -> None:
-        self.child, self.file, self._errors = child, file, errors
+    def __init__(self, child: Child, file: SharedFile) -> None:
+        self.child, self.file = child, file
 
     @classmethod
-    async def start(cls, settings: IntakeSettings, errors: Mapping[str, type[MoeTrmError]]) -> IntakeProcess:
-        """A new process, whose reader raises `errors`. Raises `ControllerError` for one that does not start."""
+    async def start(cls, settings: IntakeSettings) -> IntakeProcess:
+        """A new process. Raises `ControllerError` for one that does not start."""
         file = SharedFile()
         try:
             child = await Child.start(
@@ -55,17 +55,17 @@ class IntakeProcess:
                 fix="Its last words are in the controller's log. rollout.intake_processes=0 works without any.",
                 may_pass=True,
             ) from error
-        return cls(child, file, errors)
+        return cls(child, file)
 
-    async def ask(self, url: str, asked: Any) -> Reading:
-        """The checked answer of the server at `url`.
+    async def ask(self, url: str, question: Question, whole: Whole | None = None) -> Reading:
+        """The checked answer of the server at `url`; the record of `whole`, where no push cut it.
 
-        Raises `ChildEnded`, `RecordRejected`, and the errors of the reader.
+        Raises `ChildEnded`, `RecordRejected`, and what `EngineHttp.request` raises.
         """
         try:
-            reading: Reading = await self.child.call(Question(url, asked))
+            reading: Reading = await self.child.call(IntakeCall(url, question, whole))
         except CallFailed as failure:
-            error = error_of(failure.problem, {"RecordRejected": RecordRejected, **self._errors})
+            error = error_of(failure.problem, _KINDS)
             raise error or ControllerError(
                 f"an intake process failed: {failure.problem.what}",
                 fix="The controller's log has more.",
@@ -78,3 +78,6 @@ def _reading(parsed: Parsed, file: SharedFile) -> Reading:
     frames = [parsed.body, *file.open(parsed.block)]
     value: RolloutRecord | SampledTurn = wire.decode(frames, RolloutRecord if parsed.whole else SampledTurn)
     return Reading(value, parsed.retracted, parsed.written)
+
+
+_KINDS = {kind.__name__: kind for kind in (RecordRejected, *ERRORS)}

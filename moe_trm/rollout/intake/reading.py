@@ -1,11 +1,20 @@
-"""What an intake process gives back, and the part of it that knows an engine."""
+"""The bytes of one answer as a checked turn, or as the record of a whole sample: what an intake process computes.
+
+Pure: no connection, no state.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from moe_trm.types import RolloutRecord, SampledTurn
+from moe_trm.rollout.intake.messages import Whole
+from moe_trm.rollout.servers.continuation import settled
+from moe_trm.rollout.servers.question import AnswerFormat, Question
+from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sessions.conversation import Conversation
+from moe_trm.tasks.rewards import written_text
+from moe_trm.tasks.tokens import Tokens
+from moe_trm.types import Prompt, RolloutRecord, SampledTurn
 
 
 @dataclass(frozen=True)
@@ -23,11 +32,24 @@ class Reading:
     written: tuple[str, str] | None = None
 
 
-class Reader(Protocol):
-    """Asks servers of one engine and reads their answers. Made in an intake process, of `IntakeSettings.settings`."""
+def read(
+    body: bytes | memoryview,
+    question: Question,
+    whole: Whole | None,
+    model: ServedModel,
+    tokens: Tokens | None,
+    form: AnswerFormat,
+) -> Reading:
+    """Parse and check one answer of an engine's server.
 
-    async def read(self, url: str, asked: Any) -> Reading:
-        """The checked answer of the server at `url`.
-
-        Raises `RecordRejected`, and the `EngineError`s of its engine.
-        """
+    Raises `RecordRejected` as `AnswerFormat.parse` and `Conversation.record` do.
+    """
+    turn = form.parse(body, question, model)
+    if whole is None or (finished := settled(turn, question.params)).finish_reason == "abort":
+        return Reading(turn, turn.retracted)
+    conversation = Conversation(Prompt(whole.prompt_id, question.context))
+    conversation.add(finished)
+    record = conversation.record(sample_id=whole.sample_id, group_id=whole.group_id, keep_changed=whole.keep_changed)
+    if tokens is None:
+        return Reading(record, turn.retracted)
+    return Reading(record, turn.retracted, written_text(tokens, len(question.context), record))

@@ -7,7 +7,6 @@ It sends requests to the engines, receives their answers, checks them, and leave
 from __future__ import annotations
 
 import asyncio
-import pkgutil
 import resource
 import sys
 import traceback
@@ -16,12 +15,17 @@ from typing import Any
 import msgspec
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.rollout.intake.messages import IntakeSettings, Parsed, Question
-from moe_trm.rollout.intake.reading import Reader
+from moe_trm.functions.load import load_function
+from moe_trm.rollout.intake.messages import IntakeCall, IntakeSettings, Parsed
+from moe_trm.rollout.intake.reading import Reading, read
+from moe_trm.rollout.intake.room import Room, Visit
+from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import AnswerFormat
 from moe_trm.runtime import wire
 from moe_trm.runtime.child_messages import Problem, problem, problem_of
 from moe_trm.runtime.child_service import Asker, serve
 from moe_trm.runtime.shared_blocks import BlockWriter
+from moe_trm.tasks.tokens import Tokens
 from moe_trm.types import RolloutRecord
 
 
@@ -35,16 +39,18 @@ class IntakeService:
 
     def __init__(self, settings: IntakeSettings, writer: BlockWriter) -> None:
         self.ready = None
-        self._writer = writer
-        self._reader: Reader = pkgutil.resolve_name(settings.reader)(settings.settings)
+        self._settings, self._writer = settings, writer
+        self._format = answer_format(settings.answers)
+        self._tokens = Tokens(settings.tokenizer) if settings.tokenizer else None
+        self._servers: dict[str, EngineHttp] = {}
+        self._room = Room()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Nothing to do."""
 
     async def call(self, payload: Any, ask: Asker) -> Parsed:
         """See `Service.call`."""
-        question = msgspec.convert(payload, Question)
-        reading = await self._reader.read(question.url, question.asked)
+        reading = await self._reading(msgspec.convert(payload, IntakeCall))
         body, *buffers = wire.encode(reading.value)
         return Parsed(
             bytes(body),
@@ -53,6 +59,20 @@ class IntakeService:
             retracted=reading.retracted,
             written=reading.written,
         )
+
+    async def _reading(self, call: IntakeCall) -> Reading:
+        path, request = self._format.generate_path, self._format.request(call.question)
+        async with Visit(self._room) as visit:
+            body = await self._server(call.url).request("POST", path, request, admit=visit.enter)
+            return read(body, call.question, call.whole, self._settings.model, self._tokens, self._format)
+
+    def _server(self, url: str) -> EngineHttp:
+        if url not in self._servers:
+            known = self._settings
+            self._servers[url] = EngineHttp(
+                url, known.api_key, timeout_s=known.timeout_s, max_attempts=known.max_attempts
+            )
+        return self._servers[url]
 
     def problem(self, error: BaseException) -> Problem:
         """See `Service.problem`."""
@@ -64,6 +84,12 @@ class IntakeService:
     def refusal(self, kind: str, text: str) -> Exception:
         """Never asked for: an intake process asks for nothing."""
         return RuntimeError(f"{kind}: {text}")
+
+
+def answer_format(name: str) -> AnswerFormat:
+    """The `AnswerFormat` of this name. Raises `ConfigError`."""
+    made: AnswerFormat = load_function(name, key="rollout.engine")()
+    return made
 
 
 def main(descriptor: int) -> None:

@@ -19,7 +19,8 @@ from operator import index
 from typing import Any, Literal
 
 from moe_trm.errors import ConfigError
-from moe_trm.functions.hosted import Asker, FunctionSettings, Hosted, is_async
+from moe_trm.functions.hosted import FunctionSettings, Hosted, is_async
+from moe_trm.runtime.child_service import Asker
 
 
 class SessionEnded(Exception):
