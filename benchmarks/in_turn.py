@@ -49,7 +49,7 @@ LAST_BYTES = 2000
 
 
 class Process(Protocol):
-    """The first process of a tree, as `subprocess.Popen` and `WarmProcess` are."""
+    """The first process of a tree, as `subprocess.Popen` and `launch.child.Child` are."""
 
     @property
     def pid(self) -> int: ...

@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 
 from moe_trm.config.choices import server_device
 from moe_trm.config.schema import Config, ServerConfig
-from moe_trm.errors import CheckpointError, ConfigError, EngineError, RunError
+from moe_trm.errors import CheckpointError, ConfigError, EngineError
 from moe_trm.models.hf_config import read_hf_config
 from moe_trm.models.registry import find_family
 from moe_trm.rollout.sglang.environment import child_environment
@@ -28,7 +27,6 @@ from moe_trm.rollout.sglang.last_words import last_words
 from moe_trm.rollout.sglang.port import held_port
 from moe_trm.rollout.sglang.served_folder import RANDOM_WEIGHTS, check_quantised, folder_to_serve
 from moe_trm.runtime.lifeline import Lifeline
-from moe_trm.runtime.warm import WarmProcess
 
 LAST_BYTES = 1 << 18
 """End of the log in which an error is looked for."""
@@ -42,10 +40,6 @@ KILL_PATIENCE_S = 5.0
 """Longest wait for killed processes to disappear."""
 
 
-Process = subprocess.Popen[bytes] | WarmProcess
-"""The first one of a server, in a session of its own."""
-
-
 @dataclass
 class Server:
     """A running server: its address, its key, and its process group.
@@ -57,7 +51,7 @@ class Server:
     url: str
     api_key: str
     log_path: Path
-    process: Process
+    process: subprocess.Popen[bytes]
     log_pump: threading.Thread
     lifeline: Lifeline
     log_begin: int = 0
@@ -95,9 +89,7 @@ class Server:
             return last_words(log.read().decode(errors="replace"))
 
 
-def start_server(
-    config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None, warm: str | None = None
-) -> Server:
+def start_server(config: Config, log_path: Path, api_key: str, *, cancelled: threading.Event | None = None) -> Server:
     """Start the server of `rollout.server` with `model.checkpoint` and wait until it generates.
 
     Args:
@@ -105,7 +97,6 @@ def start_server(
         log_path: where the server's output goes; the folder is made, the key is masked.
         api_key: bearer token that every request but the health check must carry.
         cancelled: stop waiting, and end the server, once this is set.
-        warm: address of a process that has imported SGLang and forks the server while it lives (`rollout.sglang.warm`).
 
     Raises:
         CheckpointError: the checkpoint folder does not exist, or its weights are in an unknown form.
@@ -134,7 +125,7 @@ def start_server(
         command = launch_command(config, served, port, config_file=secret.name)
         command += RANDOM_WEIGHTS if served != checkpoint else ()
         environment = child_environment(os.environ, on_cpu(settings))
-        server = _spawn(command, environment, settings.host, port, log_path, api_key, warm)
+        server = _spawn(command, environment, settings.host, port, log_path, api_key)
         try:
             _wait_until_ready(server, settings.startup_timeout_s, cancelled or threading.Event())
         except BaseException:
@@ -209,7 +200,6 @@ def _spawn(
     port: int,
     log_path: Path,
     api_key: str,
-    warm: str | None,
 ) -> Server:
     log_begin = log_path.stat().st_size if log_path.exists() else 0
     # A file, not a pipe: a pipe that nobody empties would stop the server whenever this process is stopped or slow.
@@ -217,7 +207,9 @@ def _spawn(
         source = open(output.name, "rb", buffering=0)  # noqa: SIM115 - the log pump closes it
         # The server appends, so that a file that was emptied begins anew.
         written = os.open(output.name, os.O_WRONLY | os.O_APPEND)
-    process = _begin(command, environment, written, warm)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=written, stderr=written, start_new_session=True
+    )
     lifeline = Lifeline(process.pid)
     pump = threading.Thread(
         target=_pump,
@@ -230,18 +222,7 @@ def _spawn(
     return Server(f"http://{address}:{port}", api_key, log_path, process, pump, lifeline, log_begin)
 
 
-def _begin(command: list[str], environment: dict[str, str], written: int, warm: str | None) -> Process:
-    """The process, with no input and this output; a fork of the warm process while that lives."""
-    with open(os.devnull, "rb") as nothing:
-        if warm is not None:
-            with suppress(RunError):
-                return WarmProcess(warm, command[1:], environment, (nothing.fileno(), written, written))
-        return subprocess.Popen(
-            command, env=environment, stdin=nothing, stdout=written, stderr=written, start_new_session=True
-        )
-
-
-def _pump(process: Process, source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
+def _pump(process: subprocess.Popen[bytes], source: FileIO, written: int, log_path: Path, secret: bytes) -> None:
     """Copy the server's output to the log without the key, which SGLang prints among its arguments.
 
     Args:
@@ -308,7 +289,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _group_is_gone(leader: Process, patience_s: float) -> bool:
+def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         leader.poll()

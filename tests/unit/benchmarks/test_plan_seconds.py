@@ -96,7 +96,7 @@ def test_the_shorter_side_is_slow_all_the_time_and_the_longer_one_as_long_as_the
     assert expected == pytest.approx(SAMPLING / shared + 4.4 - SAMPLING, rel=0.05)
 
 
-def test_forks_that_took_a_name_are_seen() -> None:
+def test_processes_that_took_a_name_are_seen() -> None:
     """Their command line is one word, and may be cut off."""
     assert role(["/usr/bin/python -m launch.train config.yaml train.ste", ""]) == "learner rank"
     assert role(["/usr/bin/python", "-m", "launch.train", "config.yaml"]) == "learner rank"
