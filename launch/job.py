@@ -96,7 +96,7 @@ def run_job(
         signals, server = stack.enter_context(Signals()), None
         if config.rollout.starts_server:
             from launch.rollout import log_name
-            from moe_trm.rollout.sglang.supervisor import on_cpu
+            from moe_trm.rollout.servers.process import on_cpu
 
             api_key = api_key or secrets.token_hex(16)
             port = settings.port or free_port()

@@ -17,7 +17,7 @@ from moe_trm.config import load
 from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
-from moe_trm.rollout.sglang.watchdog import Watchdog
+from moe_trm.rollout.servers.watchdog import Watchdog
 
 
 class Interrupted(BaseException):

@@ -21,7 +21,6 @@ from moe_trm.config import (
     precision_rules,
     rollout_rules,
     schedule_rules,
-    server_flags,
     task_rules,
     training_rules,
 )
@@ -57,7 +56,6 @@ def _refusals(config: Config) -> list[Problem]:
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *schedule_rules.refusals(config),
-        *server_flags.refusals(config.rollout),
         *task_rules.refusals(config),
         *training_rules.refusals(config),
         *correction_rules.refusals(

@@ -9,7 +9,7 @@ import torch
 
 from moe_trm.config.schema import Config, RolloutConfig, TaskConfig
 from moe_trm.errors import ConfigError, refuse_together
-from moe_trm.rollout.sglang.port import held_port
+from moe_trm.rollout.servers.port import held_port
 from moe_trm.tasks.rows import check_source
 
 
