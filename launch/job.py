@@ -91,7 +91,7 @@ def run_job(
     config, _ = load_here(config_path, list(overrides))
     ranks = num_ranks or smallest_world(config.learner.parallel)
     check_start(config, world_size=ranks)
-    api_key, settings = api_key_for(config), config.rollout.server
+    api_key, settings = api_key_for(config.rollout), config.rollout.server
     with ExitStack() as stack:
         signals, server = stack.enter_context(Signals()), None
         if config.rollout.starts_server:
