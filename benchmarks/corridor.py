@@ -28,7 +28,8 @@ from moe_trm.checkpoint.pieces import whole, write_pieces
 from moe_trm.config.engines import DEFAULT
 from moe_trm.rollout.intake.messages import Parsed, Whole, pack
 from moe_trm.rollout.intake.reading import Reading, read
-from moe_trm.rollout.servers.backend import Question, Wanted, backend_of
+from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.question import Question, Wanted
 from moe_trm.rollout.sglang.answer_form import decode_answer
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
