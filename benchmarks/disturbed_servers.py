@@ -19,6 +19,7 @@ import orjson
 import psutil
 
 from launch.job import free_port
+from moe_trm.runtime.lifeline import signal_group
 
 START_S = 600.0
 """Longest time in which a server is up, on a machine that others use."""
@@ -46,8 +47,7 @@ class KeptServer:
     def signal(self, number: signal.Signals) -> None:
         """Send `number` to the whole group of the server, if there is one."""
         for process in self.processes():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+            signal_group(process.pid, number)
 
 
 @dataclass

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
-from moe_trm.runtime.lifeline import Lifeline
+from moe_trm.runtime.lifeline import Lifeline, signal_group
 
 
 class Child:
@@ -66,7 +65,7 @@ class Child:
     def kill(self) -> None:
         """Kill its process group, and wait for its end."""
         if self.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def __enter__(self) -> Child:

@@ -33,7 +33,7 @@ class CurrentCall:
     def read(self) -> tuple[int, float]:
         """The call (0: none) and the second at which it began.
 
-        A cell that is being written may be read half: look twice.
+        A cell that is being written may be read half: look twice, and take a start of 0 for none.
         """
         number, since = _CELL.unpack_from(self._memory)
         return int(number), float(since)

@@ -311,7 +311,7 @@ class Child:
         while True:
             await asyncio.sleep(POLL_S)
             seen, now = self._running(), time.monotonic()
-            stuck = seen == before and seen[0] in self._open and now - seen[1] > self._limit_s
+            stuck = seen == before and seen[0] in self._open and 0 < seen[1] < now - self._limit_s
             before = seen
             guilty = [seen[0]] if stuck else self._deaf(now)
             if guilty:

@@ -22,7 +22,7 @@ from moe_trm.errors import CheckpointError, EngineError
 from moe_trm.rollout.servers.backend import Launch, ServerBackend, backend_of
 from moe_trm.rollout.servers.last_words import last_words
 from moe_trm.rollout.servers.port import held_port
-from moe_trm.runtime.lifeline import Lifeline
+from moe_trm.runtime.lifeline import Lifeline, signal_group
 
 LAST_BYTES = 1 << 18
 """End of the log in which an error is looked for."""
@@ -78,11 +78,7 @@ class Server:
             # diagnosis.
             self.process.terminate()
             _group_is_gone(self.process, grace_s)
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        else:
+        if signal_group(self.process.pid, signal.SIGKILL):
             _group_is_gone(self.process, KILL_PATIENCE_S)
         self.process.wait()
         self.lifeline.release()
@@ -238,9 +234,7 @@ def _group_is_gone(leader: subprocess.Popen[bytes], patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         leader.poll()
-        try:
-            os.killpg(leader.pid, 0)
-        except ProcessLookupError:
+        if not signal_group(leader.pid, 0):
             return True
         time.sleep(0.05)
     return False

@@ -139,6 +139,10 @@ def test_a_value_that_nobody_waits_for_is_taken_too() -> None:
     """It may stand for memory, which somebody has to give back."""
     taken: list[Any] = []
 
+    def take(value: Any) -> Any:
+        taken.append(value)
+        return value
+
     async def run() -> None:
         with tempfile.TemporaryFile() as cell:
             child = await Child.start(
@@ -146,7 +150,7 @@ def test_a_value_that_nobody_waits_for_is_taken_too() -> None:
                 {"deaf": True},
                 descriptor=cell.fileno(),
                 startup_s=200.0,
-                take=lambda value: taken.append(value) or value,
+                take=take,
             )
             try:
                 call = asyncio.ensure_future(child.call("first"))
