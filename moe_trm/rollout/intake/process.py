@@ -75,8 +75,8 @@ class IntakeProcess:
 
 
 def _reading(parsed: Parsed, file: SharedFile) -> Reading:
-    frames = [parsed.body, *file.open(parsed.block)]
-    value: RolloutRecord | SampledTurn = wire.decode(frames, RolloutRecord if parsed.whole else SampledTurn)
+    frames: list[bytes | memoryview] = [parsed.body, *file.open(parsed.block)]
+    value = wire.decode(frames, RolloutRecord) if parsed.whole else wire.decode(frames, SampledTurn)
     return Reading(value, parsed.retracted, parsed.written)
 
 

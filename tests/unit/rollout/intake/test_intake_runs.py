@@ -100,7 +100,7 @@ async def _kill_some(engine: ServerEngine, chance: random.Random) -> None:
     assert pool is not None
     kills = 0
     while kills < 3:  # so no answer can be lost more often than it is asked for again
-        if any(process.num_open for process in pool._running):
+        if any(process.child.num_open for process in pool._running):
             kills += 1
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(pool.process_ids), signal.SIGKILL)
