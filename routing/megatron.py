@@ -235,6 +235,9 @@ class MegatronReplayer:
             sample_last=True,
             device=self._device,
             sample_of=sample_of_tokens(layout),
+            due=due.due if isinstance(source, ReplayRecords) else None,
+            experts=(int(self.config.moe_router_topk), int(self.config.num_moe_experts)),
+            at_sampling=source.at_sampling if isinstance(source, ReplayRecords) else (),
         )
         self._by_sample.append(flips)
         opened.expect(due.due, due.free, self._device, flips)
@@ -326,13 +329,10 @@ class MegatronReplayer:
         if not running.replays:
             return
         weights = output[0]
-        if self._gates.compares(layer):
-            with torch.no_grad():
-                ids = running.expected[layer]
-                logits = router.gating(args[0]).view(-1, weights.shape[1])
-                self._gates.compare(
-                    layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due
-                )
+        with torch.no_grad():
+            ids = running.expected[layer]
+            logits = router.gating(args[0]).view(-1, weights.shape[1])
+            self._gates.compare(layer, weights.gather(1, ids), megatron_weights(self.config, logits, ids), running.due)
         # Megatron-Core refuses the one gate without a gradient, a softmax over one chosen logit.
         if torch.is_grad_enabled() and router.weight.requires_grad and self._gates.watches(layer):
             if not router.weight.is_leaf:

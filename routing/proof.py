@@ -124,9 +124,3 @@ def shared(left: Tensor, right: Tensor) -> Tensor:
     left_KN, right_KN = (ids.t().to(torch.int16, memory_format=torch.contiguous_format) for ids in (left, right))
     equal_KKN = (left_KN[:, None] == right_KN).view(torch.uint8)
     return equal_KKN.sum((0, 1), dtype=torch.int16)
-
-
-def differs(left: Tensor, right: Tensor) -> Tensor:
-    """`[N]` bool: two rows of distinct ids `[N, K]` are not the same set."""
-    # Distinct ids: the sets are equal exactly when K of the K * K pairs are.
-    return shared(left, right) != left.shape[1]

@@ -101,13 +101,17 @@ class ReplayRecords:
             where records are bound to their tokens alone.
         scores: those that the routers gave the same experts in an earlier pass, to compare with; `router_shift.KEEP`
             keeps those of this pass; None: neither.
-        kept: what replayers have made of these very records (`routing.prepared`), for further passes with this source.
+        at_sampling: of each record, whether the pass has the weights that sampled its row. True: only rounding may
+            explain flips. False: another pass of the step has them and judges the row, so this one does not. None, and
+            empty for all: unknown, so the router may have moved.
+        kept: what replayers have made of these very records (`routing.prepared`), for further passes with them.
     """
 
     records: tuple[RouteRecord | None, ...]
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    at_sampling: tuple[bool | None, ...] = ()
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError, RouteError
-from routing.flip_bound import FlipBoundError, suspects, worst
+from routing.flip_bound import FlipBoundError, check_fresh, check_tokens, suspects, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
 from routing.packed_layout import AnyLayout
@@ -281,6 +282,7 @@ class ReplayPass:
         self._flips.update({layer: (sums_L3, place) for place, layer in enumerate(layers)})
         if self._by_sample is not None:
             self._by_sample.count(layers, marks_L3N[:, 1:])
+            self._by_sample.count_tokens(layers, lost_LN)
         add_at(self.counters.device[:, MATCHED : FLIPPED + 1], layers, sums_L3[:, :2])
         self._count_given(layers)
 
@@ -298,6 +300,8 @@ def judge(
     Further columns are those of `GateProof.take`.
 
     Raises:
+        MisalignedError: part of the tokens have routes that are not theirs (`routing.token_agreement`), or samples flip
+            beyond the bound at the weights that sampled them.
         FlipBoundError: every token used its recorded set, but too many of them are not the live router's: in a sample,
             in a layer or overall. With `max_local_flip_rate` 1 nothing is too many.
     """
@@ -319,12 +323,17 @@ def judge(
     )
     if max_local_flip_rate == 1.0:
         return report
-    highest = max([report.local_flip_rate or 0.0, *report.local_flips_by_layer.values()])
+    check_fresh(by_sample, max_local_flip_rate)
+    check_tokens(by_sample, top_k, num_experts)
+    # Rows that another pass judges say nothing here.
+    due_L, flipped_L = by_sample.due.sum(0), by_sample.flipped.sum(0)
+    rates = {layer: float(flipped_L[layer] / due_L[layer]) for layer in np.flatnonzero(due_L).tolist()}
+    highest = max([float(flipped_L.sum() / max(due_L.sum(), 1)), *rates.values()])
     found = suspects(by_sample, top_k, num_experts)
     if highest > max_local_flip_rate:
         raise FlipBoundError(
             "replayed expert sets differ from the live router's own choice too often: worst rate of a layer "
-            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {report.local_flips_by_layer}",
+            f"{highest:.3f}, bound {max_local_flip_rate}; by layer {rates}",
             found or worst(by_sample, top_k, num_experts),
             report,
             alike=not found,

@@ -61,7 +61,7 @@ def looked(change: Change, *, layer: int = 2, cp: int = 1, recorded: bool = Fals
         if cp == 1:
             return examine(doubt, [[3, 7]], [source], [own], DEPTH, None, CPU)[0]
         sums = Agreement.nothing(1, DEPTH)
-        sums.add(0, *_routes(source, own, 1, 2))
+        sums.add(0, *_routes(source, own, 1, 2), worst=layer)
         flat = sums.flat() if flat is None else flat + sums.flat()
     assert flat is not None
     return _judge(Agreement.of(flat, 1, DEPTH), suspect, 0)
