@@ -111,7 +111,7 @@ class ReplayRecords:
     origins: tuple[bytes | None, ...] = ()
     scores: RouterScores | None = None
     at_sampling: tuple[bool | None, ...] = ()
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
