@@ -53,7 +53,7 @@ from routing.replay import (
 )
 from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
-from routing.running import Running
+from routing.running import RunningPass
 from routing.sample_flips import PassFlips, keys_of, total
 
 
@@ -98,7 +98,7 @@ class HFReplayer:
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
         self._has_gradient: dict[int, bool] = {}
-        self._running = Running()
+        self._running = RunningPass()
         self._hooks: list[Any] = []
         self._attach()
 

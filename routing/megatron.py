@@ -47,7 +47,7 @@ from routing.replay import (
 )
 from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
-from routing.running import Running
+from routing.running import RunningPass
 from routing.sample_flips import PassFlips, keys_of, total
 
 
@@ -85,7 +85,7 @@ class MegatronReplayer:
         check_config(self.config)
         self._chunks = {id(chunk): (chunk, moe_layers(chunk)) for chunk in chunks}
         self._model_layer_ids = all_moe_layer_ids(self.config)
-        self._running = Running()
+        self._running = RunningPass()
         self._taps: dict[int, RouterTap] = {}
         self._previous: dict[int, Any] = {}
         self._hooks: list[Any] = []

@@ -15,7 +15,7 @@ from moe_trm.learner.megatron.cpu_attention import CausalAttention
 from moe_trm.learner.sequence_attention import AttentionKind
 
 
-class SinkAttention(CausalAttention):
+class CausalSinkAttention(CausalAttention):
     """Causal attention with sinks: each head's softmax has one more term, a learned logit that has weight but no value.
 
     `w_s = exp(q.k_s * scale) / (exp(sink) + sum_t exp(q.k_t * scale))` over the visible columns `t`: all up to the
