@@ -206,7 +206,6 @@ class HFReplayer:
             yield opened
         finally:
             self._running.active = None
-            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:

@@ -74,28 +74,18 @@ class PassFlips:
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
         self._sample_last = sample_last
 
-    def count(self, layers: Sequence[int], marks_L2N: Tensor) -> None:
-        """Add what the routers of `layers` would have chosen otherwise: flips and lost experts of each local token.
+    def count(self, layer: int, marks_2N: Tensor) -> None:
+        """Add what the router of `layer` would have chosen otherwise: flips and lost experts of each local token.
 
         int32, zeros where nothing is due.
         """
-        num_samples = len(self.keys)
+        counts_2B, num_samples = self.counts_LKB[layer], len(self.keys)
         if self._sample_of is not None:
-            by_sample = self.counts_LKB.new_zeros(len(layers), 2, num_samples).index_add_(2, self._sample_of, marks_L2N)
+            counts_2B.index_add_(1, self._sample_of, marks_2N)
         elif self._sample_last:
-            by_sample = marks_L2N.reshape(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
+            counts_2B += marks_2N.reshape(2, -1, num_samples).sum(1, dtype=torch.int32)
         else:
-            by_sample = marks_L2N.reshape(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
-        add_at(self.counts_LKB, layers, by_sample)
-
-
-def add_at(table: Tensor, layers: Sequence[int], more: Tensor) -> None:
-    """Add to the rows `layers` of `table`, in place."""
-    if list(layers) == list(range(layers[0], layers[0] + len(layers))):
-        # Layers that follow each other need no index.
-        table[layers[0] : layers[0] + len(layers)].add_(more)
-    else:
-        table[list(layers)] += more
+            counts_2B += marks_2N.reshape(2, num_samples, -1).sum(2, dtype=torch.int32)
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from routing import RouteError, RouteRecord, sample_origin, token_digest
-from routing.cut import local_targets
 from routing.layout import Layout
-from routing.proof import differs, due_tokens, expected_routes, same_set
-from routing.replay import batch_digest, check_records, row_lengths
+from routing.proof import differs, due_tokens, same_set
+from routing.replay import batch_digest, row_lengths
+from tests.unit.routing.cuts import check_records, expected_routes, local_targets
 
 E, K, LAYERS = 8, 2, (0, 2, 3)
 LENGTHS = (7, 4, 0)
