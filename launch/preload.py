@@ -21,7 +21,7 @@ LEARNERS: Mapping[str, str] = MappingProxyType(
     {"megatron": "moe_trm.learner.megatron.build", "deepspeed": "moe_trm.learner.deepspeed.build"}
 )
 RANK = (
-    "moe_trm.checkpoint.checkpoints",
+    "moe_trm.checkpoint.resumption",
     "moe_trm.learner.build",
     "moe_trm.loop",
     "moe_trm.observe.build",

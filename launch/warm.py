@@ -21,7 +21,7 @@ JOB = (
     "launch.ranks",
     "moe_trm.cli",
     "moe_trm.doctor.preflight",
-    "moe_trm.doctor.trial",
+    "moe_trm.doctor.dry_run",
     "moe_trm.rollout.sglang.watchdog",
 )
 """Imports of `moe-trm train` and of `launch.ranks`; programs themselves run as `__main__`."""

@@ -106,7 +106,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Finding:
+class SuspectFinding:
     """The result of the second look at one suspect.
 
     Attributes:
@@ -128,7 +128,7 @@ def examine(
     num_layers: int,
     group: ProcessGroup | None,
     device: torch.device,
-) -> list[Finding]:
+) -> list[SuspectFinding]:
     """Compare the suspects' recorded routes with what the live router chose now. Collective over `group`.
 
     Args:
@@ -156,7 +156,7 @@ def examine(
     return [_judge(whole, suspect, place) for place, suspect in enumerate(doubt.suspects)]
 
 
-def refuse(doubt: FlipBoundError, findings: Sequence[Finding]) -> ReplayReport:
+def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayReport:
     """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not."""
     wrong = [finding for finding in findings if not finding.in_place]
     if not wrong:
@@ -227,7 +227,7 @@ def _share(sums: Tensor) -> float:
     return agreed / tokens if tokens else 0.0
 
 
-def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
+def _judge(sums: Agreement, suspect: Suspect, place: int) -> SuspectFinding:
     here = sums.places[place, suspect.layer], sums.places[place].sum(0)
     chances = [_share(values[3]) for values in here]
 
@@ -251,7 +251,9 @@ def _judge(sums: Agreement, suspect: Suspect, place: int) -> Finding:
     elsewhere = relation(others[best], chance)
     if inside < max(RELATED, elsewhere - RELATED):
         whose = f": these are the routes {best}" if elsewhere > max(0.5, inside) else ": they are unrelated"
-        return Finding(suspect, False, words + whose)
+        return SuspectFinding(suspect, False, words + whose)
     if tokens and strangers / tokens >= PART:
-        return Finding(suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether")
-    return Finding(suspect, True, words)
+        return SuspectFinding(
+            suspect, False, f"{words}, but {strangers:.0f} of {tokens:.0f} tokens disagree altogether"
+        )
+    return SuspectFinding(suspect, True, words)

@@ -196,7 +196,7 @@ def suspects(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
 
 
 def worst(flips: SampleFlips, top_k: int, num_experts: int) -> list[Suspect]:
-    """All samples, those that lost most first and those of few tokens last: the batch as a whole is beyond its bound."""
+    """All samples of a batch beyond its bound as a whole: those that lost most first, those of few tokens last."""
     layers = np.flatnonzero(flips.due.any(0))
     if not len(layers):
         return []

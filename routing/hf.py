@@ -52,7 +52,7 @@ from routing.replay import (
 )
 from routing.replay_pass import Counters, ReplayPass, judge
 from routing.rows import Rows
-from routing.running import Running
+from routing.running import RunningPass
 from routing.sample_flips import PassFlips, keys_of, total
 
 
@@ -97,7 +97,7 @@ class HFReplayer:
         self._gates = GateProof(tuple(self._blocks), len(self._counters), self._device)
         self._logits: dict[int, Tensor] = {}
         self._has_gradient: dict[int, bool] = {}
-        self._running = Running()
+        self._running = RunningPass()
         self._hooks: list[Any] = []
         self._attach()
 
@@ -205,7 +205,6 @@ class HFReplayer:
             yield opened
         finally:
             self._running.active = None
-            opened.settle()
         self._check_ours()
         wrong = {layer: count for layer, count in opened.proved.items() if count != 1}
         if wrong:

@@ -1,8 +1,8 @@
 """The counts of a proof over all ranks, in one exchange for a usual micro-batch and two for a large one.
 
 A rank tells all others its counters and, for each of its samples, what was due, flipped and lost in each of its MoE
-layers, and how many tokens disagree with their routes. Other ranks may have the same samples (other layers, other columns) and others. Everything is a whole number, so
-sums are exact.
+layers, and how many tokens disagree with their routes. Other ranks may have the same samples (other layers, other
+columns) and others. Everything is a whole number, so sums are exact.
 
 Shape letters: S samples, L decoder layers, G ranks, W words that a rank sends.
 """

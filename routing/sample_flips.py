@@ -99,30 +99,26 @@ class PassFlips:
         self.due_BL[:, list(layers)] = due_B.numpy()[:, None]
         self.counts_LKB = torch.zeros(num_layers, 2, len(keys), dtype=torch.int32, device=device)
 
-    def count(self, layers: Sequence[int], marks_L2N: Tensor) -> None:
-        """Add what the routers of `layers` would have chosen otherwise: flips and lost experts of each local token.
+    def count(self, layer: int, marks_2N: Tensor) -> None:
+        """Add what the router of `layer` would have chosen otherwise: flips and lost experts of each local token.
 
         int32, zeros where nothing is due.
         """
-        num_samples = len(self.keys)
+        counts_2B, num_samples = self.counts_LKB[layer], len(self.keys)
         if self._sample_of is not None:
-            by_sample = self.counts_LKB.new_zeros(len(layers), 2, num_samples).index_add_(2, self._sample_of, marks_L2N)
+            counts_2B.index_add_(1, self._sample_of, marks_2N)
         elif self._sample_last:
-            by_sample = marks_L2N.reshape(len(layers), 2, -1, num_samples).sum(2, dtype=torch.int32)
+            counts_2B += marks_2N.reshape(2, -1, num_samples).sum(1, dtype=torch.int32)
         else:
-            by_sample = marks_L2N.reshape(len(layers), 2, num_samples, -1).sum(3, dtype=torch.int32)
-        add_at(self.counts_LKB, layers, by_sample)
-
-    def count_tokens(self, layers: Sequence[int], lost_LN: Tensor) -> None:
-        """Add the lost experts `[layers, N]` of each local token, zeros where nothing is due."""
+            counts_2B += marks_2N.reshape(2, num_samples, -1).sum(2, dtype=torch.int32)
         if self._judged_N is None:
             return
-        self._slots += self._top_k * len(layers)
-        self.lost_N += lost_LN.sum(0, dtype=torch.int32)
+        lost_N = marks_2N[1]
+        self._slots += self._top_k
+        self.lost_N += lost_N
         if (least := least_lost(self._top_k, self._chance)) <= self._top_k:
-            apart_LN = (lost_LN >= least) & self._judged_N
-            sums_L2 = torch.stack((apart_LN.sum(1), (lost_LN * apart_LN).sum(1)), dim=1)
-            add_at(self.apart_L2, layers, sums_L2)
+            apart_N = (lost_N >= least) & self._judged_N
+            self.apart_L2[layer] += torch.stack((apart_N.sum(), (lost_N * apart_N).sum()))
 
     def by_token(self, lost_N: np.ndarray) -> Disagreement:
         """The samples, judged token by token; `lost_N` is that of this pass on the CPU."""
@@ -141,15 +137,6 @@ class PassFlips:
         assert self._due is not None
         place = torch.arange(len(self._due))
         return place % len(self.keys) if self._sample_last else place // (len(self._due) // len(self.keys))
-
-
-def add_at(table: Tensor, layers: Sequence[int], more: Tensor) -> None:
-    """Add to the rows `layers` of `table`, in place."""
-    if list(layers) == list(range(layers[0], layers[0] + len(layers))):
-        # Layers that follow each other need no index.
-        table[layers[0] : layers[0] + len(layers)].add_(more)
-    else:
-        table[list(layers)] += more
 
 
 def keys_of(samples: Sequence[int] | None, input_ids: Tensor | Sequence[Tensor]) -> list[int]:

@@ -30,7 +30,7 @@ EVIDENCE = 14.0
 LEAST = 0.002
 """Share of tokens that may always disagree."""
 EFFECT = 0.005
-"""Share of tokens beyond the expected one below which nothing is refused."""
+"""Share of tokens beyond the expected one, and at least as many again, below which nothing is refused."""
 UNIT = 1 << 20
 """Expected tokens and nats are exchanged as whole numbers of this fraction."""
 _IN_RUN = 0.9
@@ -122,8 +122,8 @@ def _scan(found: Disagreement, sample: int, apart_T: np.ndarray, share: float) -
 
 
 def evidence(share: float, usual: float, number: float) -> float:
-    """`N KL(q || p)` in nats, 0 where the share `q` is not above `p` by `EFFECT`."""
-    if number <= 0 or share < usual + EFFECT:
+    """`N KL(q || p)` in nats, 0 where the share `q` is not above `p` by `EFFECT` and by `p`."""
+    if number <= 0 or share < usual + max(usual, EFFECT):
         return 0.0
     usual = min(max(usual, 1e-9), 1 - 1e-9)
     heads = share * log(share / usual)

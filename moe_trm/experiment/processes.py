@@ -17,9 +17,9 @@ from typing import BinaryIO
 from moe_trm.errors import RunError
 from moe_trm.experiment.code import code_version
 from moe_trm.experiment.ending import ending, ending_of_evaluation, steps_of
-from moe_trm.experiment.plan import Plan, PlannedRun
-from moe_trm.experiment.stages import Stage, Stages, stages
-from moe_trm.experiment.states import RunState, States, log_of
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
+from moe_trm.experiment.progress import RunState, States, log_of
+from moe_trm.experiment.stages import RunStage, Stages, stages
 from moe_trm.runtime.lifeline import Lifeline
 from moe_trm.runtime.warm import WarmProcess
 
@@ -27,7 +27,7 @@ POLL_S = 0.05
 LOCK = "experiment.lock"
 
 
-class Stop:
+class StopSignal:
     """The first SIGINT or SIGTERM starts no further run and is passed on; runs finish their step and save."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Stop:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def pass_on(self, running: Iterable[Running]) -> None:
+    def pass_on(self, running: Iterable[RunProcess]) -> None:
         """As often as it came, also to a run that began meanwhile: the second signal ends a run at once."""
         for each in running:
             while each.told < self._times:
@@ -57,12 +57,12 @@ class Stop:
 
 
 @dataclass
-class Running:
+class RunProcess:
     """A run's process. It is in a session of its own, and is killed when this process is gone."""
 
     run: PlannedRun
-    stage: Stage
-    left: Sequence[Stage]
+    stage: RunStage
+    left: Sequence[RunStage]
     process: subprocess.Popen[bytes] | WarmProcess
     lifeline: Lifeline | None
     """Of a process that does not end with this one by itself."""
@@ -96,7 +96,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def left_to_run(
-    plan: Plan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
+    plan: ExperimentPlan, states: States, *, retry_failed: bool = False, only: Sequence[str] = ()
 ) -> list[PlannedRun]:
     """The runs that have not ended, in the order of the plan.
 
@@ -111,7 +111,7 @@ def left_to_run(
 
 
 def run_all(
-    plan: Plan,
+    plan: ExperimentPlan,
     states: States,
     left: Sequence[PlannedRun],
     *,
@@ -132,7 +132,7 @@ def run_all(
         The signal that asked to stop, 0 when no run is left.
     """
     waiting = list(left)
-    stop, started = Stop(), dict[str, Running]()
+    stop, started = StopSignal(), dict[str, RunProcess]()
     with stop.listening():
         while started or (waiting and not stop.asked):
             while waiting and len(started) < jobs and not stop.asked:
@@ -151,7 +151,7 @@ def run_all(
     return stop.asked
 
 
-def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]) -> Running:
+def _start(plan: ExperimentPlan, run: PlannedRun, states: States, made_of: Sequence[RunStage]) -> RunProcess:
     """The first process of an attempt: what earlier ones did is not done again."""
     state = states.of(run)
     if state.reason:
@@ -162,7 +162,7 @@ def _start(plan: Plan, run: PlannedRun, states: States, made_of: Sequence[Stage]
     return _next(plan, run, states, left or made_of[-1:])
 
 
-def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) -> Running:
+def _next(plan: ExperimentPlan, run: PlannedRun, states: States, left: Sequence[RunStage]) -> RunProcess:
     state, (stage, *others) = states.of(run), left
     state.state, state.exit_status, state.started_unix_s = "running", None, time.time()
     state.code = code_version()
@@ -172,10 +172,10 @@ def _next(plan: Plan, run: PlannedRun, states: States, left: Sequence[Stage]) ->
     with log.open("ab") as output:
         begins = output.tell()
         process, lifeline = _process(stage, output)
-    return Running(run, stage, others, process, lifeline, log, begins, time.monotonic())
+    return RunProcess(run, stage, others, process, lifeline, log, begins, time.monotonic())
 
 
-def _process(stage: Stage, output: BinaryIO) -> tuple[subprocess.Popen[bytes] | WarmProcess, Lifeline | None]:
+def _process(stage: RunStage, output: BinaryIO) -> tuple[subprocess.Popen[bytes] | WarmProcess, Lifeline | None]:
     environment = {**os.environ, **stage.environment}
     with open(os.devnull, "rb") as nothing:
         if stage.warm is not None:
@@ -187,7 +187,7 @@ def _process(stage: Stage, output: BinaryIO) -> tuple[subprocess.Popen[bytes] | 
     return process, Lifeline(process.pid)
 
 
-def _end(plan: Plan, running: Running, states: States, *, asked: bool) -> RunState:
+def _end(plan: ExperimentPlan, running: RunProcess, states: States, *, asked: bool) -> RunState:
     """The state after a process; it stays `running` where another stage follows."""
     if running.lifeline is not None:
         running.lifeline.release()

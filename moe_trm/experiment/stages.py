@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_trm.experiment.plan import Plan, PlannedRun
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun
 
 
 @dataclass(frozen=True)
-class Stage:
+class RunStage:
     """One process of a run.
 
     Attributes:
@@ -27,11 +27,11 @@ class Stage:
     warm: str | None = None
 
 
-Stages = Callable[[Plan, PlannedRun], Sequence[Stage]]
+Stages = Callable[[ExperimentPlan, PlannedRun], Sequence[RunStage]]
 """The training of a run first, then its evaluations."""
 
 
-def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
+def stages(plan: ExperimentPlan, run: PlannedRun) -> Sequence[RunStage]:
     """The ordinary `moe-trm train`, then `moe-trm eval` by each of the file's `evaluations`."""
     moe_trm, folder = [sys.executable, "-m", "moe_trm"], plan.folder / run.name
     ranks = ["--nproc-per-node", str(plan.file.ranks)] if plan.file.ranks else []
@@ -39,14 +39,14 @@ def stages(plan: Plan, run: PlannedRun) -> Sequence[Stage]:
     wait_s = plan.configs[run.arm].rollout.server.startup_timeout_s
     attach = [f"rollout.url={run.server}", f"rollout.server.wait_s={wait_s}"] if run.server else []
     warm = ["--warm-ranks", run.warm] if run.warm else []
-    found = [Stage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks, *warm])]
+    found = [RunStage("training", [*moe_trm, "train", plan.file.base, *run.overrides, *attach, *ranks, *warm])]
     for by in plan.file.evaluations:
         result = result_of(plan, run.name, by)
         command = [*moe_trm, "eval", str(folder), *attach, "--by", by, "--json", str(result)]
-        found.append(Stage(f"evaluation by {by}", command, result))
+        found.append(RunStage(f"evaluation by {by}", command, result))
     return found
 
 
-def result_of(plan: Plan, run: str, by: str) -> Path:
+def result_of(plan: ExperimentPlan, run: str, by: str) -> Path:
     """Where the final evaluation of a run is."""
     return plan.folder / run / "eval" / f"final-{by}.json"

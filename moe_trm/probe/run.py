@@ -25,7 +25,7 @@ from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.probe.flip_causes import flip_causes, flips_of
 from moe_trm.probe.load_balance import load_balance
 from moe_trm.probe.rounding_shares import rounding_shares, roundings
-from moe_trm.probe.sample import Choice, ProbeRows, probe_rows, products, standard_errors
+from moe_trm.probe.sample import ProbeChoice, ProbeRows, probe_rows, products, standard_errors
 from moe_trm.ratios import k3
 from moe_trm.step.anchors import snapshot_name
 from moe_trm.step.passes import Anchored
@@ -79,7 +79,7 @@ class Probe:
 
     def __init__(self, config: Config, run_dir: Path, mode: ReplayMode) -> None:
         self._config, self._folder, self._roundings = config, run_dir / "probe", roundings(config)
-        self._mode, self._choice = mode, Choice(config, mode)
+        self._mode, self._choice = mode, ProbeChoice(config, mode)
 
     def due(self, step: int) -> bool:
         """True on steps with a probe."""

@@ -22,7 +22,7 @@ ROOM = 1 << 22
 """Numbers of a process that the shared memory has room for."""
 
 
-class Share:
+class BatchShare:
     """The part of one process; by itself it has all of the work.
 
     Attributes:
@@ -65,14 +65,14 @@ class Share:
         return float(value)
 
 
-def forked(size: int) -> Share:
+def forked(size: int) -> BatchShare:
     """Fork this process into `size` that go on from here, each with one thread, and end with the first.
 
     Call it before torch has computed anything with several threads.
     """
     torch.set_num_threads(1)
     if size == 1:
-        return Share()
+        return BatchShare()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     room = mmap.mmap(-1, 2 * size * ROOM * torch.float32.itemsize)
     rank = 0
@@ -84,4 +84,4 @@ def forked(size: int) -> Share:
             store = dist.TCPStore("127.0.0.1", store.port, is_master=False)  # type: ignore[attr-defined]
             break
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    return Share(rank, size, room)
+    return BatchShare(rank, size, room)

@@ -13,7 +13,7 @@ from moe_trm.models.tiny.checkpoint import EOS, TinyShape, make_checkpoint, tiny
 from moe_trm.quickstart import gsm8k
 from moe_trm.quickstart.experts import use_copied_rows
 from moe_trm.quickstart.warmup import Warmup, WarmupError, WarmupRecipe, main, warm_up
-from moe_trm.tasks.problems import Problem
+from moe_trm.tasks.problems import ArithmeticProblem
 from moe_trm.tasks.tokens import Tokens
 
 
@@ -102,7 +102,7 @@ def test_accuracy_reads_the_answer_and_can_ban_the_direct_one() -> None:
 
     warmup.model = Parrot()
     # The last prompt is longer: what comes out while it is read is no answer.
-    problems = [Problem(1, "+", 2), Problem(2, "+", 2), Problem(10, "-", 7)]
+    problems = [ArithmeticProblem(1, "+", 2), ArithmeticProblem(2, "+", 2), ArithmeticProblem(10, "-", 7)]
     assert warmup.accuracy(problems) == pytest.approx(2 / 3)
     assert warmup.accuracy(problems, ban_direct=True) == 0.0
 

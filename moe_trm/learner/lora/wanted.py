@@ -8,13 +8,13 @@ from typing import Any
 
 from moe_trm.config.schema import Config, LoraConfig
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
-from moe_trm.learner.lora.adapter import A, B, Start, factor_name
+from moe_trm.learner.lora.adapter import A, AdapterStart, B, factor_name
 from moe_trm.learner.lora.files import read_adapter
 from moe_trm.learner.lora.targets import adapted_modules, modules_of
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedAdapters:
     """The adapters of a whole model.
 
     Attributes:
@@ -25,7 +25,7 @@ class Wanted:
 
     modules: frozenset[str]
     lora: LoraConfig
-    start: Start
+    start: AdapterStart
 
     @property
     def factor_names(self) -> frozenset[str]:
@@ -33,7 +33,7 @@ class Wanted:
         return frozenset(factor_name(module, factor) for module in self.modules for factor in (A, B))
 
 
-def wanted_adapters(config: Config, hf: Mapping[str, Any], checkpoint: HfCheckpoint) -> Wanted | None:
+def wanted_adapters(config: Config, hf: Mapping[str, Any], checkpoint: HfCheckpoint) -> WantedAdapters | None:
     """The adapters of this run; None where the weights themselves train.
 
     Raises:
@@ -45,4 +45,4 @@ def wanted_adapters(config: Config, hf: Mapping[str, Any], checkpoint: HfCheckpo
         return None
     modules = adapted_modules(modules_of(hf, checkpoint.names), lora, hf)
     given = None if lora.adapter is None else read_adapter(lora.adapter, lora, modules, checkpoint)
-    return Wanted(modules, lora, Start(lora.rank, config.seed, given))
+    return WantedAdapters(modules, lora, AdapterStart(lora.rank, config.seed, given))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_trm.errors import MoeTrmError
-from moe_trm.experiment.plan import Plan, PlannedRun, make_plan
+from moe_trm.experiment.plan import ExperimentPlan, PlannedRun, make_plan
 from moe_trm.experiment.stages import stages
 from moe_trm.runtime.warm import WarmServer
 from tests.unit.experiment.scripted import Scripted, passes
@@ -18,7 +18,7 @@ from tests.unit.experiment.test_shared_server import KEY, URL, Lent
 ROOT = Path(__file__).parents[3]
 
 
-def light(plan: Plan) -> WarmServer:
+def light(plan: ExperimentPlan) -> WarmServer:
     """Without imports: the runs are small programs."""
     return WarmServer(
         "tests.unit.runtime.light_server", environment={"PYTHONPATH": str(ROOT)}, log=plan.folder / "warm.log"

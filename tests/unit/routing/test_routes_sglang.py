@@ -232,5 +232,4 @@ def replayed(live: np.ndarray, records: np.ndarray) -> tuple[torch.Tensor, PassF
     for layer in opened.layer_ids:
         used = opened.choose(layer, torch.from_numpy(live[:, layer].astype(np.int64)), recompute=False)
         opened.prove(layer, partial(same_rows, used), recompute=False)
-    opened.settle()
     return counters.take(torch.zeros(len(counters), 0, dtype=torch.int64)), flips

@@ -56,8 +56,8 @@ def flips_of(lost: np.ndarray, shape: str, *, at_sampling: bool | None = None) -
         at_sampling=(at_sampling,) * SAMPLES,
     )
     lost_LN = torch.from_numpy(lost.reshape(-1, layers).T.copy()).int()
-    one.count(range(layers), torch.stack((lost_LN.clamp(max=1), lost_LN), dim=1))
-    one.count_tokens(range(layers), lost_LN)
+    for layer, lost_N in enumerate(lost_LN):
+        one.count(layer, torch.stack((lost_N.clamp(max=1), lost_N)))
     return total([one], layers)
 
 
