@@ -9,7 +9,7 @@ rank forwards, and each layer token by token:
   tokens that agree. A token's own tendency to flip is drawn from a chi-squared distribution of mean 1, so that a clean
   token disagrees with probability `E[P(Binomial(n, 2 m chi2) >= 3/4 c n)]`, and `LEAST` at least: `p`.
 - Of N tokens, the share `q` disagrees. It is refused when `N KL(q || p) >= EVIDENCE` (Hoeffding 1963, theorem 1) and `q
-  >= p + EFFECT`: in the batch, in a sample, or in a layer of the batch (there `n = K`, for K above 1).
+  >= p + max(p, EFFECT)`: in the batch, in a sample, or in a layer of the batch (there `n = K`, for K above 1).
 - In a sample, tokens are scanned in their order. With `s = log(q1 / p)` for a token that disagrees and `log((1 - q1) /
   (1 - p))` for one that agrees, the sum over the best run of tokens reaches `EVIDENCE + log N` with a chance of at most
   `exp(-EVIDENCE)` in a clean sample (Ville's inequality, and a union over where the run begins).

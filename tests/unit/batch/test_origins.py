@@ -52,9 +52,10 @@ def test_an_exchange_of_routes_between_samples_of_the_same_tokens_is_found(one: 
 def test_every_replayed_pass_knows_what_its_routes_are_bound_to() -> None:
     batch = collate(MicroBatch(tuple(TrainRow(record, 1.0) for record in twins())), keep_mask=True)
     assert batch.origins == tuple(record.origin for record in twins())
-    sources = [behavior_source("R3", batch), anchor_source("R3", batch), update_source("R3", batch, None)]
+    sources = [behavior_source("R3", batch, 1), anchor_source("R3", batch), update_source("R3", batch, None)]
     for source in sources:
-        assert source == ReplayRecords(batch.routes, batch.origins)
+        assert isinstance(source, ReplayRecords)
+        assert replace(source, at_sampling=()) == ReplayRecords(batch.routes, batch.origins)
     assert collate(MicroBatch(()), keep_mask=True).origins == (None,)
 
 
