@@ -157,8 +157,13 @@ def examine(
 
 
 def refuse(doubt: FlipBoundError, findings: Sequence[SuspectFinding]) -> ReplayReport:
-    """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not."""
+    """The report, when all suspects are in place: the router has moved. Raises `MisalignedError` when one is not.
+
+    Or when something is wrong wherever the router has moved to.
+    """
     wrong = [finding for finding in findings if not finding.in_place]
+    if not wrong and doubt.certain is not None:
+        raise doubt.certain
     if not wrong:
         return ReplayReport(
             doubt.report.replayed,

@@ -74,10 +74,20 @@ class FlipBoundError(ReplayProofError):
         suspects: the samples that stand out, the worst first.
         report: counters of the step.
         alike: no sample stands out of its batch, which is beyond the bound as a whole; `suspects` are the worst ones.
+        certain: what is wrong even if the router has moved; None: nothing.
     """
 
-    def __init__(self, what: str, suspects: Sequence[Suspect], report: ReplayReport, *, alike: bool = False) -> None:
+    def __init__(
+        self,
+        what: str,
+        suspects: Sequence[Suspect],
+        report: ReplayReport,
+        *,
+        alike: bool = False,
+        certain: MisalignedError | None = None,
+    ) -> None:
         self.what, self.suspects, self.report, self.alike = what, tuple(suspects), report, alike
+        self.certain = certain
         listed = named(suspects)
         super().__init__(
             f"{what}. Rows or layers are misaligned, or the live router has moved since these samples were taken:"
@@ -91,15 +101,14 @@ def named(found: Sequence[object]) -> str:
     return "".join(f"\n  {one}" for one in found[:NAMED]) + more
 
 
-def check_fresh(flips: SampleFlips, max_flip_rate: float) -> None:
-    """Refuse routes that flip more often than `max_flip_rate` at the very weights that sampled them.
+def fresh_fault(flips: SampleFlips, max_flip_rate: float) -> MisalignedError | None:
+    """What is wrong with routes that flip more often than `max_flip_rate` at the very weights that sampled them.
 
-    In a sample, in a layer of the batch, or overall; only rounding can have moved the router there. Raises
-    `MisalignedError`.
+    In a sample, in a layer of the batch, or overall; only rounding can have moved the router there.
     """
     due, flipped = flips.due[flips.fresh], flips.flipped[flips.fresh]
     if not len(due):
-        return
+        return None
 
     def beyond(due: int, flipped: int, tokens: int) -> bool:
         rate = np.array(flipped / max(due, 1))
@@ -117,8 +126,8 @@ def check_fresh(flips: SampleFlips, max_flip_rate: float) -> None:
         if beyond(due[:, layer].sum(), flipped[:, layer].sum(), due[:, layer].sum())
     ]
     if not wrong and not beyond(due.sum(), flipped.sum(), tokens.sum()):
-        return
-    raise MisalignedError(
+        return None
+    return MisalignedError(
         f"the live router would not choose the recorded sets ({flipped.sum() / due.sum():.1%} of them differ; "
         f"replay.max_local_flip_rate is {max_flip_rate:g}), although it has the weights that sampled them. Rounding "
         f"does not explain that:{named(wrong)}\nNothing was trained on this update. Look for a defect of the engine's "
@@ -127,18 +136,18 @@ def check_fresh(flips: SampleFlips, max_flip_rate: float) -> None:
     )
 
 
-def check_tokens(flips: SampleFlips, top_k: int, num_experts: int) -> None:
-    """Raise `MisalignedError` where part of the tokens disagree with their routes (`routing.token_agreement`)."""
+def token_fault(flips: SampleFlips, top_k: int, num_experts: int) -> MisalignedError | None:
+    """What is wrong where part of the tokens disagree with their routes (`routing.token_agreement`)."""
     wrong = [*_wrong_samples(flips), *_wrong_layers(flips, top_k, num_experts)]
     found = flips.by_token
     tokens, apart, expected = (int(part.sum()) for part in (found.tokens, found.apart, found.expected))
     share, usual = apart / max(tokens, 1), expected / by_token.UNIT / max(tokens, 1)
     if not wrong and by_token.evidence(share, usual, tokens) < by_token.EVIDENCE:
-        return
+        return None
     ends = int((found.last[found.run > 0] == found.tokens[found.run > 0] - 1).sum())
     begins = int((found.first[found.run > 0] == 0).sum())
     where = f" {ends} samples disagree at their end, {begins} at their beginning." if ends or begins else ""
-    raise MisalignedError(
+    return MisalignedError(
         f"{apart} of {tokens} tokens ({share:.1%}) agree with their recorded routes no better than with those of any "
         f"other token; {usual:.1%} are expected of rounding or of a router that has moved, which spread over all "
         f"tokens.{where} Part of the routes are not those of their tokens and layers:{named(wrong)}\n"

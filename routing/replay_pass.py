@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from routing.errors import ReplayProofError, RouteError
-from routing.flip_bound import FlipBoundError, check_fresh, check_tokens, suspects, worst
+from routing.flip_bound import FlipBoundError, fresh_fault, suspects, token_fault, worst
 from routing.flips import router_margin
 from routing.gate_proof import check_gates
 from routing.packed_layout import AnyLayout
@@ -244,8 +244,7 @@ def judge(
     )
     if max_local_flip_rate == 1.0:
         return report
-    check_fresh(by_sample, max_local_flip_rate)
-    check_tokens(by_sample, top_k, num_experts)
+    certain = fresh_fault(by_sample, max_local_flip_rate) or token_fault(by_sample, top_k, num_experts)
     # Rows that another pass judges say nothing here.
     due_L, flipped_L = by_sample.due.sum(0), by_sample.flipped.sum(0)
     rates = {layer: float(flipped_L[layer] / due_L[layer]) for layer in np.flatnonzero(due_L).tolist()}
@@ -258,6 +257,7 @@ def judge(
             found or worst(by_sample, top_k, num_experts),
             report,
             alike=not found,
+            certain=certain,
         )
     if found:
         raise FlipBoundError(
@@ -265,5 +265,8 @@ def judge(
             f"of their batch ({report.local_flip_rate or 0.0:.2%} flip in all)",
             found,
             report,
+            certain=certain,
         )
+    if certain is not None:
+        raise certain
     return report
