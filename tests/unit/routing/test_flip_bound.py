@@ -161,7 +161,7 @@ def test_counts_of_a_pass_are_by_sample_in_both_orders() -> None:
     for last, order in ((False, flipped), (True, flipped.t())):
         one = PassFlips([5, 9], torch.tensor([4, 3]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         marks = order.reshape(-1).int()
-        one.count([1], torch.stack((marks, 2 * marks))[None])
+        one.count(1, torch.stack((marks, 2 * marks)))
         again = PassFlips([9], torch.tensor([2]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         padding = PassFlips([-1], torch.tensor([0]), (1,), 3, sample_last=last, device=torch.device("cpu"))
         summed = total([one, again, padding], 3)
