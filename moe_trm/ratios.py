@@ -169,8 +169,3 @@ def k3(log_ratio: Tensor) -> Tensor:
     """
     x = clamp_log_ratio(log_ratio.double())
     return x.expm1() - x
-
-
-def k3_sum(log_ratio: Tensor) -> Tensor:
-    """Sum of `k3` over all log-ratios."""
-    return k3(log_ratio).sum()
