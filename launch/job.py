@@ -69,8 +69,8 @@ def run_job(
     if not config.rollout.starts_server:
         return run_learner(config_path, overrides, ranks, api_key_for(config), warm=warm)
 
-    from moe_trm.rollout.sglang.supervisor import on_cpu
-    from moe_trm.rollout.sglang.watchdog import Watchdog
+    from moe_trm.rollout.servers.process import on_cpu
+    from moe_trm.rollout.servers.watchdog import Watchdog
 
     api_key = api_key_for(config) or secrets.token_hex(16)
     port = config.rollout.server.port or free_port()

@@ -14,7 +14,8 @@ from moe_trm.doctor.checks import Check, attempt
 from moe_trm.errors import EngineError
 from moe_trm.models.hf_config import library_config
 from moe_trm.rollout.credentials import api_key_for
-from moe_trm.rollout.sglang.http import EngineHttp
+from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.tasks.tokens import Tokens
 
 SAMPLES = ("672+39=", "The quick brown fox\n", " 1, 2, 3 # 4", "Zürich 東京 \N{ROCKET}")
@@ -46,10 +47,12 @@ async def _tokenizer(config: Config, http: EngineHttp) -> Check:
     tokens, name = Tokens(config.model.checkpoint), f"tokenizer of {http.url}"
     for text in SAMPLES:
         try:
-            answer = await http.post("/tokenize", {"model": "default", "prompt": text, "add_special_tokens": False})
+            said = await backend_of(config.rollout.engine).tokenized(http, text)
         except EngineError as error:
             return Check(name, "skip", f"the server does not tokenize: {error.what}")
-        theirs, ours = list(answer["tokens"]), list(tokens.encode_plain(text))
+        if said is None:
+            return Check(name, "skip", "servers of this engine do not say how they tokenize")
+        theirs, ours = list(said), list(tokens.encode_plain(text))
         if theirs != ours:
             return Check(
                 name,
@@ -62,7 +65,9 @@ async def _tokenizer(config: Config, http: EngineHttp) -> Check:
 
 async def _geometry(config: Config, http: EngineHttp) -> Check:
     name = f"model of {http.url}"
-    folder = Path(str((await http.get("/model_info")).get("model_path", "")))
+    folder = await backend_of(config.rollout.engine).model_folder(http)
+    if folder is None:
+        return Check(name, "skip", "servers of this engine do not say what they serve")
     if not (folder / "config.json").is_file():
         return Check(name, "skip", f"{folder} is not on this machine")
     theirs, ours = _read(folder), library_config(_read(Path(config.model.checkpoint)))

@@ -46,7 +46,7 @@ def serve(plan: ExperimentPlan) -> Iterator[SharedServer]:
 
     It is watched and restarted as that of any run. Raises `CheckpointError` and `EngineError` as a run's start does.
     """
-    from moe_trm.rollout.sglang.watchdog import Watchdog
+    from moe_trm.rollout.servers.watchdog import Watchdog
 
     config = plan.configs[plan.file.against]
     key = api_key_for(config) or secrets.token_hex(16)

@@ -13,9 +13,9 @@ from aiohttp import web
 from moe_trm.config.precision_rules import refusals, surprises
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, RecordRejected
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.seeds import Seeds
-from moe_trm.rollout.sglang.supervisor import launch_command
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.seeds import Seeds
+from moe_trm.rollout.sglang.launch import launch_command
 from moe_trm.types import Prompt, SamplingParams
 from tests.unit.rollout.test_sglang_engine import HF
 
@@ -85,7 +85,7 @@ def test_samples_of_one_prompt_are_asked_for_with_different_seeds(tmp_path: Path
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
         chosen = config(tmp_path, url=f"http://127.0.0.1:{port}", deterministic=deterministic)
-        engine = SglangEngine(chosen, None)
+        engine = ServerEngine(chosen, None)
         try:
             for number in order:
                 with pytest.raises(RecordRejected):
