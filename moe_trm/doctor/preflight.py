@@ -118,7 +118,7 @@ def _needs(config: Config) -> list[Callable[[], object]]:
     return [
         lambda: read_hf_config(config.model.checkpoint),
         lambda: check_prompts(config.task),
-        lambda: check_folders(config),
+        lambda: check_folders(config.checkpoint, config.record, config.sync, config.name, config.run_dir),
     ]
 
 

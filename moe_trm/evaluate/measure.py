@@ -92,9 +92,9 @@ def _bare(config: Config) -> Config:
 def _served(config: Config, by: str, log: Path) -> Iterator[tuple[Config, str | None]]:
     """The configuration with the address of its server, and that one's key. A server that is started ends here."""
     if by == LEARNER or not config.rollout.starts_server:
-        yield config, api_key_for(config)
+        yield config, api_key_for(config.rollout)
         return
-    key = api_key_for(config) or secrets.token_hex(16)
+    key = api_key_for(config.rollout) or secrets.token_hex(16)
     server = start_server(config, log, key)
     try:
         rollout = config.rollout.model_copy(update={"url": server.url})

@@ -28,7 +28,7 @@ class SglangBackend(ServerBackend):
 
     def check(self, config: Config) -> None:
         """See `check_quantised`."""
-        check_quantised(config)
+        check_quantised(config.rollout, config.model)
 
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
         """`python -m sglang.launch_server`."""
