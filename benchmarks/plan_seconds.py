@@ -6,7 +6,7 @@ seconds of a pass of log-probs, of all other training, of handing over and of a 
 side computes. Then runs of the real SGLang server and the real learner, one rank each, are measured in each mode.
 Nothing of these runs is used by the prediction.
 
-Servers and learner share the cores of one machine here (`moe_trm/plan/sharing.py`). The speed of a core while all
+Servers and learner share the cores of one machine here (`benchmarks/sharing.py`). The speed of a core while all
 compute is measured apart (`benchmarks/crowded_cores.py`). A step lasts from one line of metrics to the next. The
 learning rate is 0, so that answers keep their lengths.
 """
@@ -25,6 +25,7 @@ from statistics import fmean, stdev
 
 from benchmarks.crowded_cores import crowded
 from benchmarks.options import command_line
+from benchmarks.sharing import Cores
 from benchmarks.short_run import SETTINGS, starting_checkpoint
 from benchmarks.side_cores import SideClock, watched
 from benchmarks.table import Row, report
@@ -34,7 +35,6 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import MoeTrmError
 from moe_trm.plan.lengths import Lengths, recorded
 from moe_trm.plan.modes import Mode
-from moe_trm.plan.sharing import Cores
 from moe_trm.plan.simulate import SimulatedSchedule, SimulatedServers, simulate
 from moe_trm.plan.speed import anchor_passes
 from moe_trm.recording.bundle import BundleReader
@@ -206,7 +206,7 @@ def predicted(config: Config, speeds: Speeds, steps: int) -> tuple[float, float]
     )
     own, with_older = anchor_passes(config, 0.0), anchor_passes(config, 1.0)
     train_s, older_s = speeds.train_s + speeds.score_s * own, speeds.score_s * (with_older - own)
-    schedule = Mode.of(config).schedule(sends=config.sync.method == "distributed")
+    schedule = Mode.of(config.pipeline, config.learner.minibatches).schedule(sends=config.sync.method == "distributed")
     found = simulate(speeds.lengths.batches(steps, samples), train_s, fleet, schedule, older_s)
     return (found.ends_s[-1] - found.ends_s[SKIPPED - 1]) / (steps - SKIPPED), found.learner_idle_later
 

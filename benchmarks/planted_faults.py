@@ -42,7 +42,7 @@ from moe_trm.doctor.measurements import Measurements, join, of_sample
 from moe_trm.errors import MoeTrmError
 from moe_trm.learner.protocol import Scores
 from moe_trm.recording.bundle import BundleReader
-from moe_trm.rollout.sglang.supervisor import start_server
+from moe_trm.rollout.servers.process import start_server
 from moe_trm.types import MicroBatch, TrainRow
 from routing.flips import flipped_tokens
 from routing.replay import Record

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import AdvantageConfig, BatchConfig, KlConfig, PipelineConfig
 from moe_trm.methods.advantages import ADVANTAGES, BY_TOKEN
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(
+    advantage: AdvantageConfig, keeps_masks: bool, kl: KlConfig, pipeline: PipelineConfig, batch: BatchConfig
+) -> Iterator[Problem]:
     """The reasons that these settings cannot work."""
-    name = config.advantage.name
-    if ADVANTAGES[name].reads_support and not config.keeps_masks:
+    name = advantage.name
+    if ADVANTAGES[name].reads_support and not keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             f"advantage.name={name} reads the distribution that each token was drawn from, "
@@ -21,28 +23,30 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected="keep",
             fix="set sampling_mask.mode=keep, or choose another advantage.name",
         )
-    if ADVANTAGES[name].reads_ratios and not config.pipeline.has_anchor_pass:
+    if ADVANTAGES[name].reads_ratios and not pipeline.has_anchor_pass:
         yield Problem(
             "advantage.name",
             "the ratio of policy to rollout is not known before the update",
-            got=f"{name} with pipeline.behavior={config.pipeline.recovery}",
+            got=f"{name} with pipeline.behavior={pipeline.recovery}",
             expected="pipeline.behavior=snapshot or merged",
         )
-    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and config.kl.coef and config.kl.where == "reward":
+    if (name in BY_TOKEN or ADVANTAGES[name].reads_ratios) and kl.coef and kl.where == "reward":
         yield Problem(
             "kl.where",
             f"{name} compares rewards as they are, and the KL would lower them afterwards",
             got=f"reward with advantage.name={name}",
             expected="loss",
         )
-    if config.advantage.zero_variance_scale:
-        yield from _zero_variance(config)
+    if advantage.zero_variance_scale:
+        yield from _zero_variance(keeps_masks, advantage, batch, kl)
 
 
-def _zero_variance(config: Config) -> Iterator[Problem]:
-    key, name = "advantage.zero_variance_scale", config.advantage.name
-    entry, got = ADVANTAGES[name], str(config.advantage.zero_variance_scale)
-    if not config.keeps_masks:
+def _zero_variance(
+    keeps_masks: bool, advantage: AdvantageConfig, batch: BatchConfig, kl: KlConfig
+) -> Iterator[Problem]:
+    key, name = "advantage.zero_variance_scale", advantage.name
+    entry, got = ADVANTAGES[name], str(advantage.zero_variance_scale)
+    if not keeps_masks:
         yield Problem(
             "sampling_mask.mode",
             "shaped advantages read the entropy of each token's distribution, which is recorded with the sampling mask",
@@ -57,14 +61,14 @@ def _zero_variance(config: Config) -> Iterator[Problem]:
             got=got,
             expected="0, or an estimator that compares the samples of a prompt by row",
         )
-    if config.batch.zero_variance == "drop":
+    if batch.zero_variance == "drop":
         yield Problem(
             "batch.zero_variance",
             "groups without a difference in reward would be dropped before they are shaped",
             got=f"drop with {key}={got}",
             expected="keep",
         )
-    if config.kl.coef and config.kl.where == "reward":
+    if kl.coef and kl.where == "reward":
         yield Problem(
             "kl.where",
             "the KL lowers rewards after the shaped advantages were made",

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, LoraConfig
+from moe_trm.config.schema import LearnerConfig, LoraConfig, ProbeConfig, RolloutConfig
 
 ROUTER = "router"
 
 
-def refusals(config: Config) -> Iterator[Problem]:
+def refusals(learner: LearnerConfig) -> Iterator[Problem]:
     """Settings under which adapters would not train, or would train something else."""
-    learner = config.learner
     lora = learner.lora
     if not lora.rank:
         return
@@ -58,9 +57,8 @@ def refusals(config: Config) -> Iterator[Problem]:
         )
 
 
-def idle_settings(config: Config) -> Iterator[str]:
+def idle_settings(learner: LearnerConfig) -> Iterator[str]:
     """Keys that were set without adapters, or that adapters make idle."""
-    learner = config.learner
     if not learner.lora.rank:
         for name in LoraConfig.model_fields:
             if name != "rank" and name in learner.lora.model_fields_set:
@@ -72,11 +70,10 @@ def idle_settings(config: Config) -> Iterator[str]:
         )
 
 
-def surprises(config: Config) -> Iterator[str]:
+def surprises(learner: LearnerConfig, rollout: RolloutConfig, probe: ProbeConfig) -> Iterator[str]:
     """Measurements that there are not with adapters."""
-    learner, rollout = config.learner, config.rollout
     narrows = learner.dtype == "float32" != rollout.server.dtype
-    if learner.lora.rank and config.probe.every and (narrows or rollout.fake_quantization is not None):
+    if learner.lora.rank and probe.every and (narrows or rollout.fake_quantization is not None):
         yield (
             f"probe/cast_k3_kl and its like are not measured with learner.lora.rank={learner.lora.rank}: copies of "
             "weights are of A and B alone, and cannot be rounded as the sum is"

@@ -21,7 +21,6 @@ from moe_trm.config import (
     precision_rules,
     rollout_rules,
     schedule_rules,
-    server_flags,
     task_rules,
     training_rules,
 )
@@ -29,7 +28,7 @@ from moe_trm.config.choices import Choice, settle
 from moe_trm.config.idle_settings import idle_settings
 from moe_trm.config.problems import Problem
 from moe_trm.config.rollout_rules import MASK_LIMIT
-from moe_trm.config.schema import Config, RolloutConfig
+from moe_trm.config.schema import Config, ObserveConfig, RolloutConfig
 
 
 def refusals(config: Config) -> list[Problem]:
@@ -38,7 +37,7 @@ def refusals(config: Config) -> list[Problem]:
     An engine that is not known is taken for the default one in the rest.
     """
     config, choices = settle(config)
-    unknown = [*engine_rules.unknown(config)]
+    unknown = [*engine_rules.unknown(config.rollout)]
     if unknown:
         rollout = config.rollout.model_copy(update={"engine": RolloutConfig().engine})
         config = config.model_copy(update={"rollout": rollout})
@@ -57,8 +56,7 @@ def _refusals(config: Config) -> list[Problem]:
         *engine_rules.refusals(config),
         *rollout_rules.refusals(config),
         *schedule_rules.refusals(config),
-        *server_flags.refusals(config),
-        *task_rules.refusals(config),
+        *task_rules.refusals(config.task, config.rollout, config.train, config.eval),
         *training_rules.refusals(config),
         *correction_rules.refusals(
             config.correction,
@@ -68,11 +66,11 @@ def _refusals(config: Config) -> list[Problem]:
             rollout=config.rollout,
             keeps_masks=config.keeps_masks,
         ),
-        *advantage_rules.refusals(config),
-        *precision_rules.refusals(config),
-        *deepspeed_rules.refusals(config),
-        *lora_rules.refusals(config),
-        *_observe(config),
+        *advantage_rules.refusals(config.advantage, config.keeps_masks, config.kl, config.pipeline, config.batch),
+        *precision_rules.refusals(config.rollout, config.sync, config.learner, config.batch),
+        *deepspeed_rules.refusals(config.learner, config.optimizer),
+        *lora_rules.refusals(config.learner),
+        *_observe(config.observe),
     ]
 
 
@@ -81,17 +79,17 @@ def warnings(config: Config) -> list[str]:
     config, _ = settle(config)
     return [
         *idle_settings(config),
-        *deepspeed_rules.idle_settings(config),
-        *lora_rules.idle_settings(config),
-        *precision_rules.surprises(config),
-        *lora_rules.surprises(config),
+        *deepspeed_rules.idle_settings(config.learner),
+        *lora_rules.idle_settings(config.learner),
+        *precision_rules.surprises(config.learner, config.rollout, config.replay, config.probe, config.correction),
+        *lora_rules.surprises(config.learner, config.rollout, config.probe),
         *(f"anti-pattern, {row}" for row in anti_patterns.planned(config)),
         *_surprises(config),
     ]
 
 
-def _observe(config: Config) -> Iterator[Problem]:
-    sinks = config.observe.sinks
+def _observe(observe: ObserveConfig) -> Iterator[Problem]:
+    sinks = observe.sinks
     for name in sorted({name for name in sinks if sinks.count(name) > 1}):
         yield Problem("observe.sinks", f"{name} is listed more than once", got=str(sinks.count(name)), expected="once")
 

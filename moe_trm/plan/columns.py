@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_trm.batch.partition import cost, partition
-from moe_trm.config.schema import Config
+from moe_trm.config.schema import BatchConfig, LearnerConfig
 
 DEFAULT_ROWS = 32
 """Rows of a micro-batch where neither rows nor tokens are given (`moe_trm/batch/plan.py`)."""
 
 
-def data_ranks(config: Config, world: int) -> int:
+def data_ranks(learner: LearnerConfig, world: int) -> int:
     """Ranks that take rows of their own."""
-    learner = config.learner
     if learner.backend == "deepspeed":
         return world
     return max(1, world // (learner.parallel.tensor * learner.parallel.pipeline * learner.parallel.context))
 
 
-def columns_per_token(config: Config, lengths: Sequence[int], world: int) -> float:
+def columns_per_token(learner: LearnerConfig, batch: BatchConfig, lengths: Sequence[int], world: int) -> float:
     """Columns of a step's micro-batches over its real tokens.
 
     `padded`: rows as `moe_trm/batch/plan.py` cuts them, each as long as the longest of its micro-batch. `packed`: 1
@@ -30,12 +29,12 @@ def columns_per_token(config: Config, lengths: Sequence[int], world: int) -> flo
         lengths: forwarded tokens of the samples of a step, in an order without meaning.
         world: learner ranks.
     """
-    learner, real = config.learner, sum(lengths)
-    if config.batch.layout == "packed":
+    real = sum(lengths)
+    if batch.layout == "packed":
         context = learner.parallel.context if learner.backend == "megatron" else 1
         multiple = 2 * context if context > 1 else 1
         return sum(-(-length // multiple) * multiple for length in lengths) / real
-    ranks, computed = data_ranks(config, world), 0
+    ranks, computed = data_ranks(learner, world), 0
     for start in range(learner.minibatches):
         mini = sorted(lengths[start :: learner.minibatches], reverse=True)
         if budget := learner.micro_batch_tokens:

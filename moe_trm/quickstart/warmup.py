@@ -28,7 +28,6 @@ from transformers import PreTrainedTokenizerFast
 
 from moe_trm.errors import MoeTrmError
 from moe_trm.models.tiny.checkpoint import BOS, EOS, PAD, TinyShape, character_tokenizer, save, tiny_model
-from moe_trm.quickstart.experts import use_copied_rows
 from moe_trm.quickstart.share import BatchShare, forked
 from moe_trm.tasks.arithmetic import held_out_problems
 from moe_trm.tasks.problems import ArithmeticProblem, draw
@@ -106,7 +105,7 @@ class Warmup:
         self.tokenizer: PreTrainedTokenizerFast = character_tokenizer()
         self._id_of: dict[str, int] = self.tokenizer.get_vocab()
         self.model: Qwen3MoeForCausalLM = tiny_model(seed, shape)
-        use_copied_rows(self.model)
+        self.model.set_experts_implementation("grouped_mm")
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True
         )

@@ -87,7 +87,7 @@ class RolloutController:
         )
         self._reuse = ReuseBuffer(config.pipeline, self._ledger, config.seed)
         self._writer = BundleWriter(config.record.bundle) if config.record.bundle else None
-        self._whole_groups = compares_groups(config)
+        self._whole_groups = compares_groups(config.loss, config.rollout, config.agent)
         # Parts in which a step is handed out.
         self._parts = config.learner.minibatches if config.pipeline.stream else 1
         self._arrived = StepParts({}, ())

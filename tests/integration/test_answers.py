@@ -10,9 +10,10 @@ import orjson
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.rollout.sglang.engine import SglangEngine
-from moe_trm.rollout.sglang.http import HEADERS
-from moe_trm.rollout.sglang.supervisor import Server
+from moe_trm.rollout.server_engine import ServerEngine
+from moe_trm.rollout.servers.http import HEADERS
+from moe_trm.rollout.servers.process import Server
+from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.types import SamplingParams
 from tests.integration.served import VOCAB, prompts
 
@@ -50,7 +51,7 @@ def answers(server: Server, requests: list[tuple[dict[str, str], dict[str, Any]]
 
 def body(config: Config, server: Server, length: int, params: SamplingParams = GREEDY, **other: Any) -> dict[str, Any]:
     (prompt,) = prompts(1, length)
-    request = SglangEngine(config, server.api_key).generate_request(prompt.token_ids, params)
+    request = generate_request(ServerEngine(config, server.api_key).question(prompt.token_ids, params))
     return request | other
 
 

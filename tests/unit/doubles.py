@@ -40,6 +40,12 @@ class StandInLearner(Learner):
         kept_mass: bool = False,
         weights: str | None = None,
     ) -> list[Scores]:
+        return self.scored(batches, sources, weights)
+
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
+    ) -> list[Scores]:
+        """What `score` returns; without the kept mass."""
         raise _unexpected("score")
 
     def snapshot(self, name: str, *, saved: bool = False, rounding: Rounding | None = None) -> int:

@@ -50,7 +50,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
     hf_config.check_vocabulary(folder, int(hf["vocab_size"]))
     checkpoint = HfCheckpoint(folder)
     check_tensors(checkpoint, hf)
-    wanted = wanted_adapters(config, hf, checkpoint)
+    wanted = wanted_adapters(config.learner, config.seed, hf, checkpoint)
     check_groups(config.optimizer, checkpoint.names if wanted is None else wanted.factor_names)
     layers, packed = layers_here(config.learner), config.batch.layout == "packed"
     if packed:
@@ -75,7 +75,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         chunks,
         wrapped,
         config.optimizer,
-        learning_rate(config),
+        learning_rate(config.optimizer, config.learner, config.train),
         loss_scale,
         bf16=model_config.bf16,
         distributed=is_distributed,
@@ -101,7 +101,7 @@ def build_megatron_learner(config: Config) -> MegatronLearner:
         Parts(fp8.alignment(config.learner), packed=packed),
         temperature=config.rollout.temperature,
         device=device,
-        computes_in=computes_in(config),
+        computes_in=computes_in(config.learner, config.rollout, config.train, config.seed),
         frozen_base=wanted is not None,
     )
 

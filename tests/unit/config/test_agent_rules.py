@@ -12,6 +12,7 @@ from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.rules import warnings
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
+from tests.unit.sections import sections_of
 
 AGENT = "rollout.agent=examples/agent/agent.py:run"
 POST_TOOL = "correction.rules=[{name: token_tis, thresholds: {tokens: post_tool}}]"
@@ -72,7 +73,7 @@ def test_agents_have_turns_and_tools(file: Path) -> None:
 
 def test_rows_without_an_agent_are_idle(file: Path) -> None:
     config = load(file, ["agent.rows=turns", "loss.name=oapl"])
-    assert not several_rows(config)
+    assert not several_rows(config.rollout, config.agent)
     assert "agent.rows has no effect: rollout.agent is not set" in warnings(config)
 
 
@@ -85,6 +86,8 @@ def test_a_loss_of_the_users_own_that_compares_samples_is_refused(tmp_path: Path
         encoding="utf-8",
     )
     settings = {"model": {"checkpoint": "none"}, "loss": {"name": f"{own}:mine"}, "rollout": {"agent": "a.py:run"}}
-    assert compares_groups(Config.model_validate(settings))
+    assert compares_groups(*sections_of(Config.model_validate(settings), "loss", "rollout", "agent"))
     with pytest.raises(ConfigError, match="row by row"):
-        compares_groups(Config.model_validate({**settings, "agent": {"rows": "turns"}}))
+        compares_groups(
+            *sections_of(Config.model_validate({**settings, "agent": {"rows": "turns"}}), "loss", "rollout", "agent")
+        )

@@ -101,13 +101,8 @@ class ProbeLearner(StandInLearner):
 
     def forget(self, name: str) -> None: ...
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         self.passes.append((type(sources[0]), weights or "own", len(batches)))
         logprobs = current_logprobs if isinstance(sources[0], Record) else anchor_logprobs

@@ -14,7 +14,7 @@ pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on ma
 from moe_trm_sglang_cpu import paused
 from moe_trm_sglang_cpu.front import REQUEST, Front
 
-from moe_trm.rollout.sglang.http import HEADERS
+from moe_trm.rollout.servers.http import HEADERS
 
 PLAIN = {
     "input_ids": [5, 6],

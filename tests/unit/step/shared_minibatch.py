@@ -55,13 +55,8 @@ class FakeLearner(StandInLearner):
         self.snapshots.append(name)
         return 0
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         if weights is None:
             return [Scores(current_logprobs(batch)) for batch in batches]

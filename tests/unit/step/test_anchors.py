@@ -48,13 +48,8 @@ class FakeLearner(StandInLearner):
     def forget(self, name: str) -> None:
         del self.held[name]
 
-    def score(
-        self,
-        batches: Sequence[TokenBatch],
-        sources: Sequence[RouteSource],
-        *,
-        kept_mass: bool = False,
-        weights: str | None = None,
+    def scored(
+        self, batches: Sequence[TokenBatch], sources: Sequence[RouteSource], weights: str | None
     ) -> list[Scores]:
         self.passes.append(weights)
         version = self.version if weights is None else self.held[weights]

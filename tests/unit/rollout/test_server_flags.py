@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_trm.config.schema import Config
-from moe_trm.config.server_flags import BREAKS, SETTINGS, refusals
-from moe_trm.rollout.sglang.supervisor import launch_command
+from moe_trm.rollout.sglang.launch import launch_command
+from moe_trm.rollout.sglang.server_flags import BREAKS, SETTINGS, refusals
 
 MAY_DIFFER = {
     "--attention-backend",
