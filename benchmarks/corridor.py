@@ -28,7 +28,8 @@ from moe_trm.checkpoint.pieces import whole, write_pieces
 from moe_trm.config.engines import DEFAULT
 from moe_trm.rollout.intake.messages import Parsed, Whole, pack
 from moe_trm.rollout.intake.reading import Reading, read
-from moe_trm.rollout.servers.backend import Question, Wanted, backend_of
+from moe_trm.rollout.servers.backend import backend_of
+from moe_trm.rollout.servers.question import Question, Wanted
 from moe_trm.rollout.sglang.answer_form import decode_answer
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import BlockWriter, PlaceReader, SharedFile, place_of
@@ -110,7 +111,7 @@ def of_rank(rows: int, tokens: int) -> Figures:
         head, *buffers = wire.encode(_read(answer(PROMPT, tokens - PROMPT), number).value)
         records.append(wire.decode([head, *file.open(writer.write(buffers))], RolloutRecord))
         held += sum(len(buffer) for buffer in buffers)
-    micro = MicroBatch(tuple(TrainRow(record, 1.0) for record in records))
+    micro = MicroBatch(tuple(TrainRow(record) for record in records))
     batch = TrainBatch(1, (MiniBatch((micro,), rows, rows * tokens),), {}, (0,))
     frames = wire.encode(batch, place_of)
     with PlaceReader() as places:
@@ -135,7 +136,7 @@ def of_store(tokens: int) -> Figures:
 def of_batch(num_rows: int) -> Figures:
     """Columns that the learner computes for each token that has to be forwarded."""
     lengths = np.random.default_rng(0).integers(16, 1025, num_rows)
-    rows = [TrainRow(_bare(number, int(length)), 1.0) for number, length in enumerate(lengths)]
+    rows = [TrainRow(_bare(number, int(length))) for number, length in enumerate(lengths)]
     real = sum(forwarded_tokens(row.record) for row in rows)
 
     def columns(most_rows: int | None, most_tokens: int | None) -> float:

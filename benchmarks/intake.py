@@ -20,7 +20,7 @@ import pybase64
 
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
 from moe_trm.rollout.sglang.parse import parse_turn

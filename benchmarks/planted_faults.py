@@ -180,7 +180,7 @@ def rescore(config: Config, bundle: Path) -> Measurements:
     learner = build_megatron_learner(config)
     try:
         records = BundleReader(str(bundle)).read(1)
-        rows = [TrainRow(record, 0.0) for record in records]
+        rows = [TrainRow(record) for record in records]
         size = config.learner.micro_batch_rows or len(rows)
         micro = [MicroBatch(tuple(rows[i : i + size])) for i in range(0, len(rows), size)]
         batches = [collate(part, keep_mask=config.keeps_masks) for part in micro]

@@ -91,7 +91,7 @@ def main(config_path: str, folder: Path, overrides: Sequence[str]) -> None:
     learner = build_learner(config)
     records = BundleReader(str(folder)).read(1)
     plan = plan_step(
-        [TrainRow(record, 0.0) for record in records],
+        [TrainRow(record) for record in records],
         seed=0,
         step=0,
         minibatches=1,

@@ -17,10 +17,11 @@ from moe_trm.errors import RecordRejected, SyncError
 from moe_trm.rollout.intake.messages import Hello, Whole
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.servers.backend import Question, Requirements, Wanted, backend_of
+from moe_trm.rollout.servers.backend import Requirements, backend_of
 from moe_trm.rollout.servers.continuation import continued, settled
 from moe_trm.rollout.servers.fleet import REISSUES, Fleet
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import Question, Wanted
 from moe_trm.rollout.servers.remote import RemoteServer
 from moe_trm.rollout.servers.router import Router
 from moe_trm.rollout.servers.seeds import Seeds
@@ -78,7 +79,9 @@ class ServerEngine:
             router=self._router,
             rolling=config.pipeline.rolling_push,
         )
-        hello = Hello(rollout.engine, self._model, api_key, rollout.timeout_s, rollout.max_attempts)
+        hello = Hello(
+            self._backend.answers or rollout.engine, self._model, api_key, rollout.timeout_s, rollout.max_attempts
+        )
         self._intake = IntakePool(rollout.intake_processes, hello) if rollout.intake_processes else None
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._push: tuple[WeightPush, Awaitable[Mapping[str, str]] | None] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from moe_trm.checkpoint.pieces import Piece, PieceReader
@@ -30,6 +31,7 @@ class StandInLearner(Learner):
     data_size: int = 1
     moe_layer_ids: tuple[int, ...] = ()
     model_moe_layer_ids: tuple[int, ...] = ()
+    device: torch.device = torch.device("cpu")
     leads: bool = True
 
     def score(

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from moe_trm.rollout.servers.backend import Question
+from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.runtime.frames import frame
 from moe_trm.runtime.shared_blocks import Block
@@ -18,11 +18,11 @@ from moe_trm.runtime.shared_blocks import Block
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """To the process, once.
 
-    `engine` is that of the run: its `ServerBackend` makes requests and reads answers. `timeout_s` and `max_attempts`
+    `answers` names the engine's `AnswerFormat`. `timeout_s` and `max_attempts`
     are those of a request; `tokenizer` is a checkpoint's folder, empty for none.
     """
 
-    engine: str
+    answers: str
     model: ServedModel
     api_key: str | None
     timeout_s: float

@@ -16,7 +16,7 @@ from moe_trm.errors import RecordRejected
 from moe_trm.rollout.intake.messages import Hello, Whole
 from moe_trm.rollout.intake.process import IntakeEnded, IntakeProcess
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.servers.backend import Question
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime.shared_blocks import SharedFile
 
 REISSUES = 3

@@ -30,8 +30,8 @@ from moe_trm.rollout.intake.messages import (
 )
 from moe_trm.rollout.intake.pulse import Health, Look, Pulse, state_of
 from moe_trm.rollout.intake.reading import Reading
-from moe_trm.rollout.servers.backend import Question
 from moe_trm.rollout.servers.http import EngineSlow, HttpStatusError, ServerFailed
+from moe_trm.rollout.servers.question import Question
 from moe_trm.runtime import wire
 from moe_trm.runtime.children import gone
 from moe_trm.runtime.frames import from_child

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_trm.rollout.intake.messages import Whole
-from moe_trm.rollout.servers.backend import Question, ServerBackend
 from moe_trm.rollout.servers.continuation import settled
+from moe_trm.rollout.servers.question import AnswerFormat, Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.tasks.rewards import written_text
@@ -38,13 +38,13 @@ def read(
     whole: Whole | None,
     model: ServedModel,
     tokens: Tokens | None,
-    backend: ServerBackend,
+    form: AnswerFormat,
 ) -> Reading:
     """Parse and check one answer of an engine's server.
 
-    Raises `RecordRejected` as `ServerBackend.parse` and `Conversation.record` do.
+    Raises `RecordRejected` as `AnswerFormat.parse` and `Conversation.record` do.
     """
-    turn = backend.parse(body, question, model)
+    turn = form.parse(body, question, model)
     if whole is None or (finished := settled(turn, question.params)).finish_reason == "abort":
         return Reading(turn, turn.retracted)
     conversation = Conversation(Prompt(whole.prompt_id, question.context))

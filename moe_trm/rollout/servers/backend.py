@@ -11,48 +11,16 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from moe_trm.config.engines import KEY, SERVER_BACKENDS, EngineTraits
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError, SyncError
 from moe_trm.functions.load import load_function
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import AnswerFormat, Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
-from moe_trm.sampling_mask.violation import Violation
 from moe_trm.sync.manifest import Share, WeightPush
-from moe_trm.types import SampledTurn, SamplingParams
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Fields requested besides tokens and log-probs; a requested field that is missing rejects the record."""
-
-    routes: bool
-    mask: bool
-    violation: Violation = "reject"
-    """Treatment of a sampled token outside its own mask."""
-    partial: bool = False
-    """True when an answer aborted after its first token is a record too: the beginning of one, to be continued."""
-    missing: Literal["reject", "native"] = "reject"
-    """Treatment of a sample with recomputed routes (`SampledTurn.recomputed`): reject it, or leave them out."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """One answer that is asked for.
-
-    Attributes:
-        context: ids to continue: the prompt, and the tokens after it.
-        params: of the behaviour policy, and the most tokens of this answer.
-        wanted: fields of the record.
-        start: first row of the routes to return; those before it are known.
-    """
-
-    context: tuple[int, ...]
-    params: SamplingParams
-    wanted: Wanted
-    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,22 +59,22 @@ class Requirements:
     quantization: str | None = None
 
 
-class ServerBackend(ABC):
+class ServerBackend(AnswerFormat):
     """The dialect of one engine's servers. Made without arguments in every process that needs it, and without state.
 
     Attributes:
         traits: its capabilities; `has_servers` is set.
-        generate_path: of a POST for one answer.
+        answers: name of a light `AnswerFormat`, `package.module:Class`, for intake processes; empty: this class.
         alive_path: of a GET that a server's process answers, whatever its engine does.
         health_path: of a GET that succeeds when the engine generates; 503 while it loads.
     """
 
     traits: ClassVar[EngineTraits]
-    generate_path: ClassVar[str] = "/generate"
+    answers: ClassVar[str] = ""
     alive_path: ClassVar[str] = "/health"
     health_path: ClassVar[str] = "/health"
 
-    def check(self, config: Config) -> None:  # noqa: B027 (most engines serve every checkpoint)
+    def check(self, config: Config) -> None:
         """Refuse what its servers cannot serve. Raises `ConfigError`, `CheckpointError`."""
 
     @abstractmethod
@@ -115,14 +83,6 @@ class ServerBackend(ABC):
 
         `folder` is for files that it reads. Raises `ConfigError`, `CheckpointError`.
         """
-
-    @abstractmethod
-    def request(self, question: Question) -> dict[str, object]:
-        """The JSON body of the POST to `generate_path`."""
-
-    @abstractmethod
-    def parse(self, body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
-        """The checked answer. Pure. Raises `RecordRejected` for one that violates an invariant."""
 
     @abstractmethod
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sessions.conversation import Conversation
 from moe_trm.rollout.sglang.parse import parse_turn

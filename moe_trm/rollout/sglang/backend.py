@@ -9,22 +9,20 @@ from pathlib import Path
 
 from moe_trm.config.engines import DEFAULT, ENGINES
 from moe_trm.config.schema import Config
-from moe_trm.rollout.servers.backend import Launch, Question, Requirements, ServerBackend
+from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend
 from moe_trm.rollout.servers.http import EngineHttp
-from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.answers import SglangAnswers
 from moe_trm.rollout.sglang.client import SglangClient
 from moe_trm.rollout.sglang.launch import launched
-from moe_trm.rollout.sglang.parse import parse_turn
-from moe_trm.rollout.sglang.request import generate_request
 from moe_trm.rollout.sglang.start_folder import check_quantised
-from moe_trm.types import SampledTurn
 
 
-class SglangBackend(ServerBackend):
+class SglangBackend(SglangAnswers, ServerBackend):
     """Stock SGLang servers over HTTP."""
 
     traits = ENGINES[DEFAULT]
     alive_path = "/model_info"
+    answers = "moe_trm.rollout.sglang.answers:SglangAnswers"
 
     def check(self, config: Config) -> None:
         """See `check_quantised`."""
@@ -33,14 +31,6 @@ class SglangBackend(ServerBackend):
     def launch(self, config: Config, port: int, api_key: str, folder: Path) -> AbstractContextManager[Launch]:
         """`python -m sglang.launch_server`."""
         return launched(config, port, api_key, folder)
-
-    def request(self, question: Question) -> dict[str, object]:
-        """See `generate_request`."""
-        return generate_request(question)
-
-    def parse(self, body: bytes | memoryview, question: Question, model: ServedModel) -> SampledTurn:
-        """See `parse_turn`."""
-        return parse_turn(body, question.context, model, question.wanted, start=question.start)
 
     async def version(self, http: EngineHttp, *, timeout_s: float) -> str:
         """`weight_version`; `default` of a server that was given none."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_trm.errors import EngineError, RecordRejected
-from moe_trm.rollout.servers.backend import Question, Requirements
+from moe_trm.rollout.servers.backend import Requirements
 from moe_trm.rollout.servers.http import EngineHttp, HttpStatusError
+from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.rollout.sglang.answer_form import MetaInfo, decode_answer
 from moe_trm.rollout.sglang.api import check_can_verify

@@ -19,7 +19,7 @@ from itertools import chain
 import numpy as np
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer_form import Answer, MetaInfo, decode_answer
 from moe_trm.rollout.turn import routes_rejected

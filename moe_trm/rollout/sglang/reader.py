@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.together import Received, parse_turns
 from moe_trm.types import SampledTurn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moe_trm.rollout.servers.backend import Question
+from moe_trm.rollout.servers.question import Question
 
 
 def generate_request(question: Question) -> dict[str, object]:

@@ -27,7 +27,7 @@ def rows_of(sizes: list[int]) -> list[TrainRow]:
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
     rewards = np.random.default_rng(0).random(len(groups))
     return [
-        TrainRow(make_record(sample_id=i, group_id=group, num_sampled=3 + i % 5, reward=float(rewards[i])), 1.0)
+        TrainRow(make_record(sample_id=i, group_id=group, num_sampled=3 + i % 5, reward=float(rewards[i])))
         for i, group in enumerate(groups)
     ]
 

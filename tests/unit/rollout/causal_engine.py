@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.parse import parse_turn
 from moe_trm.tasks.tokens import Tokens

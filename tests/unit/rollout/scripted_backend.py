@@ -29,8 +29,9 @@ from moe_trm.config.engines import EngineTraits
 from moe_trm.config.schema import Config
 from moe_trm.errors import EngineError, EngineLost, RecordRejected, SyncError
 from moe_trm.rollout.credentials import API_KEY_VARIABLE
-from moe_trm.rollout.servers.backend import Launch, Question, Requirements, ServerBackend, ServerClient
+from moe_trm.rollout.servers.backend import Launch, Requirements, ServerBackend, ServerClient
 from moe_trm.rollout.servers.http import EngineHttp
+from moe_trm.rollout.servers.question import Question
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.sync.manifest import WeightPush
 from moe_trm.types import SampledTurn

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_trm.errors import RecordRejected
-from moe_trm.rollout.servers.backend import Wanted
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.answer import parse_answer
 from moe_trm.types import Prompt, RolloutRecord

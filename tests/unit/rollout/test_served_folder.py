@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from moe_trm.errors import EngineError
-from moe_trm.rollout.servers.backend import Requirements, Wanted
+from moe_trm.rollout.servers.backend import Requirements
 from moe_trm.rollout.servers.http import EngineHttp
 from moe_trm.rollout.servers.process import start_server
+from moe_trm.rollout.servers.question import Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
 from moe_trm.rollout.sglang.checks import ServerCheck
 from tests.unit.rollout.local_app import LocalApp

@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 import pytest
 
-from moe_trm.config.engines import DEFAULT
 from moe_trm.errors import ControllerError, EngineError, RecordRejected
 from moe_trm.models.tiny.checkpoint import character_tokenizer
 from moe_trm.rollout.intake import process as process_module
 from moe_trm.rollout.intake.messages import Hello
 from moe_trm.rollout.intake.pool import IntakePool
 from moe_trm.rollout.server_engine import ServerEngine
-from moe_trm.rollout.servers.backend import Question, Wanted
+from moe_trm.rollout.servers.question import Question, Wanted
 from moe_trm.rollout.servers.served_model import ServedModel
+from moe_trm.rollout.sglang.backend import SglangBackend
 from moe_trm.runtime import wire
 from moe_trm.runtime.shared_blocks import place_of
 from moe_trm.tasks.rewards import written_text
@@ -279,7 +279,7 @@ def test_nobody_waits_for_an_answer_that_was_given_up(tmp_path: Path) -> None:
 def test_a_process_that_cannot_start_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     async def run() -> None:
         model = ServedModel.from_config(HF)
-        pool = IntakePool(2, Hello(DEFAULT, model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere")))
+        pool = IntakePool(2, Hello(SglangBackend.answers, model, None, 1.0, 1, tokenizer=str(tmp_path / "nowhere")))
         try:
             with pytest.raises(ControllerError, match="did not start") as caught:
                 await pool.start()
