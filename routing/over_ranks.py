@@ -40,7 +40,10 @@ def over_ranks(
     total = torch.from_numpy(np.sum(counters, axis=0)).view(sums.shape)
     return total, summed(
         SampleFlips(
-            *(np.concatenate([getattr(one, name) for one in found]) for name in ("keys", "due", "flipped", "lost")),
+            np.concatenate([one.keys for one in found]),
+            np.concatenate([one.due for one in found]),
+            np.concatenate([one.flipped for one in found]),
+            np.concatenate([one.lost for one in found]),
             np.sum([one.apart for one in found], axis=0),
             Disagreement(*(np.concatenate(part) for part in zip(*(one.by_token for one in found), strict=True))),
             np.concatenate([one.fresh for one in found]),
@@ -79,7 +82,8 @@ def _read(words_W: np.ndarray, num_sums: int, num_layers: int) -> tuple[np.ndarr
     keys, *by_token, fresh = words_W[rows_at:tables_at].reshape(8, samples)
     whole = np.zeros((3, samples, num_layers), np.int64)
     whole[..., own] = words_W[tables_at:].reshape(3, samples, layers)
-    return words_W[3:ids_at], SampleFlips(keys, *whole, apart, Disagreement(*by_token), fresh.astype(bool))
+    due, flipped, lost = whole
+    return words_W[3:ids_at], SampleFlips(keys, due, flipped, lost, apart, Disagreement(*by_token), fresh.astype(bool))
 
 
 def _exchanged(words_W: np.ndarray, group: ProcessGroup, device: torch.device) -> list[np.ndarray]:

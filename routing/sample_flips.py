@@ -167,10 +167,12 @@ def total(passes: Iterable[PassFlips], num_layers: int) -> SampleFlips:
     lost_N = torch.cat([one.lost_N for one in found]).cpu().numpy()
     ends = np.cumsum([len(one.lost_N) for one in found])
     by_token = [one.by_token(lost_N[end - len(one.lost_N) : end]) for one, end in zip(found, ends, strict=True)]
+    flipped_SL, lost_SL = counts_LKB.transpose(1, 2, 0).astype(np.int64)
     whole = SampleFlips(
         np.array([key for one in found for key in one.keys], np.int64),
         np.concatenate([one.due_BL for one in found]),
-        *counts_LKB.transpose(1, 2, 0).astype(np.int64),
+        flipped_SL,
+        lost_SL,
         torch.stack([one.apart_L2 for one in found]).sum(0).cpu().numpy(),
         Disagreement(*(np.concatenate(part) for part in zip(*by_token, strict=True))),
         np.concatenate([one.fresh_B for one in found]),
@@ -188,7 +190,9 @@ def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
         return SampleFlips.of(flips.keys[order], *nothing)
     keys = flips.keys[order]
     first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)])
-    tables = (np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost))
+    due, flipped, lost = (
+        np.add.reduceat(table[order], first, axis=0) for table in (flips.due, flips.flipped, flips.lost)
+    )
     tokens, apart, expected, *_ = (np.add.reduceat(part[order], first) for part in flips.by_token)
     # Of several runs of one sample, the one that speaks most against it.
     group = np.repeat(np.arange(len(first)), np.diff([*first, len(order)]))
@@ -196,4 +200,4 @@ def summed(flips: SampleFlips, chosen: np.ndarray | None = None) -> SampleFlips:
     run, start, stop = (part[best] for part in flips.by_token[3:])
     fresh = np.logical_and.reduceat(flips.fresh[order], first)
     by_token = Disagreement(tokens, apart, expected, run, start, stop)
-    return SampleFlips(keys[first], *tables, flips.apart, by_token, fresh)
+    return SampleFlips(keys[first], due, flipped, lost, flips.apart, by_token, fresh)

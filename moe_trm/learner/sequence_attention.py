@@ -53,12 +53,12 @@ def attend_within(
     tokens_P, places_T = (index.to(query_TND.device) for index in (tokens_P, places_T))
     # One index and one split: slices would each have a gradient as long as the pack.
     parts = (
-        torch.split(each.index_select(0, tokens_P), [rows * columns for rows, columns in shapes])
+        each.index_select(0, tokens_P).split_with_sizes([rows * columns for rows, columns in shapes])
         for each in (query_TND, *for_all_heads(query_TND.shape[1], key_TGD, value_TGD))
     )
     found = [
-        attend(*(part.unflatten(0, shape) for part in own), kind).flatten(0, 1)
-        for shape, *own in zip(shapes, *parts, strict=True)
+        attend(query.unflatten(0, shape), key.unflatten(0, shape), value.unflatten(0, shape), kind).flatten(0, 1)
+        for shape, query, key, value in zip(shapes, *parts, strict=True)
     ]
     return torch.cat(found).index_select(0, places_T)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
@@ -140,11 +139,9 @@ def judging(batch: TokenBatch, version: int, *, others: bool) -> tuple[bool | No
     Rows that these weights sampled have no excuse. Rows of several versions have passes at none of their weights alone,
     and are judged with that of the newest. `others`: rows of other versions are judged by other passes of the step.
     """
-    newest = batch.versions.amax(1)
-    oldest = batch.versions.masked_fill(~batch.mask.to(batch.versions.device), torch.iinfo(torch.int32).max).amin(1)
     return tuple(
-        True if low == version == high else None if high == version or not others else False
-        for low, high in zip(oldest.tolist(), newest.tolist(), strict=True)
+        True if oldest == version == newest else None if newest == version or not others else False
+        for oldest, newest in batch.sampled_by
     )
 
 

@@ -82,8 +82,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         if group.size() > 1:
             before_CS = _columns_before(query.shape[0] * group.size(), group)
             key, value = (_Gathered.apply(x, group) for x in (key, value))  # type: ignore[no-untyped-call]
-        tensors = (x.transpose(0, 1) for x in (query, *for_all_heads(query.shape[2], key, value)))
-        return attend(*tensors, self.kind(), before_CS).transpose(0, 1).flatten(2)
+        key, value = for_all_heads(query.shape[2], key, value)
+        seen = key.transpose(0, 1), value.transpose(0, 1)
+        return attend(query.transpose(0, 1), *seen, self.kind(), before_CS).transpose(0, 1).flatten(2)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, parameters: PackedSeqParams) -> Tensor:
         """`query` `[C, N, D]`, `key` and `value` `[C, G, D]` of this rank's part of a pack -> `[C, N * D]`.

@@ -31,8 +31,8 @@ def test_r2_without_a_recording_is_a_bug_of_ours_and_stops() -> None:
 
 def test_a_row_is_judged_at_the_weights_that_sampled_it() -> None:
     """Rows of version 3, of 2, and of both; the last is padding."""
-    versions = torch.tensor([[3, 3, -1], [2, 2, 2], [2, 3, -1], [-1, -1, -1]], dtype=torch.int32)
-    batch = replace(BATCH, versions=versions, mask=versions >= 0)
-    assert judging(batch, 3, others=True)[:3] == (True, False, None)
-    assert judging(batch, 2, others=True)[:3] == (False, True, False)
+    batch = replace(BATCH, sampled_by=((3, 3), (2, 2), (2, 3), (-1, -1)))
+    assert judging(batch, 3, others=True) == (True, False, None, False)
+    assert judging(batch, 2, others=True) == (False, True, False, False)
     assert judging(batch, 3, others=False)[:3] == (True, None, None)
+    assert BATCH.sampled_by == ((0, 0),)
