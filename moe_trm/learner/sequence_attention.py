@@ -71,7 +71,7 @@ def _calls(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], Tensor, Ten
     place of each token. No token sees a filler, and what fillers ask for is dropped.
     """
     calls: dict[int, list[Tensor]] = {}
-    for number, own in enumerate(torch.arange(sum(lengths)).split(lengths)):
+    for number, own in enumerate(torch.arange(sum(lengths)).split_with_sizes(lengths)):
         calls.setdefault(len(own).bit_length() if len(own) <= TOGETHER else -number, []).append(own)
     rows = [pad_sequence(members, batch_first=True, padding_value=-1) for members in calls.values()]
     is_token_P = torch.cat([row.flatten() for row in rows]) >= 0
