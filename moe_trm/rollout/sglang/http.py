@@ -15,8 +15,8 @@ from moe_trm.errors import EngineError, EngineLost
 FIRST_PAUSE_S = 0.25
 """Pause before the second attempt; it doubles with each further one."""
 
-HEADERS = {"Content-Type": "application/json", "X-MoE-TRM-Answer": "ids"}
-"""Of every request, beside the key: no text is read from an answer, so `packages/sglang_cpu` writes none."""
+HEADERS = {"Content-Type": "application/json"}
+"""Of every request, beside the key."""
 MAX_ERROR_CHARACTERS = 500
 TOO_MANY_REQUESTS = 429
 
