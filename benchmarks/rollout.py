@@ -1,4 +1,4 @@
-"""Captured tokens per second of a CPU server: SGLang's own loops against the batched parts of the support package.
+"""Captured tokens per second of a CPU server: SGLang's own loops against batched attention and experts.
 
 `python -m benchmarks.rollout [--requests N ...] [--pairs N] [--json FILE]` starts two servers on the quickstart's
 model. Both record routes, log-probs and sampling masks through the product's own engine. They take turns, so that a
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 from safetensors.torch import load_file
@@ -31,7 +32,9 @@ from moe_trm.sync.manifest import WeightPush
 from moe_trm.sync.rounding import Rounding
 from moe_trm.types import Prompt, SamplingParams
 
-LOOPS = "MOE_TRM_SGLANG_LOOPS"
+PLUGINS = "SGLANG_PLUGINS"
+"""SGLang's own variable: the plugins that it loads. Without it, all of them."""
+ENABLING = "moe_trm_sglang_cpu"
 T = TypeVar("T")
 KEY = "key-of-the-benchmark"
 PROMPT_TOKENS, ANSWER_TOKENS, GROUP_SIZE = 20, 48, 8
@@ -88,8 +91,8 @@ def measure(folder: Path, requests: int, pairs: int) -> Iterator[Row]:
 @contextmanager
 def serving(config: Config, folder: Path, name: str) -> Iterator[Server]:
     """A server with or without the batched parts."""
-    os.environ[LOOPS] = str(int(name == "loops"))
-    server = start_server(config, folder / f"{name}.log", KEY)
+    with mock.patch.dict(os.environ, {PLUGINS: ENABLING if name == "loops" else ""}):
+        server = start_server(config, folder / f"{name}.log", KEY)
     try:
         yield server
     finally:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_trm_sglang_cpu.linear import SMALL_MATRIX
-
 MOST_PADDING = 8
 """Places per choice up to which the batched products are faster."""
 MOST_PLACES = 24
 """The same of places per expert: where a few experts have most tokens, the others compute as many places for nobody."""
+SMALL_MATRIX = 1 << 18
+"""Numbers of a matrix up to which a product is faster in float32: converted, it stays in a core's cache."""
 FEW_ROWS = 32
 """Tokens of an expert, in the mean, up to which a product is faster in float32, its matrix converted."""
 MOST_MARKS = 1 << 14
@@ -113,23 +113,19 @@ def _weighed(out: Tensor, weights_NK: Tensor) -> Tensor:
     return out_NKD.mul_(weights_NK.unsqueeze(-1)).sum(1)
 
 
-def wrap(loop: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """SGLang's `moe_forward_native`, which is `loop`, with plain SwiGLU experts in fewer calls."""
-
-    def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
-        weights, ids, _ = topk_output
-        plain = (
-            moe_runner_config.activation == "silu"
-            and moe_runner_config.gemm1_alpha is None
-            and not moe_runner_config.apply_router_weight_on_input
-            and getattr(layer, "w13_weight_bias", None) is None
-            and getattr(layer, "w2_weight_bias", None) is None
-        )
-        if plain and ids.numel():
-            most = int(torch.bincount(ids.reshape(-1)).max())
-            if most <= MOST_PLACES and most * layer.num_experts <= MOST_PADDING * ids.numel():
-                return batched(x, weights, layer.w13_weight, layer.w2_weight, *places(ids, layer.num_experts))
-            return one_by_one(x, weights, layer.w13_weight, layer.w2_weight, ids)
-        return loop(layer, x, topk_output, moe_runner_config)
-
-    return moe_forward_native
+def around(native: Callable[..., Tensor], layer: Any, x: Tensor, topk_output: Any, moe_runner_config: Any) -> Tensor:
+    """Hook around SGLang's `moe_forward_native`, which is `native`: plain SwiGLU experts in fewer calls."""
+    weights, ids, _ = topk_output
+    plain = (
+        moe_runner_config.activation == "silu"
+        and moe_runner_config.gemm1_alpha is None
+        and not moe_runner_config.apply_router_weight_on_input
+        and getattr(layer, "w13_weight_bias", None) is None
+        and getattr(layer, "w2_weight_bias", None) is None
+    )
+    if not (plain and ids.numel()):
+        return native(layer, x, topk_output, moe_runner_config)
+    most = int(torch.bincount(ids.reshape(-1)).max())
+    if most <= MOST_PLACES and most * layer.num_experts <= MOST_PADDING * ids.numel():
+        return batched(x, weights, layer.w13_weight, layer.w2_weight, *places(ids, layer.num_experts))
+    return one_by_one(x, weights, layer.w13_weight, layer.w2_weight, ids)

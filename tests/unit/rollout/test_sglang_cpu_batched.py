@@ -11,7 +11,6 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
 from moe_trm_sglang_cpu import batched_experts, prefill
-from moe_trm_sglang_cpu import linear as products
 from moe_trm_sglang_cpu.decoding import decode, in_lots, plan
 
 EXPERTS, DIM, WIDTH = 6, 8, 5
@@ -163,7 +162,7 @@ def test_crowded_experts_are_computed_one_by_one(tokens: int, crowded: bool, mon
     if crowded:
         ids[:, 0] = 3
     chosen = (torch.ones(tokens, 2), ids, None)
-    batched_experts.wrap(lambda *_arguments: torch.zeros(1))(layer, torch.ones(tokens, DIM), chosen, plain)
+    batched_experts.around(lambda *_arguments: torch.zeros(1), layer, torch.ones(tokens, DIM), chosen, plain)
     assert asked == ["one_by_one" if crowded or tokens == 200 else "batched"]
 
 
@@ -180,34 +179,5 @@ def test_other_experts_are_left_to_the_loop(other: dict[str, object]) -> None:
     plain = {"activation": "silu", "gemm1_alpha": None, "apply_router_weight_on_input": False}
     layer = SimpleNamespace(num_experts=EXPERTS, w13_weight=torch.ones(EXPERTS, 4, DIM), w2_weight=None)
     chosen = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3), None)
-    batched_experts.wrap(loop)(layer, torch.ones(3, DIM), chosen, SimpleNamespace(**{**plain, **other}))
+    batched_experts.around(loop, layer, torch.ones(3, DIM), chosen, SimpleNamespace(**{**plain, **other}))
     assert len(asked) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_with_small_matrices_are_those_of_float32_rounded(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(5)
-    layer = SimpleNamespace(weight=torch.randn(48, 64, generator=generator).to(dtype))
-    x = torch.randn(3, 5, 64, generator=generator).to(dtype)
-    apply = products.wrap(lambda *_arguments: pytest.fail("a small product was left to SGLang"))
-    got, native = apply(None, layer, x), linear(x, layer.weight)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, native, atol=1e-2, rtol=1e-2)
-    assert (got == native).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("case", ["bias", "float32", "mixed", "large"])
-def test_other_products_are_sglangs_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SMALL_MATRIX", 11 if case == "large" else 12)
-    dtype = torch.float32 if case == "float32" else torch.bfloat16
-    layer = SimpleNamespace(weight=torch.ones(3, 4, dtype=dtype))
-    x = torch.ones(2, 4, dtype=torch.float32 if case == "mixed" else dtype)
-    bias = torch.ones(3, dtype=dtype) if case == "bias" else None
-    asked: list[tuple[object, ...]] = []
-
-    def native(*arguments: object) -> torch.Tensor:
-        asked.append(arguments)
-        return torch.zeros(1)
-
-    products.wrap(native)("method", layer, x, bias)
-    assert asked == [("method", layer, x, bias)]

@@ -1,0 +1,29 @@
+"""SGLang plugin `moe_trm_sglang_cpu_kernels`: attention and experts of a whole pass, in few calls of torch.
+
+`SGLANG_PLUGINS=moe_trm_sglang_cpu` in the server's environment, which is SGLang's own list of plugins, leaves it out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_trm_sglang_cpu.plugin import without_cuda
+
+
+def activate() -> None:
+    """Register both, in SGLang's own registries."""
+    if not without_cuda():
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from moe_trm_sglang_cpu.batched_experts import around
+
+    register_attention_backend("torch_native")(_batched_attention)
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", around, HookType.AROUND)
+
+
+def _batched_attention(runner: Any) -> Any:
+    from moe_trm_sglang_cpu.batched_attention import BatchedAttention
+
+    return BatchedAttention(runner)
