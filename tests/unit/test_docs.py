@@ -162,8 +162,8 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 def test_the_tree_is_the_tree() -> None:
-    """Every file and folder that the README's tree names exists; every package that exists is named."""
-    block = PAGES["README.md"].split("## What is where")[1].split("```")[1]
+    """Every file and folder that the tree of the walk names exists; every package that exists is named."""
+    block = PAGES["docs/walk.md"].split("## What is where")[1].split("```")[1]
     folders: list[str] = []
     for line in block.splitlines():
         names = re.match(r"( *)((?:[\w./]+ +)*?[\w./]+/?)(?:  +|$)", line)
