@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.answering_servers import MODEL, answer
+from benchmarks.intake import MODEL, answer
 from benchmarks.options import command_line
 from benchmarks.peak import peak_bytes
 from benchmarks.table import Row, report

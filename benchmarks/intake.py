@@ -3,7 +3,6 @@
 `python -m benchmarks.intake [--tokens N] [--repeats N] [--json FILE]` makes one answer of DeepSeek-V3, with 61 layers,
 58 of them with 256 experts (8 per token), log-probs and routes. The parts are timed alone, too: the JSON scan, and
 base64 by the standard library and by the vectorised one. A plain copy of the bytes shows what memory allows.
-`benchmarks.intake_processes` has several processes, and `benchmarks.intake_step` a step of many servers.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
 import orjson
 import pybase64
 
-from benchmarks.answering_servers import MODEL
-from benchmarks.answering_servers import answer as answer_bytes
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm.rollout.sglang.answer_form import Answer, decode_answer
 from moe_trm.rollout.sglang.parse import Wanted, parse_turn
+from moe_trm.rollout.sglang.served import ServedModel
 
+MODEL = ServedModel("DeepseekV3ForCausalLM", 129280, 61, tuple(range(3, 61)), 256, 8)
 PROMPT_TOKENS = 512
 
 
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(tokens: int, repeats: int) -> list[Row]:
     """One row per part: milliseconds, and megabytes of the answer per second."""
-    context, body, routes = answer(tokens)
+    context, body = list(range(PROMPT_TOKENS)), answer(PROMPT_TOKENS, tokens - PROMPT_TOKENS)
+    routes: bytes = orjson.loads(body)["meta_info"]["routed_experts"].encode()
     wanted = Wanted(routes=True, mask=False)
     plain = msgspec.json.Decoder(Answer).decode
     parts: dict[str, Callable[[], object]] = {
@@ -62,11 +63,24 @@ def measure(tokens: int, repeats: int) -> list[Row]:
     ]
 
 
-def answer(tokens: int) -> tuple[list[int], bytes, bytes]:
-    """The ids that were sent, the answer's bytes, and its routes in base64."""
-    body = answer_bytes(PROMPT_TOKENS, tokens - PROMPT_TOKENS)
-    routes: str = orjson.loads(body)["meta_info"]["routed_experts"]
-    return list(range(PROMPT_TOKENS)), body, routes.encode()
+def answer(context: int, sampled: int) -> bytes:
+    """One answer of DeepSeek-V3 to `context` ids, as SGLang sends it."""
+    rng, rows = np.random.default_rng(0), context + sampled - 1
+    output = rng.integers(0, MODEL.vocab_size, sampled).tolist()
+    # Eight neighbours from a random first one on: distinct, and of every expert.
+    first = rng.integers(0, MODEL.num_experts, (rows, MODEL.num_layers, 1), np.int32)
+    experts = (first + np.arange(MODEL.top_k, dtype=np.int32)) % MODEL.num_experts
+    meta = {
+        "finish_reason": {"type": "stop", "message": ""},
+        "prompt_tokens": context,
+        "num_retractions": 0,
+        "output_token_logprobs": [
+            [-float(value), token, None] for value, token in zip(rng.random(sampled), output, strict=True)
+        ],
+        "weight_versions": [{"version": "0", "start": 0, "end": sampled}],
+        "routed_experts": base64.b64encode(experts.tobytes()).decode(),
+    }
+    return orjson.dumps({"output_ids": output, "meta_info": meta})
 
 
 if __name__ == "__main__":

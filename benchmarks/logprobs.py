@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.masks import entropy_bits_per_token, published_sizes, synthetic_mask
 from benchmarks.options import command_line
+from benchmarks.peak import forget_peak, status_bytes
 from benchmarks.table import Row, report
 from moe_trm.sampling_mask.codec import encode
 from moe_trm.sampling_mask.dense import full_logprobs
@@ -123,21 +122,14 @@ class Memory:
         else:
             # Memory that was freed but not given back would hide what is taken from it again.
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-            self._before = _status_bytes("VmRSS")
+            self._before = forget_peak()
 
     def synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
-        return (torch.cuda.max_memory_allocated() if self._cuda else _status_bytes("VmHWM")) - self._before
-
-
-def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has {field}"
-    return 1024 * int(found.group(1))
+        return (torch.cuda.max_memory_allocated() if self._cuda else status_bytes("VmHWM")) - self._before
 
 
 def paired(kind: str, num_tokens: int, weight_VH: Tensor, repeats: int) -> Row:

@@ -1,7 +1,7 @@
 """Reject rate of every rule, overall and by kind of row.
 
-`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [--picture FILE] [key=value ...]` judges
-a recorded run (`record.bundle`), or a short run that it makes itself on a checkpoint with the real engines.
+`python -m benchmarks.mask_rate [--bundle DIR | --checkpoint DIR] [--json FILE] [key=value ...]` judges a
+recorded run (`record.bundle`), or a short run that it makes itself on a checkpoint with the real engines.
 
 Rules that compare one score with one threshold are tried on a grid of thresholds. Each threshold is chosen to reject a
 given share of rows (of tokens, for rules on tokens). Presets and other rules are used as they are. A row counts as
@@ -20,7 +20,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from benchmarks.mask_rate_figure import draw
 from benchmarks.mask_rate_results import Prediction, Rates
 from benchmarks.options import command_line
 from benchmarks.short_run import record_run, starting_checkpoint
@@ -183,7 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--bundle", type=Path, help="a recorded run, or a dump that moe-trm whatif reads")
     source.add_argument("--checkpoint", type=Path, help="Hugging Face folder to run on (default: the quickstart's)")
     parser.add_argument("--steps", type=int, default=6, help="steps of the run that is made (default: 6)")
-    parser.add_argument("--picture", type=Path, help="write an SVG here")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the run that is made")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -210,8 +208,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decile_lengths": strata.lengths(),
     }
     report(f"Rejected shares, {what}", table(results, predicted), args.json, details)
-    if args.picture:
-        args.picture.write_text(draw(results, predicted, strata.lengths()), encoding="utf-8")
     return 0
 
 

@@ -1,20 +1,25 @@
-"""Write docs/methods.md from the docstrings of every registered method: `python -m benchmarks.methods_page`."""
+"""Write docs/methods.md and the torch-free table of methods from the code: `python -m benchmarks.methods_page`."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import json
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from benchmarks import length_bias
 from moe_trm import corrections, losses
 from moe_trm.batch import advantages, token_advantages
 from moe_trm.batch.outcome import explained_variance
 from moe_trm.batch.zero_variance import entropy_shaped
+from moe_trm.corrections import RegisteredRule
 from moe_trm.diagnostics import (
     acceptance,
     bounds,
@@ -28,8 +33,11 @@ from moe_trm.diagnostics import (
 from moe_trm.functions.parameters import Parameter, declared
 from moe_trm.losses import aggregate, kl, off_policy
 from moe_trm.methods.advantages import ADVANTAGES
+from moe_trm.methods.built_in import FILE
 from moe_trm.step.passes import interpolated
 from moe_trm.step.recipe import FROM_ANCHORS
+
+Method: TypeAlias = RegisteredRule | losses.Loss
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 
@@ -130,6 +138,32 @@ def page() -> str:
         _length_bias(),
     ]
     return "\n".join(_narrow(line) for line in "\n".join(parts).split("\n"))
+
+
+def table() -> str:
+    """The corrections and losses of the packages as JSON, one on a line: what `moe_trm.methods` knows of them."""
+    kinds = {"corrections": _declared(corrections, RegisteredRule), "losses": _declared(losses, losses.Loss)}
+    parts = [
+        f'"{kind}": {{\n' + ",\n".join(f'"{name}": {json.dumps(entries[name])}' for name in sorted(entries)) + "\n}"
+        for kind, entries in kinds.items()
+    ]
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _declared(package: ModuleType, kind: type[Method]) -> dict[str, dict[str, object]]:
+    """Facts of every method of the package's modules, by name; those that have their default are left out."""
+    found: dict[str, dict[str, object]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        for one in vars(import_module(f"{package.__name__}.{info.name}")).values():
+            if isinstance(one, kind) and one.function.__module__.endswith(f".{info.name}"):
+                facts: dict[str, object] = {"module": info.name, "ratio": one.ratio, "scope": one.scope}
+                optional: dict[str, object] = (
+                    {"weighs": one.weighs, "weight": one.defaults.get("weight")}
+                    if isinstance(one, RegisteredRule)
+                    else {"needs": one.needs, "holds": "" if one.holds == "own" else one.holds}
+                )
+                found[one.name] = {**facts, **{key: value for key, value in optional.items() if value}}
+    return found
 
 
 def _narrow(line: str) -> str:
@@ -236,4 +270,5 @@ def _shown(value: Parameter) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(prog="python -m benchmarks.methods_page", description=__doc__).parse_args()
+    FILE.write_text(table(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -3,10 +3,8 @@
 `python -m benchmarks.packed_rows --json FILE`. The learner is the real one: one Megatron rank on the quickstart's
 model, with random weights and random legal routes (R3). A step scores all micro-batches and makes the optimizer steps.
 Steps on packs and on padded rows of the same samples alternate in one process; ratios are medians over pairs. Lengths
-are those of a quickstart step, and log-normal with a median of 400 and a 99th percentile of 4,000 tokens. The seconds
-that a step's calls cost are those that would stay with no columns at all: twice a step with every second sample, less
-the whole step, in CPU time. Memory is what a process of its own needs at its peak for one forward and backward pass,
-above what it needed before.
+are those of a quickstart step, and log-normal with a median of 400 and a 99th percentile of 4,000 tokens. Memory is
+what a process of its own needs at its peak for one forward and backward pass, above what it needed before.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.options import command_line
+from benchmarks.peak import forget_peak, status_bytes
 from benchmarks.table import Row, report
 from moe_trm.batch.collate import collate
 from moe_trm.batch.plan import plan_metrics, plan_step
@@ -162,30 +161,6 @@ def measure(learner: MegatronLearner, name: str, lengths: list[int], repeats: in
     return found
 
 
-def calls(learner: MegatronLearner, lengths: list[int], repeats: int) -> list[Row]:
-    """One row for each layout: the CPU seconds of a step that its calls cost, and those of its columns."""
-    plans: dict[tuple[str, int], list[MiniBatch]] = {}
-    for layout in LAYOUTS:
-        for every in (1, 2):
-            [plans[layout, every]] = plan_step(
-                rows_of(lengths[::every]), seed=0, step=1, minibatches=2, data_size=1, packed=layout == "packed"
-            )
-    seconds: dict[tuple[str, int], list[float]] = {kind: [] for kind in plans}
-    for turn in range(repeats + 1):
-        for layout, every in plans:
-            choose(learner, layout)
-            _, taken = step(learner, plans[layout, every])
-            if turn:
-                seconds[layout, every].append(taken)
-    found: list[Row] = []
-    for layout in LAYOUTS:
-        whole, half = (median(seconds[layout, every]) for every in (1, 2))
-        found.append(
-            {"layout": layout, "CPU s of calls": 2 * half - whole, "CPU s of columns and rows": 2 * (whole - half)}
-        )
-    return found
-
-
 def lengths_of_pack(tokens: int) -> list[int]:
     """Log-normal samples of `tokens` tokens in all; the last one takes what is left."""
     lengths, left = [], tokens
@@ -209,20 +184,12 @@ def memory(tokens: int) -> float:
         choose(learner, "packed")
         [small] = plan_step(rows_of([64] * 4), seed=0, step=1, minibatches=1, data_size=1)
         step(learner, small)
-        # Linux forgets the peak so far; that of the parent would otherwise count too.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        before = _memory("VmRSS")
+        before = forget_peak()
         [batch] = [collate(micro, keep_mask=False) for micro in mini.micro_batches]
         learner.update([batch], [sources(batch)], objective([batch], mini.num_tokens))
-        after = _memory("VmHWM")
+        after = status_bytes("VmHWM")
     dist.destroy_process_group()
-    return (after - before) / 1024
-
-
-def _memory(name: str) -> int:
-    """KiB of this process, of a line of `/proc/self/status`."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return (after - before) / 2**20
 
 
 def memories(lengths: Sequence[int]) -> list[Row]:
@@ -275,7 +242,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         learner = build(Path(folder))
         rows = measure(learner, "quickstart", quickstart_lengths(), options.repeats, None)
         rows += measure(learner, "log-normal", log_normal_lengths(options.samples), options.repeats, options.budget)
-        rows += calls(learner, quickstart_lengths(), options.repeats)
     dist.destroy_process_group()
     rows += memories(options.lengths)
     report("Packs against padded rows: a learner's step on one CPU core, medians over pairs", rows, options.json)

@@ -1,7 +1,6 @@
 """Difference of two engines on the same tokens, and the part of it that routing causes.
 
-`python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE]
-[--picture FILE]`
+`python -m benchmarks.route_flip [--checkpoint DIR] [--a sglang] [--b megatron] [--versions DIR_A DIR_B] [--json FILE]`
 
 Side A samples answers (SGLang by decoding; the others score samples of Hugging Face). Side B scores the same tokens
 twice: with its own routes and, where it can, with the routes of A, replayed and proved.
@@ -32,7 +31,6 @@ from benchmarks.engines.megatron import MegatronScorer
 from benchmarks.engines.scored import Scorer, Setting
 from benchmarks.engines.sglang import serving
 from benchmarks.options import command_line
-from benchmarks.route_flip_figure import draw
 from benchmarks.short_run import starting_checkpoint
 from benchmarks.table import Row, report
 from moe_trm.config.schema import TaskConfig
@@ -135,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32, help="prompts (default: 32)")
     parser.add_argument("--group-size", type=int, default=4, help="answers to each (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="longest answer (default: 32)")
-    parser.add_argument("--picture", type=Path, help="write an SVG here")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     started = time.perf_counter()
@@ -168,8 +165,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{time.perf_counter() - started:.0f} s"
     )
     report(title, table(compared), args.json)
-    if args.picture:
-        args.picture.write_text(draw(compared, str(a), str(b)), encoding="utf-8")
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import command_line
+from benchmarks.peak import forget_peak, status_bytes
 from benchmarks.table import Row, report
 from moe_trm.config.schema import Config
 from moe_trm.rollout.client import RolloutClient
@@ -114,19 +114,19 @@ def run_controller(told: Connection, answer: Path, endpoint: str, sequences: int
         controller = RolloutController(config, engine, task, SamplingParams())
         await ControllerService(controller, Start(endpoint, KEY, {}, None), "").serve()
 
-    before = _forget_peak()
+    before = forget_peak()
     asyncio.run(serve())
-    told.send(_status_bytes("VmHWM") - before)
+    told.send(status_bytes("VmHWM") - before)
 
 
 def run_rank(told: Connection, endpoint: str, rank: int, ranks: int, layers: tuple[int, ...]) -> None:
     """Take this rank's share of the step. Send the bytes of its routes and the peak growth of this process."""
     client = RolloutClient(endpoint, KEY, ranks=(rank, ranks), data=(rank, ranks))
-    before = _forget_peak()
+    before = forget_peak()
     batch = client.next_batch(1, layers)
     rows = [row for mini in batch.mini_batches for micro in mini.micro_batches for row in micro.rows]
     share = sum(row.record.routes.experts.nbytes for row in rows if row.record.routes)
-    told.send((share, _status_bytes("VmHWM") - before))
+    told.send((share, status_bytes("VmHWM") - before))
     told.recv()
     if rank == 0:
         client._ask("stop")
@@ -162,17 +162,6 @@ def measure(sequences: int, length: int, ranks: int) -> list[Row]:
         {"process": name, **sizes, "share MB": own / MB, "peak MB": most / MB, "over MB": (most - own) / MB}
         for name, own, most in (("controller", sequences * one, controller_peak), (f"rank of {ranks}", share, peak))
     ]
-
-
-def _forget_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has {field}"
-    return 1024 * int(found.group(1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

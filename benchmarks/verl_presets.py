@@ -1,8 +1,9 @@
 """Every preset against verl's own presets and functions, on random data.
 
-`python -m benchmarks.verl_presets --verl FOLDER [--cases N] [--json FILE]`. FOLDER holds an installed verl, as for
-`benchmarks.corrections`. Each case has up to 12 rows of up to 24 tokens, half of it padding or tool tokens, log-ratios
-to +-40, one-token rows and empty rows. verl decides from two log-probs: `old` is the learner's at the start of the step
+`python -m benchmarks.verl_presets --verl FOLDER [--cases N] [--json FILE]`. verl is not a dependency: FOLDER
+is one into which it was installed for this comparison (`pip install --no-deps --target FOLDER verl tensordict ray
+codetiming`). Each case has up to 12 rows of up to 24 tokens, half of it padding or tool tokens, log-ratios to +-40,
+one-token rows and empty rows. verl decides from two log-probs: `old` is the learner's at the start of the step
 and, in bypass, the current ones. A case is equal when the kept tokens are the same and their weights agree to 1e-9.
 """
 
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.corrections import load_verl
 from benchmarks.options import command_line
 from benchmarks.table import Row, report
 from moe_trm import corrections
@@ -83,7 +83,7 @@ def differences(name: str, case: Case, theirs: Theirs) -> int:
 
 def load_presets(folder: Path) -> Theirs:
     """verl's presets, by their own names and defaults, applied by its own function."""
-    load_verl(folder)
+    sys.path.append(str(folder))
     config = import_module("verl.trainer.config.algorithm").RolloutCorrectionConfig
     function = import_module("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_and_rejection_mask
 

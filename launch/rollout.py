@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from moe_trm.config import load
-from moe_trm.doctor.places import check_folders, check_server, refuse_together
-from moe_trm.errors import MoeTrmError
+from moe_trm.doctor.places import check_folders, check_server
+from moe_trm.errors import MoeTrmError, refuse_together
 from moe_trm.rollout.credentials import API_KEY_VARIABLE, api_key_for
 from moe_trm.rollout.sglang.watchdog import Watchdog
 

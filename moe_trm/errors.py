@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+Checked = TypeVar("Checked")
+
 REFUSED = 2
 """Exit status of a process that met an error which can only repeat: nobody starts it again by itself."""
 
@@ -106,3 +111,29 @@ class ControllerError(MoeTrmError):
 
 class RunError(MoeTrmError):
     """A folder without a run, a run without results yet, or a run that cannot write its files."""
+
+
+class SeveralRefusals(ConfigError):
+    """Several independent reasons why a run cannot start; `reasons` has them one by one."""
+
+    def __init__(self, reasons: list[MoeTrmError]) -> None:
+        self.reasons = tuple(reasons)
+        lines = "".join(
+            f"\n  {number}. " + str(reason).replace("\n", "\n   ") for number, reason in enumerate(reasons, 1)
+        )
+        super().__init__(f"the run cannot start, for {len(reasons)} reasons:{lines}")
+
+
+def refuse_together(*checks: Callable[[], Checked]) -> list[Checked]:
+    """What all checks return; else raise the error of the one that fails, or `SeveralRefusals`."""
+    found, reasons = [], list[MoeTrmError]()
+    for check in checks:
+        try:
+            found.append(check())
+        except MoeTrmError as error:
+            reasons.append(error)
+    if len(reasons) > 1:
+        raise SeveralRefusals(reasons)
+    if reasons:
+        raise reasons[0]
+    return found

@@ -11,14 +11,13 @@ anything, NaN and infinities included: they affect neither values nor gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from moe_trm.errors import ConfigError
+from moe_trm.methods.ratios import RATIO_NAMES
 from moe_trm.packing import Packing
 
 LOG_RATIO_LIMIT = 20.0
@@ -167,20 +166,6 @@ class LogRatios:
                 fix="let the rule read `merged` (engine and lag together) or `total`, or keep behaviour weights longer",
             )
         return ratio
-
-
-PARTS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "engine": frozenset({"engine"}),
-        "lag": frozenset({"lag"}),
-        "merged": frozenset({"engine", "lag"}),
-        "update": frozenset({"update"}),
-        "staleness": frozenset({"lag", "update"}),
-        "total": frozenset({"engine", "lag", "update"}),
-    }
-)
-"""Each ratio by name, and the independent parts it is the product of."""
-RATIO_NAMES = tuple(PARTS)
 
 
 def k3(log_ratio: Tensor) -> Tensor:

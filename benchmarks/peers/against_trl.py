@@ -1,114 +1,104 @@
-"""Our step beside TRL's: the same start, the same prompts, 128 answers and two updates, in turn on one machine.
+"""Our step beside TRL's: the same start, the same prompts, 128 answers and two updates, on one machine.
 
-Three jobs are alive at once and take turns step by step, all but one stopped meanwhile (`benchmarks.in_turn`): TRL,
-ours without the probe, and ours with the probe in every second step. A round has two turns of each in random order, so
-that one of the last job's has a probe. A step lasts from the end of the one before to its own end. Nothing that a run
-does between two steps is left out, but nobody watches our server.
+A round trains three short runs, one after the other, in an order that is drawn anew: TRL, ours without the probe, and
+ours with the probe in every second step. A step lasts from the end of the one before to its own end, so nothing that a
+run does between two steps is left out. A run is judged by the median of its steps, and each of ours by its ratio to the
+TRL run of the same round.
 
 All start from the same weights and learn at rate 0, which leaves out no work: answers stay as long as they are at the
 start of a run, and are drawn from one policy.
-
-The ratio is robust least squares on the logarithms of both turns' mean: job, round, and for each job what its answers
-and the host do to it (`benchmarks.turn_ratios`). It holds for answers of mean length, and for a host as it was in the
-mean. The estimator is Huber's, and intervals are Student's 95%.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.in_turn import Arm, Rounds, Turn, rounds_of, started, turns_of
-from benchmarks.own_arms import SKIPPED, own_arm, place_in
 from benchmarks.table import Row
-from benchmarks.turn_ratios import Measured, ratios
+from launch.job import run_job
 from moe_trm.config.schema import Config
+from moe_trm.errors import MoeTrmError
 from moe_trm.tasks.build import build_task
 
 TRL = "trl"
+CONFIG = "configs/quickstart.yaml"
 OURS: Mapping[str, tuple[str, ...]] = {
     "with the probe": ("probe.every=2",),
     "without it": ("probe.every=0",),
 }
-TURNS = 2
-"""Of each job in a round: one with the probe and one without, where there is one."""
-SKIPPED_ROUNDS = 1
-SETTINGS = ("optimizer.lr=0.0", "task.eval_size=0", "train.export=false")
+SKIPPED = 3
+"""First steps of a run, which warm up."""
+SETTINGS = ("optimizer.lr=0.0", "task.eval_size=0", "train.export=false", "rollout.server.port=0")
+SCRIPT = Path(__file__).with_name("trl_steps.py")
+
+Rounds = Sequence[Mapping[str, float]]
+"""Median seconds of a step of each run, by round and by its name."""
 
 
-def against_trl(checkpoint: str, folder: Path, python: str, rounds: int) -> tuple[list[Row], list[Row]]:
-    """One row for each of our settings, and every turn.
-
-    A row has the seconds of both, and the ratio of ours to TRL's with its 95% interval.
+def against_trl(checkpoint: str, folder: Path, python: str, rounds: int, steps: int) -> tuple[list[Row], Rounds]:
+    """One row for each of our settings, and the seconds of every run.
 
     Args:
         checkpoint: the quickstart's start.
         folder: for the runs.
         python: an interpreter with `trl`.
-        rounds: of two steps of each job.
+        rounds: of three runs.
+        steps: of a run that count.
     """
-    steps = SKIPPED + TURNS * (SKIPPED_ROUNDS + rounds) + 1  # the last step of a job is never reached
-    settings = [*SETTINGS, f"model.checkpoint={checkpoint}", f"train.steps={steps}"]
-    with ExitStack() as stack:
-        place = stack.enter_context(place_in(folder))
-        arms = {TRL: stack.enter_context(trl_arm(checkpoint, folder, python, steps))}
-        for name, own in OURS.items():
-            arms[name] = stack.enter_context(own_arm(place, name, [*settings, *own]))
-        found = list(rounds_of(arms, rounds, dict.fromkeys(arms, TURNS), SKIPPED_ROUNDS))
-    return list(rows(found, versions_in(steps_file(folder))["trl"])), turns_of(found)
+    draw, found, names = random.Random(0), list[Mapping[str, float]](), [TRL, *OURS]
+    for number in range(rounds):
+        place = folder / str(number)
+        place.mkdir()
+        draw.shuffle(names)
+        runs = {name: _steps_of(name, checkpoint, place, python, SKIPPED + steps) for name in names}
+        found.append({name: statistics.median(seconds[SKIPPED:]) for name, seconds in runs.items()})
+    return list(rows(found)), found
 
 
-@contextmanager
-def trl_arm(checkpoint: str, folder: Path, python: str, steps: int) -> Iterator[Arm]:
-    """TRL's trainer, warmed up and stopped, inside the `with`."""
-    problems, log = folder / "problems.jsonl", folder / "trl.log"
-    problems.write_text("".join(_problems(checkpoint, steps)), encoding="utf-8")
-    script = str(Path(__file__).with_name("trl_steps.py"))
-    command = [python, script, checkpoint, str(problems), str(steps), str(steps_file(folder))]
-    with started(command, log) as process, Arm(TRL, [process], steps_file(folder), [log]) as arm:
-        arm.warm_up(SKIPPED)
-        yield arm
-
-
-def steps_file(folder: Path) -> Path:
-    """What TRL's trainer writes of its steps."""
-    return folder / "trl.jsonl"
-
-
-def versions_in(path: Path) -> Mapping[str, str]:
-    """Versions of TRL and of what it stands on, by module."""
-    with path.open(encoding="utf-8") as lines:
-        found: Mapping[str, str] = json.loads(next(lines))["versions"]
-    return found
-
-
-def rows(found: Rounds, version: str) -> Iterator[Row]:
-    """A row for each of our settings."""
-    means = [mean_of(name, number, made) for number, made in enumerate(found) for name in (TRL, *OURS)]
-    compared = ratios(means, TRL, own_slopes=True)
-    seconds = {name: statistics.median(one.value for one in means if one.arm == name) for name in (TRL, *OURS)}
+def rows(found: Rounds) -> Iterator[Row]:
+    """A row for each of our settings: medians over the rounds, and the lowest and the highest ratio of a round."""
     for name in OURS:
+        ratios = [one[name] / one[TRL] for one in found]
         yield {
             "ours": name,
-            "seconds": seconds[name],
-            f"trl {version}": seconds[TRL],
-            "ratio": compared[name].value,
-            "from": compared[name].interval[0],
-            "to": compared[name].interval[1],
+            "seconds": statistics.median(one[name] for one in found),
+            TRL: statistics.median(one[TRL] for one in found),
+            "ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
             "rounds": len(found),
         }
 
 
-def mean_of(name: str, number: int, made: Sequence[tuple[str, Turn]]) -> Measured:
-    """Both turns of a job in a round as one measurement."""
-    turns = [turn for arm, turn in made if arm == name]
-    chance = [(turn.row["response/length_mean"], turn.row["response/length_max"], *turn.host) for turn in turns]
-    means = tuple(map(statistics.fmean, zip(*chance, strict=True)))
-    return Measured(name, number, statistics.fmean(turn.seconds for turn in turns), means)
+def _steps_of(name: str, checkpoint: str, folder: Path, python: str, steps: int) -> list[float]:
+    """Seconds of each step of a run."""
+    if name == TRL:
+        problems, written = folder / "problems.jsonl", folder / "trl.jsonl"
+        problems.write_text("".join(_problems(checkpoint, steps)), encoding="utf-8")
+        subprocess.run([python, str(SCRIPT), checkpoint, str(problems), str(steps), str(written)], check=True)
+        return [row["time/step_s"] for row in read_steps(written)]
+    run = name.replace(" ", "-")
+    settings = [*SETTINGS, *OURS[name], f"model.checkpoint={checkpoint}", f"train.steps={steps}"]
+    if code := run_job(CONFIG, [*settings, f"run_dir={folder}", f"name={run}"], 1):
+        raise MoeTrmError(f"our run {name} ended with exit code {code}", where=str(folder / run))
+    return between(read_steps(folder / run / "metrics.jsonl"))
+
+
+def read_steps(path: Path) -> list[Mapping[str, float]]:
+    """The lines of a file of metrics that stand for a step."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row for row in lines if "time/step_s" in row]
+
+
+def between(steps: Sequence[Mapping[str, float]]) -> list[float]:
+    """Seconds from the end of one step to the end of the next; of the first step, its own."""
+    ends = [row["time/unix_s"] for row in steps]
+    return [steps[0]["time/step_s"], *(end - before for before, end in itertools.pairwise(ends))]
 
 
 def _problems(checkpoint: str, steps: int) -> Iterator[str]:

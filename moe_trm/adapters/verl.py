@@ -23,7 +23,8 @@ from moe_trm.corrections.plain import Rules, bind, correct
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss, LossInputs
-from moe_trm.ratios import PARTS, LogRatios
+from moe_trm.methods.ratios import PARTS
+from moe_trm.ratios import LogRatios
 
 Correct = Callable[..., tuple[Any, dict[str, float]]]
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]

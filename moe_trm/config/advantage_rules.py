@@ -21,7 +21,7 @@ def refusals(config: Config) -> Iterator[Problem]:
             expected="keep",
             fix="set sampling_mask.mode=keep, or choose another advantage.name",
         )
-    if ADVANTAGES[name].reads_ratios and config.pipeline.recovery in ("interpolate", "bypass"):
+    if ADVANTAGES[name].reads_ratios and not config.pipeline.has_anchor_pass:
         yield Problem(
             "advantage.name",
             "the ratio of policy to rollout is not known before the update",

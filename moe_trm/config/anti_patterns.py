@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_trm.config.correction_rules import loss_facts, preset_of, ratio_of, rules_of
 from moe_trm.config.schema import Config
-from moe_trm.methods.corrections import READ_TOTAL
 from moe_trm.methods.limits import CLIPPED, FAR_AHEAD, LONG_ROW, OUTLIER, rising, series, surged
-from moe_trm.methods.losses import DEFAULT_LOSS, contains_lag
-from moe_trm.methods.presets import PRESETS
+from moe_trm.methods.losses import DEFAULT_LOSS
 
 History = Sequence[Mapping[str, float]]
 WIDE_LOW, WIDE_HIGH = 0.2, 0.28
@@ -53,20 +52,6 @@ class AntiPattern:
         return f"{self.name}: {self.reason}; try {self.advice}"
 
 
-def rules_of(config: Config) -> list[tuple[str, str]]:
-    """(name, ratio) of every correction, those of the preset included; a rule of the user's own reads an unknown ratio
-    unless told.
-    """
-    correction = config.correction
-    named = [*(PRESETS[correction.preset].rules if correction.preset else ())]
-    named += [(rule.name, rule.thresholds) for rule in correction.rules]
-    return [(name, str(thresholds.get("ratio", _own_ratio(name)))) for name, thresholds in named]
-
-
-def _own_ratio(name: str) -> str:
-    return "unknown" if ":" in name else "total" if name in READ_TOTAL else "engine"
-
-
 def _longest(config: Config) -> int:
     rollout = config.rollout
     of_turns = rollout.max_tokens or rollout.max_turns * rollout.max_new_tokens
@@ -78,7 +63,7 @@ def _unchecked_kl(config: Config) -> bool:
 
 
 def _uses(config: Config, *names: str) -> bool:
-    return any(name in names for name, _ in rules_of(config))
+    return any(name in names for name, _ in rules_of(config.correction))
 
 
 def _noisy_products(config: Config, history: History) -> bool:
@@ -102,20 +87,17 @@ def _averaged_away(_config: Config, history: History) -> bool:
 
 
 def _far_ahead(config: Config) -> bool:
-    rules = rules_of(config)
-    corrected = any(ratio in (*WITH_LAG, "unknown") for _, ratio in rules) or config.pipeline.recovery == "interpolate"
-    name, ratio = config.loss.name, config.loss.parameters.get("ratio")
-    preset = PRESETS[config.correction.preset].loss if config.correction.preset else None
-    if preset is not None:
-        name, ratio = preset[0], preset[1].get("ratio", ratio)
-    held = contains_lag(name or DEFAULT_LOSS, None if ratio is None else str(ratio))
+    ratios = [ratio_of(name, thresholds) for name, thresholds in rules_of(config.correction)]
+    corrected = any(ratio in (*WITH_LAG, None) for ratio in ratios) or config.pipeline.recovery == "interpolate"
+    loss = loss_facts(config.loss, preset_of(config.correction))
+    held = loss is None or "lag" in loss.contains
     return config.pipeline.staleness_limit >= FAR_AHEAD and not corrected and not held
 
 
 def _long_sums(config: Config) -> bool:
     correction = config.correction
-    of_preset = PRESETS[correction.preset].rules if correction.preset else ()
-    sums = [name.startswith("seq_sum_") for name, _ in of_preset]
+    preset = preset_of(correction)
+    sums = [name.startswith("seq_sum_") for name, _ in (preset.rules if preset else ())]
     sums += [
         (rule.name.startswith("seq_sum_") or rule.thresholds.get("score") == "sum") and not rule.by_length
         for rule in correction.rules
@@ -129,8 +111,8 @@ def _idle_replay(config: Config) -> bool:
 
 
 def _bypass_without_anchor(config: Config) -> bool:
-    preset = config.correction.preset
-    bypass = (preset is not None and PRESETS[preset].bypass) or config.pipeline.recovery in ("bypass", "interpolate")
+    preset = preset_of(config.correction)
+    bypass = (preset is not None and preset.bypass) or not config.pipeline.has_anchor_pass
     return bypass and config.replay.mode == "R2"
 
 

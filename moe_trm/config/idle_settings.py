@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from moe_trm.config import schedule_rules
 from moe_trm.config.schema import Config
-from moe_trm.config.training_rules import may_have_turns
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
 
@@ -131,7 +130,7 @@ def idle_settings(config: Config) -> Iterator[str]:
         (
             "advantage",
             "name",
-            advantage.level == "turn" and not may_have_turns(config),
+            advantage.level == "turn" and not rollout.may_have_turns,
             "without rollout.function or rollout.agent every sample is one turn, and turn_grpo is grpo",
         ),
         (

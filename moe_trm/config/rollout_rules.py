@@ -113,7 +113,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             expected="pipeline.mode=sync",
             fix="give the engine GPUs of its own, or train synchronously",
         )
-    if pipeline.recovery in ("interpolate", "bypass") and config.replay.mode == "R2":
+    if not pipeline.has_anchor_pass and config.replay.mode == "R2":
         yield Problem(
             "pipeline.behavior",
             "R2 replays the routes of the anchor pass, which is left out",

@@ -145,7 +145,7 @@ def _average(config: Config) -> Iterator[Problem]:
     """Whoever reads the anchor as the policy that trains would read the average."""
     readers = [
         ("replay.mode=R2, which replays the routes of the anchor pass", config.replay.mode == "R2"),
-        (f"pipeline.behavior={config.pipeline.behavior}", config.pipeline.recovery in ("interpolate", "bypass")),
+        (f"pipeline.behavior={config.pipeline.behavior}", not config.pipeline.has_anchor_pass),
         ("kl.where=reward", config.kl.coef > 0 and config.kl.where == "reward"),
         (f"optimizer.ess_scale={config.optimizer.ess_scale}", config.optimizer.ess_scale != "off"),
         (f"advantage.name={config.advantage.name}", ADVANTAGES[config.advantage.name].reads_ratios),

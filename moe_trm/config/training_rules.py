@@ -1,4 +1,4 @@
-"""Rules between settings of batches, corrections, KL, optimizer and layout. See `moe_trm.config.rules`."""
+"""Rules between settings of batches, KL, optimizer and layout. See `moe_trm.config.rules`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from collections.abc import Iterator
 from moe_trm.config import pipeline_layout
 from moe_trm.config.learning_rate import learning_rate
 from moe_trm.config.problems import Problem
-from moe_trm.config.schema import Config, RuleConfig
+from moe_trm.config.schema import Config
 from moe_trm.methods.advantages import ADVANTAGES
 from moe_trm.methods.losses import needs
-from moe_trm.methods.presets import PRESETS
 
 
 def refusals(config: Config) -> list[Problem]:
     """The reasons that these settings cannot work; empty when they can."""
     return [
         *_batch(config),
-        *_corrections(config),
         *_kl(config),
         *_optimizer(config),
         *_parallel(config),
@@ -92,7 +90,7 @@ def _routers(config: Config) -> Iterator[Problem]:
         ),
         (
             "pipeline.behavior",
-            config.pipeline.recovery not in ("interpolate", "bypass"),
+            config.pipeline.has_anchor_pass,
             config.pipeline.recovery,
             "the routers are compared with those of the anchor, and no pass is made for it",
             "snapshot or merged",
@@ -108,62 +106,6 @@ def _routers(config: Config) -> Iterator[Problem]:
     for key, fits, got, why, expected in needed:
         if not fits:
             yield Problem(key, why, got=f"{got} with loss.name={name}", expected=expected)
-
-
-def _corrections(config: Config) -> Iterator[Problem]:
-    for rule in config.correction.rules:
-        yield from _exact_divergence(config, rule)
-        if rule.thresholds.get("tokens") == "post_tool" and not may_have_turns(config):
-            yield Problem(
-                "correction.rules",
-                f"rule {rule.name} weighs tokens after tools, and without a rollout function or an agent every sample "
-                "is one turn",
-                got="tokens=post_tool with rollout.function=null and rollout.agent=null",
-                expected="tokens left out, or one of the two",
-            )
-    pairs = [(rule.name, str(rule.thresholds.get("ratio", "its own"))) for rule in config.correction.rules]
-    for name, ratio in sorted({pair for pair in pairs if pairs.count(pair) > 1}):
-        yield Problem(
-            "correction.rules",
-            f"rule {name} is listed more than once on one ratio, and its metrics would overwrite each other",
-            got=f"{pairs.count((name, ratio))} times on {ratio} ratio",
-            expected="once on a ratio",
-        )
-    preset = config.correction.preset
-    if preset is not None and PRESETS[preset].bypass and config.replay.mode == "R2":
-        yield Problem(
-            "replay.mode",
-            "R2 replays the routes of the proximal pass, which plays no part in bypass mode",
-            got=f"R2 with correction.preset={preset}",
-            expected="R3 or none",
-        )
-
-
-def may_have_turns(config: Config) -> bool:
-    """False where every sample is one answer; a recording may hold several turns."""
-    return config.rollout.has_turns or not config.rollout.traits.samples_live
-
-
-def _exact_divergence(config: Config, rule: RuleConfig) -> Iterator[Problem]:
-    if rule.thresholds.get("divergence") != "exact":
-        return
-    if not config.keeps_masks:
-        yield Problem(
-            "sampling_mask.mode",
-            f"rule {rule.name} with divergence=exact needs the rollout's distribution, "
-            "which is recorded with the sampling mask",
-            got="off",
-            expected="keep",
-            fix="set sampling_mask.mode=keep, or divergence=sampled",
-        )
-    if rule.thresholds.get("ratio", "total") != "total":
-        yield Problem(
-            "correction.rules",
-            f"rule {rule.name} with divergence=exact compares the rollout with the current policy, "
-            "which is the total ratio",
-            got=f"ratio={rule.thresholds['ratio']}",
-            expected="ratio left out",
-        )
 
 
 def _kl(config: Config) -> Iterator[Problem]:
@@ -215,7 +157,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
             got=f"{rate.final_steps} of {rate.num_steps} optimizer steps, {optimizer.warmup_steps} of them warm-up",
             expected=f"at most {rate.num_steps - optimizer.warmup_steps}",
         )
-    if optimizer.ess_scale != "off" and config.pipeline.recovery in ("interpolate", "bypass"):
+    if optimizer.ess_scale != "off" and not config.pipeline.has_anchor_pass:
         yield Problem(
             "optimizer.ess_scale",
             "the ratio of policy to rollout is not known before the update",

@@ -1,4 +1,4 @@
-"""Off-policy corrections by name. A new one is a file, a line in `moe_trm.methods.corrections`, and a test."""
+"""Off-policy corrections by name. A new one is a file and a test."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def get(name: str) -> RegisteredRule:
         )
     if name not in CORRECTIONS:
         raise unknown("correction", name, CORRECTIONS, key)
-    built_in: RegisteredRule = getattr(import_module(f"moe_trm.corrections.{CORRECTIONS[name]}"), name)
+    built_in: RegisteredRule = getattr(import_module(f"moe_trm.corrections.{CORRECTIONS[name].module}"), name)
     return built_in

@@ -20,7 +20,8 @@ from moe_trm.corrections.evidence import Correction, Evidence
 from moe_trm.corrections.rule import BoundRule
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter
-from moe_trm.ratios import PARTS, LogRatios
+from moe_trm.methods.ratios import PARTS
+from moe_trm.ratios import LogRatios
 
 RuleSpec = str | tuple[str, Mapping[str, Parameter]] | BoundRule
 """A rule by name, by name with thresholds, or bound already."""

@@ -21,7 +21,8 @@ from moe_trm.corrections.evidence import Correction, Evidence, RowDecision
 from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind, declared
 from moe_trm.methods.own import check_declaration
-from moe_trm.ratios import RATIO_NAMES, LogRatios
+from moe_trm.methods.ratios import RATIO_NAMES
+from moe_trm.ratios import LogRatios
 
 Ratio = Literal["engine", "staleness", "total"]
 Scope = Literal["token", "sequence", "batch"]

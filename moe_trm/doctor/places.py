@@ -1,45 +1,16 @@
-"""Everything outside the configuration that a run needs before it starts: folders, files, the device and the port.
-
-`refuse_together` tells all that fail in one message.
-"""
+"""Everything outside the configuration that a run needs before it starts: folders, files, the device and the port."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from moe_trm.config.schema import Config
-from moe_trm.errors import ConfigError, MoeTrmError
+from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.rollout.sglang.port import held_port
 from moe_trm.tasks.rows import check_source
-
-
-class SeveralRefusals(ConfigError):
-    """Several independent reasons why a run cannot start; `reasons` has them one by one."""
-
-    def __init__(self, reasons: list[MoeTrmError]) -> None:
-        self.reasons = tuple(reasons)
-        lines = "".join(
-            f"\n  {number}. " + str(reason).replace("\n", "\n   ") for number, reason in enumerate(reasons, 1)
-        )
-        super().__init__(f"the run cannot start, for {len(reasons)} reasons:{lines}")
-
-
-def refuse_together(*checks: Callable[[], object]) -> None:
-    """Make all checks; raise the error of the one that fails, or `SeveralRefusals`."""
-    reasons: list[MoeTrmError] = []
-    for check in checks:
-        try:
-            check()
-        except MoeTrmError as error:
-            reasons.append(error)
-    if len(reasons) > 1:
-        raise SeveralRefusals(reasons)
-    if reasons:
-        raise reasons[0]
 
 
 def check_prompts(config: Config) -> None:

@@ -18,9 +18,9 @@ from moe_trm.config.choices import Choice, settle_here
 from moe_trm.config.problems import refuse
 from moe_trm.config.rules import explained, refusals
 from moe_trm.config.schema import Config, ParallelConfig
-from moe_trm.doctor.places import check_folders, check_prompts, check_server, refuse_together
+from moe_trm.doctor.places import check_folders, check_prompts, check_server
 from moe_trm.doctor.trial import try_task
-from moe_trm.errors import CheckpointError
+from moe_trm.errors import CheckpointError, refuse_together
 from moe_trm.learner.deepspeed.settings import check_model
 from moe_trm.learner.hf_checkpoint import HfCheckpoint
 from moe_trm.learner.hf_tensors import check_tensors
@@ -31,7 +31,7 @@ from moe_trm.models.registry import find_family
 from moe_trm.observe.trackers import check_trackers
 from moe_trm.recording.existing import check_not_anothers
 from moe_trm.rollout.sglang.served_folder import check_quantised
-from moe_trm.step.objective import Objective
+from moe_trm.step.recipe import recipe
 
 
 def load_here(path: str, overrides: Sequence[str] = ()) -> tuple[Config, tuple[Choice, ...]]:
@@ -99,7 +99,7 @@ def check_launch(config: Config, *, world_size: int, restarted: bool = False) ->
     check_tensors(HfCheckpoint(config.model.checkpoint), hf_config)
     check_quantised(config)
     check_vocabulary(config.model.checkpoint, int(hf_config["vocab_size"]))
-    Objective(config)
+    recipe(config)
     check_trackers(config)
     if config.checkpoint.resume not in ("auto", "never"):
         read_manifest(Path(config.checkpoint.resume))

@@ -15,9 +15,8 @@ from moe_trm.config.flat import as_yaml, different_keys, flatten
 from moe_trm.config.load import InvalidOverrideError, parse_override
 from moe_trm.config.problems import Problem, refuse
 from moe_trm.config.schema import Config
-from moe_trm.doctor.places import refuse_together
 from moe_trm.doctor.preflight import check_start, load_here, smallest_world
-from moe_trm.errors import ConfigError, MoeTrmError
+from moe_trm.errors import ConfigError, MoeTrmError, refuse_together
 from moe_trm.experiment.file import ExperimentFile, read_file
 from moe_trm.experiment.metric import metric_problem
 

@@ -1,4 +1,4 @@
-"""Policy losses by name. A new one is a file, a line in `moe_trm.methods.losses`, and a test."""
+"""Policy losses by name. A new one is a file and a test."""
 
 from __future__ import annotations
 

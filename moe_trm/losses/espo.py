@@ -11,11 +11,10 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 
-@loss(aggregation="seq-mean-token-mean", scope="sequence", needs=LOSSES["espo"].needs, experimental=True)
+@loss(aggregation="seq-mean-token-mean", scope="sequence", needs=("entropy",), experimental=True)
 def espo(
     inputs: LossInputs, log_ratio: Tensor, *, num_bins: float = 4, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> TokenLoss:

@@ -18,9 +18,10 @@ from moe_trm.errors import ConfigError
 from moe_trm.functions.parameters import Parameter, bind
 from moe_trm.losses.aggregate import Aggregation
 from moe_trm.losses.inputs import LossInputs, TokenLoss
-from moe_trm.methods.losses import Held, Need
+from moe_trm.methods.losses import Held, Need, contained
 from moe_trm.methods.own import check_declaration
-from moe_trm.ratios import PARTS, RATIO_NAMES, LogRatios
+from moe_trm.methods.ratios import RATIO_NAMES
+from moe_trm.ratios import LogRatios
 
 LossFunction = Callable[..., TokenLoss]
 Adapt = Callable[[Mapping[str, Parameter], Mapping[str, float]], Mapping[str, Parameter]]
@@ -90,9 +91,7 @@ class BoundLoss:
     @property
     def contains(self) -> frozenset[str]:
         """The parts of the total ratio that its gradient depends on: `engine`, `lag`, `update`."""
-        if self.loss.holds == "none":
-            return frozenset()
-        return PARTS["total" if self.loss.holds == "total" else self.ratio]
+        return contained(self.loss.holds, self.ratio)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         log_ratio = inputs.log_ratio(self.ratio, by_row=self.loss.scope != "token")

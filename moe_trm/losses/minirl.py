@@ -9,11 +9,10 @@ from moe_trm import summable
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 
-@loss(aggregation="token-mean", holds=LOSSES["minirl"].holds)
+@loss(aggregation="token-mean", holds="total")
 def minirl(inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """MiniRL: X = -W sg[w] m A log pi_theta; m = 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low).
 

@@ -10,10 +10,9 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 
 
-@loss(aggregation="seq-mean-token-mean", ratio="total", scope="batch", needs=LOSSES["oapl"].needs)
+@loss(aggregation="seq-mean-token-mean", ratio="total", scope="batch", needs=("groups",))
 def oapl(inputs: LossInputs, log_ratio: Tensor, *, beta: float = 1.0, beta_value: float = 1.0) -> TokenLoss:
     """OAPL: X_i = W (beta sum_t log w - (R_i - V_g))^2, V_g = beta_value log mean_{j in g} exp(R_j / beta_value).
 

@@ -10,7 +10,6 @@ from moe_trm.corrections.rows import over_tokens, row_mean
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss, grouped
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 HALVINGS = 100
@@ -31,7 +30,7 @@ def quatro(inputs: LossInputs, log_ratio: Tensor, *, multiplier: float = 2.0) ->
     return TokenLoss(_values(inputs, log_ratio, multiplier), {})
 
 
-@loss(aggregation="token-mean", scope="batch", needs=LOSSES["quatro_query"].needs, experimental=True)
+@loss(aggregation="token-mean", scope="batch", needs=("groups",), experimental=True)
 def quatro_query(inputs: LossInputs, log_ratio: Tensor, *, budget: float = 0.01) -> TokenLoss:
     """QUATRO with a multiplier for each prompt: X = -W sg[r (A - lambda_q log r)] log pi_theta.
 

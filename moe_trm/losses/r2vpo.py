@@ -13,7 +13,6 @@ from moe_trm.functions.parameters import Parameter
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss, grouped
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 
@@ -59,7 +58,7 @@ def r2vpo(
     return TokenLoss(values, summable.mean("ratio_variance", deviation, inputs.keep))
 
 
-@loss(aggregation="token-mean", scope="batch", needs=LOSSES["r2vpo_clip"].needs, experimental=True)
+@loss(aggregation="token-mean", scope="batch", needs=("groups",), experimental=True)
 def r2vpo_clip(
     inputs: LossInputs, log_ratio: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, variance: float = 0.01
 ) -> TokenLoss:

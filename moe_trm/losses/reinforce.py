@@ -6,10 +6,9 @@ from torch import Tensor
 
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 
 
-@loss(aggregation="seq-mean-token-sum", ratio="total", holds=LOSSES["reinforce"].holds)
+@loss(aggregation="seq-mean-token-sum", ratio="total", holds="none")
 def reinforce(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """REINFORCE: X = -W A log pi_theta, with W the correction weights, detached.
 
@@ -21,7 +20,7 @@ def reinforce(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     return TokenLoss(-inputs.weights * inputs.advantages * inputs.current_logprobs, {})
 
 
-@loss(aggregation="token-mean", ratio="total", holds=LOSSES["gpg"].holds)
+@loss(aggregation="token-mean", ratio="total", holds="none")
 def gpg(inputs: LossInputs, log_ratio: Tensor) -> TokenLoss:
     """GPG: X = -W A log pi_theta averaged over tokens, to be used with the GPG advantage. Source: GPG (arXiv
     2504.02546).

@@ -10,11 +10,10 @@ from moe_trm.errors import ConfigError
 from moe_trm.losses.checks import require
 from moe_trm.losses.inputs import LossInputs, TokenLoss
 from moe_trm.losses.loss import loss
-from moe_trm.methods.losses import LOSSES
 from moe_trm.ratios import clamp_log_ratio
 
 
-@loss(aggregation="seq-mean-token-mean", needs=LOSSES["rspo"].needs)
+@loss(aggregation="seq-mean-token-mean", needs=("routers",))
 def rspo(
     inputs: LossInputs,
     log_ratio: Tensor,

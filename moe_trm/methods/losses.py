@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from moe_trm.methods.built_in import declarations
+from moe_trm.methods.ratios import PARTS
 
 Held = Literal["own", "total", "none"]
 """The ratio that a loss contains: the one it is written on, the total one whatever that is, or none."""
@@ -24,69 +27,29 @@ class LossEntry:
 
     Attributes:
         module: of `moe_trm.losses`, where the loss is defined.
+        ratio: the one it is written on, unless told otherwise.
+        scope: `token`, `sequence` or `batch`.
         needs: inputs that not every run has.
         holds: the ratio that its gradient depends on. A rule must not weigh by any part of it a second time.
-        ratio: the one it is written on, unless told otherwise.
     """
 
     module: str
-    needs: tuple[Need, ...] = ()
+    ratio: str
+    scope: str
+    needs: Sequence[Need] = ()
     holds: Held = "own"
-    ratio: str = "update"
 
 
 LOSSES: Mapping[str, LossEntry] = MappingProxyType(
-    {
-        "acr_clip": LossEntry("acr_clip"),
-        "aspo": LossEntry("aspo"),
-        "capped_ratio": LossEntry("capped_ratio", ratio="total"),
-        "cispo": LossEntry("cispo"),
-        "clip_cov": LossEntry("covariance"),
-        "ctpo": LossEntry("ctpo"),
-        "dispo": LossEntry("dispo"),
-        "dppo_kl": LossEntry("dppo", ratio="total"),
-        "dppo_tv": LossEntry("dppo", ratio="total"),
-        "dro": LossEntry("dro"),
-        "espo": LossEntry("espo", needs=("entropy",)),
-        "gmpo": LossEntry("gmpo"),
-        "gpg": LossEntry("reinforce", holds="none", ratio="total"),
-        "gspo": LossEntry("gspo"),
-        "gspo_token": LossEntry("gspo"),
-        "ipo_tv": LossEntry("ipo_tv", ratio="total"),
-        "kl_cov": LossEntry("covariance"),
-        "m2po_clip": LossEntry("m2po_clip"),
-        "minirl": LossEntry("minirl", holds="total"),
-        "minpro": LossEntry("minpro"),
-        "oapl": LossEntry("oapl", needs=("groups",), ratio="total"),
-        "ppo_clip": LossEntry("ppo_clip"),
-        "quatro": LossEntry("quatro"),
-        "quatro_query": LossEntry("quatro", needs=("groups",)),
-        "r2vpo": LossEntry("r2vpo"),
-        "r2vpo_clip": LossEntry("r2vpo", needs=("groups",)),
-        "reinforce": LossEntry("reinforce", holds="none", ratio="total"),
-        "rspo": LossEntry("rspo", needs=("routers",)),
-        "sapo": LossEntry("sapo"),
-        "tbpo": LossEntry("tbpo"),
-        "topr": LossEntry("topr", ratio="total"),
-        "turn_ppo": LossEntry("turn_ppo"),
-        "unclipped": LossEntry("unclipped"),
-        "vespo": LossEntry("vespo", ratio="total"),
-    }
+    {name: LossEntry(**entry) for name, entry in declarations("losses").items()}
 )
 
 
-def contains_lag(name: str, ratio: str | None = None) -> bool:
-    """True where the loss weighs by how far weights moved since sampling; one of the user's own may do so.
-
-    `ratio` is the one it is told to read, None its own.
-    """
-    entry = LOSSES.get(name)
-    if entry is None:
-        return True
-    read = "total" if entry.holds == "total" else ratio or entry.ratio
-    return entry.holds != "none" and read in ("lag", "merged", "staleness", "total")
+def contained(holds: Held, ratio: str) -> frozenset[str]:
+    """The parts of the total ratio that a gradient depends on, of a loss that is told to read `ratio`."""
+    return frozenset() if holds == "none" else PARTS["total" if holds == "total" else ratio]
 
 
-def needs(name: str | None) -> tuple[Need, ...]:
+def needs(name: str | None) -> Sequence[Need]:
     """Inputs that a built-in loss needs; one of the user's own says them itself, when it is loaded."""
     return LOSSES[name].needs if name is not None and name in LOSSES else ()

@@ -33,7 +33,7 @@ from moe_trm.batch.plan import compares_groups, on_one_rank
 from moe_trm.config.agent_rules import several_rows
 from moe_trm.config.schema import Config, ReplayMode
 from moe_trm.learner.protocol import Learner
-from moe_trm.step.passes import UNMEASURED, Anchored
+from moe_trm.step.passes import Anchored
 from moe_trm.types import MicroBatch, MiniBatch, RolloutRecord, TokenBatch, TrainRow
 
 LEAST_ROWS = 32
@@ -78,7 +78,7 @@ class Choice:
     def __init__(self, config: Config, mode: ReplayMode) -> None:
         pipeline = config.pipeline
         self._tokens = config.probe.tokens
-        measured = pipeline.recovery not in UNMEASURED and pipeline.proximal != "average"
+        measured = pipeline.has_anchor_pass and pipeline.proximal != "average"
         self._replayed = mode == "R3" and measured
         dealt = not (pipeline.stream or compares_groups(config) or several_rows(config))
         self._random = self._replayed and dealt

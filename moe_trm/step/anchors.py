@@ -29,7 +29,7 @@ import torch
 
 from moe_trm.batch.collate import collate
 from moe_trm.config.anchor_passes import scores_every_minibatch
-from moe_trm.config.schema import Config, ReplayMode
+from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Config, ReplayMode
 from moe_trm.errors import ConfigError, LearnerError
 from moe_trm.learner.protocol import Learner, Scores
 from moe_trm.step import proximal_average
@@ -93,7 +93,7 @@ class Anchors:
         ]
         if self._average is not None:
             return self._averaged(learner, batch, padded, own)
-        if self._recovery in ("interpolate", "bypass"):
+        if self._recovery in WITHOUT_ANCHOR_PASS:
             proximal = [[Scores(item.rollout_logprobs) for item in part] for part in padded]
             return self._anchored(batch, padded, proximal)
         skipped = int(not (moved or every) and self._own_forward_suffices(batch))

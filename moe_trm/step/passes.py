@@ -16,15 +16,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from moe_trm.config.schema import Recovery, ReplayMode
+from moe_trm.config.schema import WITHOUT_ANCHOR_PASS, Recovery, ReplayMode
 from moe_trm.learner.protocol import Scores
 from moe_trm.ratios import LogRatios
 from moe_trm.types import MiniBatch, TokenBatch
 from routing.replay import Native, Record, Recorded, ReplayRecorded, RouteSource
 from routing.router_shift import RouterScores
-
-UNMEASURED = ("interpolate", "bypass")
-"""Routes of recovery whose proximal policy is no pass of the learner."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Anchored:
     @property
     def scored(self) -> bool:
         """True when `scores` come from a pass at the learner's weights."""
-        return bool(self.scores) and self.recovery not in UNMEASURED and not self.averaged
+        return bool(self.scores) and self.recovery not in WITHOUT_ANCHOR_PASS and not self.averaged
 
     def with_behavior(self, behavior: Sequence[Tensor]) -> Anchored:
         """The same with log-probs under the weights that sampled."""
@@ -84,7 +81,7 @@ def decomposed(
     """The decomposition that `recovery` lets be known, from log-probs `[B, R]`; `behavior` None: it is the proximal."""
     split = recovery in ("same", "snapshot")
     known = (proximal if behavior is None else behavior) if split else None
-    return LogRatios(rollout, known, current, mask, proximal, measured=recovery not in UNMEASURED)
+    return LogRatios(rollout, known, current, mask, proximal, measured=recovery not in WITHOUT_ANCHOR_PASS)
 
 
 def interpolated(batch: TokenBatch, current_logprobs: Tensor, version: int) -> Tensor:

@@ -4,27 +4,27 @@ checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from moe_trm import corrections, losses
+from moe_trm.config.correction_rules import LossFacts, RuleFacts, contradictions, preset_of
+from moe_trm.config.problems import refuse
 from moe_trm.config.schema import Config, LossConfig, RuleConfig
 from moe_trm.corrections import BoundRule, RegisteredRule
 from moe_trm.corrections.by_length import LengthTracker
 from moe_trm.corrections.calibration import check_by_length
 from moe_trm.corrections.compose import labelled
-from moe_trm.errors import ConfigError
+from moe_trm.errors import ConfigError, refuse_together
 from moe_trm.functions.parameters import Parameter
 from moe_trm.losses import BoundLoss
 from moe_trm.methods.losses import DEFAULT_LOSS
-from moe_trm.ratios import PARTS
-from moe_trm.step.passes import UNMEASURED
+from moe_trm.methods.presets import Preset
 
 FROM_ANCHORS = ("engine", "lag", "merged")
 """Ratios that do not move while the weights are updated."""
-HIDDEN = ("engine", "lag", "staleness")
-"""Ratios that need log-probs of the learner under the weights that sampled."""
 
 
 @dataclass(frozen=True)
@@ -97,43 +97,33 @@ def recipe(config: Config) -> Recipe:
     """The recipe that `correction`, `loss` and `rollout.max_new_tokens` describe.
 
     Raises:
-        ConfigError: an unknown name, threshold or parameter, or a combination that cannot work.
+        ConfigError: unknown names, thresholds or parameters, or a combination that cannot work; several at once where
+            there are several.
     """
     correction = config.correction
-    preset = corrections.presets[correction.preset] if correction.preset else None
-    rules = [corrections.get(name).bind(**thresholds) for name, thresholds in (preset.rules if preset else ())]
-    uncalibrated = []
-    for item in correction.rules:
-        if item.by_length and item.target_reject_rate is None:
-            raise ConfigError(
-                "a threshold by length is chosen from a target",
-                where=f"correction {item.name}, by_length",
-                got="by_length without target_reject_rate",
-                expected="both, or neither",
-            )
-        if item.target_reject_rate is None:
-            rules.append(corrections.get(item.name).bind(**item.thresholds))
-        else:
-            uncalibrated.append(_uncalibrated(item, item.target_reject_rate))
-    named = labelled([*rules, *map(placeholder, uncalibrated)])
-    rules, pending = named[: len(rules)], named[len(rules) :]
-    uncalibrated = [replace(item, label=bound.label) for item, bound in zip(uncalibrated, pending, strict=True)]
-    _check_known([*rules, *pending], config)
-    corrections.compose([*rules, *pending], whole_minibatch=True)
-    if correction.batch_normalize != "off" and not any(bound.weighs for bound in [*rules, *pending]):
-        raise ConfigError(
-            "there are no weights to normalise",
-            where="correction.batch_normalize",
-            got=correction.batch_normalize,
-            expected="off, or a rule that weighs: "
-            + ", ".join(name for name in corrections.names() if corrections.get(name).weighs),
-        )
-    loss = _loss(config.loss, preset.loss if preset else None)
-    _check_interpolated([*rules, *pending], loss, config)
-    _check_counted_once([*rules, *pending], loss)
+    preset = preset_of(correction)
+    checks: list[Callable[[], BoundRule | Uncalibrated | BoundLoss]] = [partial(_loss, config.loss, preset)]
+    checks += [partial(_bound, name, thresholds) for name, thresholds in (preset.rules if preset else ())]
+    checks += [partial(_rule, item) for item in correction.rules]
+    found = refuse_together(*checks)
+    [loss] = [one for one in found if isinstance(one, BoundLoss)]
+    chosen = [one for one in found if not isinstance(one, BoundLoss)]
+    every = [one if isinstance(one, BoundRule) else placeholder(one) for one in chosen]
+    refuse(
+        "corrections and loss",
+        contradictions(
+            correction,
+            config.loss,
+            config.pipeline.recovery,
+            [RuleFacts(bound.rule.name, bound.ratio, bound.rule.scope, bound.weighs) for bound in every],
+            LossFacts(loss.loss.name, loss.loss.scope, loss.contains),
+        ),
+    )
+    named = labelled(every)
+    pairs = list(zip(chosen, named, strict=True))
     return Recipe(
-        rules=tuple(rules),
-        uncalibrated=tuple(uncalibrated),
+        rules=tuple(bound for one, bound in pairs if isinstance(one, BoundRule)),
+        uncalibrated=tuple(replace(one, label=bound.label) for one, bound in pairs if isinstance(one, Uncalibrated)),
         batch_normalize=correction.batch_normalize,
         loss=loss,
         aggregation=config.loss.aggregation or loss.loss.aggregation,
@@ -147,61 +137,14 @@ def recipe(config: Config) -> Recipe:
     )
 
 
-def _check_known(rules: Sequence[BoundRule], config: Config) -> None:
-    """Rules may read only what `pipeline.behavior` lets be known."""
-    recovery = config.pipeline.recovery
-    if recovery == "bypass" and any(bound.ratio == "merged" for bound in rules):
-        raise ConfigError(
-            "there is no proximal policy in bypass, so proximal / rollout is 1 on every token and corrects nothing",
-            where="correction.preset" if config.correction.preset else "correction.rules",
-            got=f"{config.correction.preset or 'ratio=merged'} with pipeline.behavior=bypass",
-            expected="a preset or rules on the total ratio",
-            fix="choose a bypass_* preset, give rules ratio=total, or set pipeline.behavior to snapshot or merged",
-        )
-    hidden = HIDDEN if recovery in ("merged", *UNMEASURED) else ()
-    for bound in rules:
-        if bound.ratio in hidden:
-            raise ConfigError(
-                f"rule {bound.rule.name} reads a ratio that is not known when log-probs under older weights are not",
-                where="correction.rules",
-                got=f"ratio={bound.ratio} with pipeline.behavior={recovery}",
-                expected="ratio=total" if recovery == "bypass" else "ratio=merged or ratio=total",
-                fix="give the rule that ratio in its thresholds, or set pipeline.behavior=snapshot",
-            )
+def _bound(name: str, thresholds: Mapping[str, float | str]) -> BoundRule:
+    return corrections.get(name).bind(**thresholds)
 
 
-def _check_interpolated(rules: Sequence[BoundRule], loss: BoundLoss, config: Config) -> None:
-    """An anchor that depends on the policy in training is not known before the update, when a whole minibatch is looked
-    at.
-    """
-    whole = [bound.rule.name for bound in rules if bound.rule.scope == "batch"]
-    whole += [f"loss {loss.loss.name}"] if loss.loss.scope == "batch" else []
-    whole += ["batch_normalize"] if config.correction.batch_normalize != "off" else []
-    if config.pipeline.recovery == "interpolate" and whole:
-        raise ConfigError(
-            "an interpolated anchor is not known before the update, and these look at the whole minibatch before it",
-            where="pipeline.behavior",
-            got=f"interpolate with {', '.join(whole)}",
-            expected="snapshot, merged or bypass",
-        )
-
-
-def _check_counted_once(rules: Sequence[BoundRule], loss: BoundLoss) -> None:
-    """Each part of the total ratio may enter the coefficient of a token once: in the loss, or as the weight of one
-    rule.
-    """
-    held = dict.fromkeys(loss.contains, f"loss {loss.loss.name}")
-    for bound in (one for one in rules if one.weighs):
-        again = [part for part in ("engine", "lag", "update") if part in PARTS[bound.ratio] and part in held]
-        if again:
-            raise ConfigError(
-                f"the ratio would be counted twice: {held[again[0]]} contains its {' and '.join(again)} part already",
-                where="correction.rules",
-                got=f"{bound.rule.name} weighs by ratio={bound.ratio}, beside {held[again[0]]}",
-                expected="each part of the ratio to the rollout once",
-                fix="use a rule that only rejects, such as trm_max, a rule on another ratio, or a loss without it",
-            )
-        held |= dict.fromkeys(PARTS[bound.ratio], f"rule {bound.rule.name}")
+def _rule(item: RuleConfig) -> BoundRule | Uncalibrated:
+    if item.target_reject_rate is None:
+        return _bound(item.name, item.thresholds)
+    return _uncalibrated(item, item.target_reject_rate)
 
 
 def placeholder(item: Uncalibrated) -> BoundRule:
@@ -234,31 +177,7 @@ def _uncalibrated(item: RuleConfig, target: float) -> Uncalibrated:
     return found
 
 
-def _loss(config: LossConfig, of_preset: tuple[str, Mapping[str, float | str]] | None) -> BoundLoss:
-    if of_preset and config.name not in (None, of_preset[0]):
-        raise ConfigError(
-            "the preset has its own loss",
-            where="loss.name",
-            got=config.name,
-            expected=f"none or {of_preset[0]}",
-            fix="choose a decoupled preset, which takes any loss, or write the rules out in correction.rules",
-        )
-    name, parameters = of_preset or (config.name or DEFAULT_LOSS, {})
-    typed: dict[str, Parameter] = {
-        key: value
-        for key, value in (
-            ("clip_low", config.clip_low),
-            ("clip_high", config.clip_high),
-            ("dual_clip", config.dual_clip),
-        )
-        if value is not None
-    }
-    twice = sorted(set(typed) & set(config.parameters))
-    if twice:
-        raise ConfigError(
-            "a loss parameter is given twice",
-            where="loss.parameters",
-            got=", ".join(twice),
-            expected="once, as a field",
-        )
-    return losses.get(name).bind(**{**parameters, **typed, **config.parameters})
+def _loss(config: LossConfig, preset: Preset | None) -> BoundLoss:
+    name, parameters = (preset and preset.loss) or (config.name or DEFAULT_LOSS, {})
+    typed: Mapping[str, Parameter] = {**parameters, **config.clips, **config.parameters}
+    return losses.get(name).bind(**typed)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from moe_trm import summable
+from moe_trm.config.problems import InvalidConfigError
 from moe_trm.config.schema import Config, CorrectionConfig, LossConfig
 from moe_trm.errors import ConfigError
 from moe_trm.learner.protocol import Learner
@@ -62,6 +63,8 @@ def judge(candidate: Candidate, config: Config, recorded: Steps) -> RuleOutcome:
     config = config.model_copy(update={"correction": correction, "loss": candidate.loss})
     try:
         return _judged(candidate.name, config, recorded)
+    except InvalidConfigError as error:
+        return RuleOutcome(candidate.name, refused="; ".join(problem.what for problem in error.problems))
     except ConfigError as error:
         return RuleOutcome(candidate.name, refused=error.what)
 

@@ -35,9 +35,7 @@ VERDICTS = {0: "LIVES", 1: "dies", -signal.SIGALRM: "dies (hangs)"}
 
 def main() -> int:
     arguments = parse()
-    mutants = [mutant for mutant in read() if arguments.only in f"{mutant.file} {mutant.name}"]
-    equivalent = [mutant for mutant in mutants if mutant.equivalent]
-    mutants = [mutant for mutant in mutants if not mutant.equivalent]
+    mutants = [mutant for mutant in read() if arguments.only in f"{mutant.file} {mutant.rule}"]
     began, verdicts = time.monotonic(), list[str]()
     for place, (name, verdict) in enumerate(verdicts_of(mutants, arguments.workers), 1):
         verdicts.append(verdict)
@@ -46,15 +44,13 @@ def main() -> int:
         elif place % 10 == 0:
             print(f"{place}/{len(mutants)} after {time.monotonic() - began:.0f} s", flush=True)
     dead = sum(verdict.startswith("dies") for verdict in verdicts)
-    print(f"{dead} of {len(mutants)} mutants die; {len(equivalent)} more compute the same:")
-    for mutant in equivalent:
-        print(f"  {mutant.file}: {mutant.name}: {mutant.equivalent}")
+    print(f"{dead} of {len(mutants)} mutants die after {time.monotonic() - began:.0f} s")
     return int(dead < len(mutants) or not mutants)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="mutants with this text in their file or name")
+    parser.add_argument("--only", default="", help="mutants with this text in their file or rule")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--verbose", action="store_true", help="name the dead ones, too")
     return parser.parse_args()
@@ -112,7 +108,7 @@ def work(mutants: Sequence[Mutant], copy: Path, answer: Callable[[str], object])
             if not healthy[mutant.tests]:
                 print(printed_of(copy).read_text()[-2000:], flush=True)
         verdict = verdict_of(mutant, copy) if healthy[mutant.tests] else "CANNOT BE RUN (its tests fail without it)"
-        answer(json.dumps([f"{mutant.file}: {mutant.name}", verdict]) + "\n")
+        answer(json.dumps([f"{mutant.file}: {mutant.rule}", verdict]) + "\n")
 
 
 def verdict_of(mutant: Mutant, copy: Path) -> str:

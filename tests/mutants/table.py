@@ -1,48 +1,104 @@
-"""The table of mutants, read from the TOML files beside this module."""
+"""The table of mutants, read from the TOML files beside this module.
+
+A mutant is anchored by syntax: a file, a function in it, and an expression or a statement of that function as Python
+parses it. So it stays where it is when code around it moves, is laid out anew or gets other comments.
+"""
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+SOURCES = ("moe_trm", "routing", "launch")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file, and the tests that must fail with it."""
+    """One change of one function that breaks one rule, and the tests that must fail with it.
 
-    name: str
-    """Short description of what is wrong with the mutant."""
+    Attributes:
+        file: path from the root of the repository.
+        function: qualified name, such as `Class.method`; empty for the module as a whole.
+        rule: the wrong rule that the mutant follows.
+        old: an expression or a statement that the function has exactly once; layout and comments do not matter.
+        new: what takes its place.
+        tests: arguments of pytest, files or node ids.
+    """
+
     file: str
-    """Path from the root of the repository."""
+    function: str
+    rule: str
     old: str
-    """Text that stands exactly once in the file."""
     new: str
     tests: tuple[str, ...]
-    """Arguments of pytest: files or node ids."""
-    equivalent: str = ""
-    """The reason why no test can notice, for a mutant that computes the same. It is not run."""
 
     def apply(self, root: Path) -> str:
         """Change the file below `root`; its text as it was.
 
         Raises:
-            LookupError: `old` does not stand exactly once in the file, or `new` is no change.
+            LookupError: the file or the function is gone, `old` does not stand exactly once in it, or `new` is no
+                change.
         """
         path = root / self.file
+        if not path.is_file():
+            raise LookupError(f"{self.rule}: {self.file} is gone{self._elsewhere(root)}")
         text = path.read_text()
-        found = text.count(self.old)
-        if found != 1 or self.old == self.new:
-            raise LookupError(f"{self.name}: {self.old!r} stands {found} times in {self.file}, expected once")
-        path.write_text(text.replace(self.old, self.new))
+        tree = ast.parse(text)
+        scope = function_of(tree, self.function)
+        if scope is None:
+            raise LookupError(f"{self.rule}: {self.file} has no {self.function}{self._elsewhere(root)}")
+        old, new = parsed(self.old), parsed(self.new)
+        found = [node for node in ast.walk(scope) if ast.dump(node) == ast.dump(old)]
+        if len(found) != 1 or ast.dump(old) == ast.dump(new):
+            place = f"{self.function or 'the module'} of {self.file}"
+            raise LookupError(f"{self.rule}: `{self.old}` stands {len(found)} times in {place}, expected once")
+        path.write_text(ast.unparse(ast.fix_missing_locations(_Replacement(found[0], new).visit(tree))))
         return text
+
+    def _elsewhere(self, root: Path) -> str:
+        """The files that have a function of this name now, for a message."""
+        files = (path for source in SOURCES for path in sorted((root / source).rglob("*.py")))
+        named = [
+            str(path.relative_to(root)) for path in files if function_of(ast.parse(path.read_text()), self.function)
+        ]
+        return f"; {self.function} is in {', '.join(named)}" if self.function and named else ""
+
+
+class _Replacement(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self._old, self._new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self._new if node is self._old else super().visit(node)
+
+
+def parsed(text: str) -> ast.AST:
+    """The expression, or else the one statement, that `text` is."""
+    [statement] = ast.parse(text).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def function_of(tree: ast.Module, name: str) -> ast.AST | None:
+    """The function or class of this qualified name; the module for an empty one."""
+    scope: ast.AST = tree
+    for part in filter(None, name.split(".")):
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        inner = [
+            node for node in ast.walk(scope) if isinstance(node, kinds) and node.name == part and node is not scope
+        ]
+        if not inner:
+            return None
+        scope = inner[0]
+    return scope
 
 
 def read(folder: Path = FOLDER) -> Iterator[Mutant]:
-    """All mutants, file by file."""
+    """All mutants, file by file. A row of `mutants` is the function, the rule, the old and the new code."""
     for path in sorted(folder.glob("*.toml")):
-        for entry in tomllib.loads(path.read_text())["mutant"]:
-            yield Mutant(**{**entry, "tests": tuple(entry.get("tests", ()))})
+        for entry in tomllib.loads(path.read_text())["source"]:
+            for function, rule, old, new in entry["mutants"]:
+                yield Mutant(entry["file"], function, rule, old, new, tuple(entry["tests"]))

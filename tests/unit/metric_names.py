@@ -21,8 +21,9 @@ from moe_trm.corrections.by_length import NUM_OCTAVES, LengthTracker, octave_nam
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.corrections.rule import BoundRule, RegisteredRule
 from moe_trm.losses import LossInputs
+from moe_trm.methods.ratios import RATIO_NAMES
 from moe_trm.probe.flip_causes import MARGINS, POSITIONS
-from moe_trm.ratios import RATIO_NAMES, LogRatios
+from moe_trm.ratios import LogRatios
 from moe_trm.store.ledger import Ledger
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from moe_trm.errors import ConfigError
-from moe_trm.ratios import RATIO_NAMES, LogRatios, clamp_log_ratio, k3_sum
+from moe_trm.methods.ratios import RATIO_NAMES
+from moe_trm.ratios import LogRatios, clamp_log_ratio, k3_sum
 
 MASK = torch.tensor([[True, True, False], [False, True, True]])
 

@@ -28,6 +28,7 @@ from moe_trm.config.schema.objective import (
     RuleConfig,
 )
 from moe_trm.config.schema.pipeline import (
+    WITHOUT_ANCHOR_PASS,
     BatchConfig,
     PipelineConfig,
     Recovery,
@@ -57,6 +58,7 @@ from moe_trm.config.schema.task import (
 from moe_trm.methods.advantages import ADVANTAGES
 
 __all__ = [
+    "WITHOUT_ANCHOR_PASS",
     "AdvantageConfig",
     "AgentConfig",
     "BatchConfig",

@@ -104,6 +104,12 @@ class LossConfig(Section):
     measure_entropy: bool = False
     """Measure the entropy (`policy/entropy`) without rewarding it; the same cost."""
 
+    @property
+    def clips(self) -> dict[str, float]:
+        """The parameters of the loss that have keys of their own, where these are set."""
+        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip")}
+        return {name: value for name, value in given.items() if value is not None}
+
 
 class KlConfig(Section):
     """KL to the reference policy: the checkpoint that the run started from, kept frozen in host memory."""

@@ -33,6 +33,9 @@ class BatchConfig(Section):
 Recovery = Literal["same", "snapshot", "interpolate", "merged", "bypass"]
 """Relation of the weights that sampled to the learner's: the same (`same`), or as `pipeline.behavior` recovers it."""
 
+WITHOUT_ANCHOR_PASS: tuple[Recovery, ...] = ("interpolate", "bypass")
+"""Those whose proximal policy is no pass of the learner."""
+
 
 class PipelineConfig(Section):
     """Overlap of generation and training."""
@@ -99,6 +102,11 @@ class PipelineConfig(Section):
     def recovery(self) -> Recovery:
         """`behavior` where samples may be stale, else `same`."""
         return self.behavior if self.staleness_limit else "same"
+
+    @property
+    def has_anchor_pass(self) -> bool:
+        """True where the learner scores the proximal policy in a pass of its own."""
+        return self.recovery not in WITHOUT_ANCHOR_PASS
 
     @property
     def scores_fit(self) -> bool:

@@ -157,6 +157,11 @@ class RolloutConfig(Section):
         return self.function is not None or self.agent is not None
 
     @property
+    def may_have_turns(self) -> bool:
+        """False where every sample is one answer; a recording may hold several turns."""
+        return self.has_turns or not self.traits.samples_live
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """The address of every server of the run."""
         return self.urls or (self.url or f"http://{self.server.host}:{self.server.port}",)

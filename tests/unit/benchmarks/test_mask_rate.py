@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.mask_rate import Strata, all_rates, evidences, predictions, rates, table
-from benchmarks.mask_rate_figure import draw
 from moe_trm import corrections
 from moe_trm.recording.scores import ScoredBatch, ScoredUpdate
 
@@ -71,6 +70,4 @@ def test_thresholds_of_the_grid_reject_what_they_were_chosen_for() -> None:
     for one in results:
         if one.target is not None and one.rule.startswith("seq_"):
             assert one.rows <= one.target + 1e-9
-    predicted = predictions(found, strata)
-    assert table(results, predicted)
-    assert draw(results, predicted, strata.lengths()).count("<polyline") >= 8
+    assert table(results, predictions(found, strata))

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
-from moe_trm import corrections
 from moe_trm.config import resolve
 from moe_trm.config.anti_patterns import ANTI_PATTERNS, found, planned
 from moe_trm.config.load import load
 from moe_trm.config.schema import Config
-from moe_trm.methods.corrections import READ_TOTAL
-from moe_trm.methods.losses import LOSSES
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = sorted([*(REPOSITORY / "configs").rglob("*.yaml"), *(REPOSITORY / "examples").glob("*/config.yaml")])
@@ -224,13 +221,6 @@ def test_launch_warns_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "far ahead, uncorrected" in said
     assert "try correction.preset=decoupled_token_is" in said
     assert not [line for line in resolve(file).warnings if "anti-pattern" in line]
-
-
-def test_the_table_of_ratios_is_that_of_the_rules() -> None:
-    for name in corrections.names():
-        assert (corrections.get(name).ratio == "total") == (name in READ_TOTAL), name
-        assert corrections.get(name).ratio in ("engine", "total")
-    assert {entry.ratio for entry in LOSSES.values()} == {"update", "total"}
 
 
 def test_the_page_has_every_row() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from moe_trm import corrections
 from moe_trm.corrections.evidence import Evidence
 from moe_trm.errors import ConfigError
-from moe_trm.ratios import RATIO_NAMES, LogRatios
+from moe_trm.methods.ratios import RATIO_NAMES
+from moe_trm.ratios import LogRatios
 
 DELTA = 0.3
 Row = list[float]

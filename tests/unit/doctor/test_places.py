@@ -12,9 +12,9 @@ import torch
 
 from launch.job import run_job
 from moe_trm.config.schema import Config
-from moe_trm.doctor.places import SeveralRefusals, check_folders, check_server
+from moe_trm.doctor.places import check_folders, check_server
 from moe_trm.doctor.preflight import check_launch
-from moe_trm.errors import ConfigError, EngineError
+from moe_trm.errors import ConfigError, EngineError, SeveralRefusals
 
 
 def config(folder: Path, **sections: Any) -> Config:

@@ -12,7 +12,8 @@ from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
 from moe_trm.losses import LossInputs
 from moe_trm.methods.losses import LOSSES
-from moe_trm.ratios import RATIO_NAMES, LogRatios
+from moe_trm.methods.ratios import RATIO_NAMES
+from moe_trm.ratios import LogRatios
 from moe_trm.step.recipe import recipe
 
 PARTS = ("engine", "lag", "update")

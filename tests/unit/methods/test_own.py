@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_trm import corrections, losses
+from moe_trm import corrections
 from moe_trm.cli import main
 from moe_trm.config.schema import Config
 from moe_trm.errors import ConfigError
@@ -117,13 +117,6 @@ def test_needs_of_a_loss_reach_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOSS + decorated)
     found = recipe(chosen(loss={"name": f"{tmp_path / 'mine.py'}:f"}))
     assert (found.entropy, found.aggregation, found.loss.loss.name) == (True, "token-sum", "f")
-
-
-def test_the_tables_name_what_exists() -> None:
-    for name in CORRECTIONS:
-        assert corrections.get(name).name == name
-    for name, entry in LOSSES.items():
-        assert (losses.get(name).name, losses.get(name).needs) == (name, entry.needs)
 
 
 def test_the_configuration_explains_what_a_name_may_be(capsys: pytest.CaptureFixture[str]) -> None:

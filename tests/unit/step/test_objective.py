@@ -259,7 +259,7 @@ def test_bypass_reads_the_total_ratio_and_brings_its_loss() -> None:
                     "rules": [{"name": "seq_mean_k1", "thresholds": {"low": 0.5, "high": 2.0, "ratio": "merged"}}],
                 }
             },
-            "twice",
+            "more than once",
         ),
         ({"correction": {"batch_normalize": "token"}}, "no weights"),
     ],

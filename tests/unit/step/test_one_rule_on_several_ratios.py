@@ -57,9 +57,9 @@ def test_a_run_takes_them_and_reports_each() -> None:
 
 def test_the_same_rule_on_the_same_ratio_is_refused() -> None:
     twice = [{"name": "trm_max", "thresholds": {"max_kl": value}} for value in (0.1, 0.2)]
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="more than once"):
         recipe(config(correction={"rules": twice}))
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="more than once"):
         recipe(config(correction={"rules": [twice[0], {"name": "trm_max", "target_reject_rate": 0.1}]}))
 
 
