@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_trm_sglang_cpu.linear import is_faster_wide
+SMALL_MATRIX = 1 << 18
+"""Numbers of a matrix up to which a product of half-precision inputs is faster in float32, all conversions included.
+
+So it is without AMX: converted, the matrix stays in a core's cache. Both add up in float32.
+"""
 
 
 def experts(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, ids_NK: Tensor) -> Tensor:
@@ -32,7 +36,8 @@ def experts(x_ND: Tensor, weights_NK: Tensor, w13_EFD: Tensor, w2_EDF: Tensor, i
     """
     ids = ids_NK.reshape(-1)
     order, sizes = ids.argsort(stable=True), torch.bincount(ids, minlength=len(w13_EFD)).tolist()
-    dtype = torch.float32 if is_faster_wide(x_ND, w13_EFD[0]) else x_ND.dtype
+    half = x_ND.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half and w13_EFD[0].numel() <= SMALL_MATRIX else x_ND.dtype
     chosen = x_ND.to(dtype).index_select(0, order // weights_NK.shape[1])
     gate, up = _products(chosen, sizes, w13_EFD).to(x_ND.dtype).chunk(2, -1)
     sorted_out = _products(functional.silu(gate).mul_(up).to(dtype), sizes, w2_EDF).to(x_ND.dtype)

@@ -1,4 +1,4 @@
-"""SGLang plugin `moe_trm_sglang_cpu_kernels`: decoding, experts and small products, in few calls of torch.
+"""SGLang plugin `moe_trm_sglang_cpu_kernels`: attention in decoding, and experts, in few calls of torch.
 
 `SGLANG_PLUGINS=moe_trm_sglang_cpu` in the server's environment, which is SGLang's own list of plugins, leaves it out.
 """
@@ -11,21 +11,16 @@ from moe_trm_sglang_cpu.plugin import without_cuda
 
 
 def activate() -> None:
-    """Register them, in SGLang's own registries."""
+    """Register both, in SGLang's own registries."""
     if not without_cuda():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.quantization import unquant
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from moe_trm_sglang_cpu import experts, linear
+    from moe_trm_sglang_cpu.experts import around
 
-    layers = "sglang.srt.layers"
     register_attention_backend("torch_native")(_batched_attention)
-    HookRegistry.register(f"{layers}.moe.fused_moe_native.moe_forward_native", experts.around, HookType.AROUND)
-    if not unquant._is_cpu_amx_available:
-        product = f"{layers}.quantization.unquant.UnquantizedLinearMethod.apply"
-        HookRegistry.register(product, linear.around, HookType.AROUND)
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", around, HookType.AROUND)
 
 
 def _batched_attention(runner: Any) -> Any:

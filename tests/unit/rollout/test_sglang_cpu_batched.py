@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 pytest.importorskip("moe_trm_sglang_cpu", reason="CPU support is installed on machines without CUDA only")
 
-from moe_trm_sglang_cpu import experts, linear
+from moe_trm_sglang_cpu import experts
 from moe_trm_sglang_cpu.decoding import decode, in_lots, plan
 
 EXPERTS, DIM, WIDTH = 6, 8, 5
@@ -83,7 +83,7 @@ def test_wide_products_of_experts_are_rounded_to_the_dtype_of_the_tokens(monkeyp
     w2 = torch.randn(EXPERTS, 64, 32, generator=generator).mul_(0.2).bfloat16()
     weights, ids = torch.rand(40, EXPERTS, generator=generator).topk(2)
     wide = experts.experts(x, weights, w13, w2, ids)
-    monkeypatch.setattr(linear, "SMALL_MATRIX", 1)
+    monkeypatch.setattr(experts, "SMALL_MATRIX", 1)
     narrow = experts.experts(x, weights, w13, w2, ids)
     assert wide.dtype == narrow.dtype == torch.bfloat16
     torch.testing.assert_close(wide, narrow, atol=2e-2, rtol=2e-2)
@@ -109,32 +109,3 @@ def test_other_experts_are_left_to_the_loop(other: dict[str, object]) -> None:
     chosen = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3), None)
     experts.around(loop, layer, torch.ones(3, DIM), chosen, SimpleNamespace(**{**plain, **other}))
     assert len(asked) == bool(other)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_with_small_matrices_are_those_of_float32_rounded(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(5)
-    layer = SimpleNamespace(weight=torch.randn(48, 64, generator=generator).to(dtype))
-    x = torch.randn(3, 5, 64, generator=generator).to(dtype)
-    got = linear.around(lambda *_arguments: pytest.fail("a small product was left to SGLang"), None, layer, x)
-    native = functional.linear(x, layer.weight)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, native, atol=1e-2, rtol=1e-2)
-    assert (got == native).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("case", ["bias", "float32", "mixed", "large"])
-def test_other_products_are_sglangs_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "SMALL_MATRIX", 11 if case == "large" else 12)
-    dtype = torch.float32 if case == "float32" else torch.bfloat16
-    layer = SimpleNamespace(weight=torch.ones(3, 4, dtype=dtype))
-    x = torch.ones(2, 4, dtype=torch.float32 if case == "mixed" else dtype)
-    bias = torch.ones(3, dtype=dtype) if case == "bias" else None
-    asked: list[tuple[object, ...]] = []
-
-    def native(*arguments: object) -> torch.Tensor:
-        asked.append(arguments)
-        return torch.zeros(1)
-
-    linear.around(native, "method", layer, x, bias)
-    assert asked == [("method", layer, x, bias)]
